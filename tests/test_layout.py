@@ -1,0 +1,94 @@
+"""Who may import whom (the table in CONTRIBUTING.md), read from the sources without running them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("configs", "envs", "store", "gigpo", "actors", "learner")
+WIRING = ("train", "evaluate", "session", "progress", "report")
+HEAVY = {"ray", "torch", "vllm", "deepspeed"}
+MAY_IMPORT = {
+    "configs": set(),
+    "envs": set(),
+    "store": set(),
+    "gigpo": set(),
+    "actors": {"configs", "envs", "store"},
+    "learner": {"configs", "store", "gigpo"},
+}
+NEVER = {
+    "configs": HEAVY,
+    "envs": HEAVY | {"transformers"},
+    "store": HEAVY | {"transformers"},
+    "gigpo": {"ray", "vllm", "deepspeed", "transformers"},
+    "actors": {"deepspeed"},
+    "learner": {"vllm"},
+}
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def sources(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, f"{folder} has no sources"
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_what_the_table_allows(folder: str) -> None:
+    for path in sources(folder):
+        for module in imported_modules(path):
+            top = module.partition(".")[0]
+            assert top not in NEVER[folder], f"{path.relative_to(ROOT)} imports {module}"
+            assert top not in WIRING, f"{path.relative_to(ROOT)} imports the wiring module {module}"
+            if top in FOLDERS and top != folder:
+                assert top in MAY_IMPORT[folder], f"{path.relative_to(ROOT)}: {folder} may not import {module}"
+                assert module == top, f"{path.relative_to(ROOT)}: import from {top}, not from its module {module}"
+
+
+@pytest.mark.parametrize("name", WIRING)
+def test_the_wiring_imports_packages_not_their_modules(name: str) -> None:
+    for module in imported_modules(ROOT / f"{name}.py"):
+        top, _, inner = module.partition(".")
+        assert top not in FOLDERS or not inner, f"{name}.py imports {module}"
+
+
+def test_only_the_vllm_files_import_vllm() -> None:
+    importers = {path.name for path in sources("actors") for module in imported_modules(path) if module.startswith("vllm")}
+    assert importers <= {"vllm_policy.py", "weight_transfer.py"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_public_list_is_sorted_and_importable(folder: str) -> None:
+    package = importlib.import_module(folder)
+    constants_first = sorted(package.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert list(package.__all__) == constants_first
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_nothing_grows_too_long() -> None:
+    for path in [file for folder in FOLDERS for file in sources(folder)] + [ROOT / f"{name}.py" for name in WIRING]:
+        text = path.read_text()
+        assert text.count("\n") <= MAX_FILE_LINES, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= MAX_FUNCTION_LINES, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
+
+
+def test_tests_are_no_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py")), "it would shadow the package `store`"
