@@ -1,0 +1,42 @@
+"""`schema.py` holds every knob with its default, `check.py` refuses what would fail later, `load.py` reads YAML and
+`key=value`, `plan.py` says what would run where; one YAML per run we vouch for.
+"""
+
+from configs.check import ConfigError, check, check_model_path
+from configs.load import differences, from_yaml, load, to_yaml
+from configs.plan import cloning_config, describe_plan, model_billions
+from configs.schema import (
+    ActorsConfig,
+    AlgorithmConfig,
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    PromptConfig,
+    TinyModelConfig,
+)
+
+__all__ = [
+    "ActorsConfig",
+    "AlgorithmConfig",
+    "Config",
+    "ConfigError",
+    "EnvConfig",
+    "EvaluationConfig",
+    "LearnerConfig",
+    "LossConfig",
+    "ModelConfig",
+    "PromptConfig",
+    "TinyModelConfig",
+    "check",
+    "check_model_path",
+    "cloning_config",
+    "describe_plan",
+    "differences",
+    "from_yaml",
+    "load",
+    "model_billions",
+    "to_yaml",
+]

@@ -1,0 +1,85 @@
+"""Read a YAML file and `key=value` overrides into one checked, frozen Config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.check import ConfigError, check, flat, hint
+from configs.schema import Config
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of `path` with `key=value` overrides on top, checked.
+
+    Raises ConfigError for a missing file, an unknown key (with the nearest match), a wrong type, or a combination that
+    `check` refuses.
+    """
+    if not Path(path).is_file():
+        known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
+        raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
+    try:
+        layers = [OmegaConf.load(path), OmegaConf.from_dotlist([_checked_override(text) for text in overrides])]
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    for layer in layers:
+        for key in _leaves(OmegaConf.to_container(layer)):
+            _check_key(key)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), *layers))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole resolved config, defaults included, as stored in run.json."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str) -> Config:
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    assert isinstance(config, Config)
+    return config
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """`key: old -> new` for every setting that differs, the run directory and the end of the run left out.
+
+    A run may be continued for more steps or from a moved directory; anything else would be another run.
+    """
+    free = {"run_dir", "learner.steps"}
+    before, after = dict(flat(old)), dict(flat(new))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in free and before.get(k) != after.get(k)]
+
+
+def _checked_override(text: str) -> str:
+    key, separator, _ = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"argument {text!r} is not key=value")
+    return text
+
+
+def _check_key(key: str) -> None:
+    known = [name for name, _ in flat(Config())]
+    if key not in known and not key.startswith("env.options"):
+        raise ConfigError(f"unknown key {key!r}{hint(key, known)}; configs/schema.py lists every key")
+
+
+def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}{key}.")
+    elif prefix:
+        yield prefix[:-1]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

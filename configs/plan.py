@@ -1,0 +1,89 @@
+"""What a config will do: who runs where, how much memory that takes, and the config that makes its base policy."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from configs.check import ConfigError
+from configs.schema import Config
+
+GIB = 1024**3
+BYTES = {"float32": 4, "bfloat16": 2}
+MASTER_BYTES = 12  # float32 master weights and the two Adam moments, per parameter, beside a bfloat16 model
+ADAM_BYTES = 8  # the two moments beside a float32 model
+
+
+def cloning_config(config: Config) -> Config:
+    """The run that makes a tiny base policy: a scripted player's episodes through the same store, actors and learner.
+
+    Groups of one episode, as there is nothing to compare; staleness without bound, as the player never changes.
+    """
+    tiny = config.model.tiny
+    return replace(
+        config,
+        max_staleness=tiny.clone_steps,
+        actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step),
+        algorithm=replace(config.algorithm, estimator="grpo", group_size=1),
+        loss=replace(config.loss, policy="behaviour_cloning", kl_coef=0.0, entropy_coef=0.0),
+        learner=replace(
+            config.learner,
+            steps=tiny.clone_steps,
+            groups_per_step=tiny.clone_episodes_per_step,
+            updates_per_step=tiny.clone_updates_per_step,
+            learning_rate=tiny.clone_learning_rate,
+            keep_versions=2,
+            checkpoint_every=max(1, tiny.clone_steps // 4),
+        ),
+        evaluation=replace(config.evaluation, every=0),
+    )
+
+
+def describe_plan(config: Config) -> str:
+    """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be told."""
+    actors, learner = config.actors, config.learner
+    billions = model_billions(config)
+    gpus = actors.workers * actors.gpus_per_worker + learner.gpus
+    weight = BYTES[config.model.dtype]
+    optimizer = ADAM_BYTES if config.model.dtype == "float32" else MASTER_BYTES
+    reference = weight if config.loss.kl_coef else 0
+    learner_gib = billions * 1e9 * (2 * weight + optimizer + reference) / GIB
+    engine_gib = billions * 1e9 * weight / GIB
+    where = "GPU" if gpus else "CPU"
+    cache = (
+        f"{actors.gpu_memory_utilization:.0%} of the GPU taken in all, the rest of it for the KV cache"
+        if actors.gpus_per_worker
+        else f"{actors.kv_cache_gib:g} GiB KV cache"
+    )
+    return (
+        f"\nplacement ({gpus} GPU{'' if gpus == 1 else 's'} in all)\n"
+        f"  coordinator  1 process, CPU\n"
+        f"  workers      {actors.workers} x {actors.gpus_per_worker or 'no'} GPU, one vLLM engine each, "
+        f"{config.env.processes} environment processes beside each\n"
+        f"  learner      1 rank x {learner.gpus or 'no'} GPU, DeepSpeed ZeRO {learner.zero_stage}\n"
+        f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
+        f"  each engine  {engine_gib:.1f} GiB weights; {cache}\n"
+        f"  learner      {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "
+        f"activations on top, for micro-batches of {learner.micro_batch_tokens} tokens\n"
+        f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} episodes x "
+        f"at most {config.env.max_steps} steps\n"
+    )
+
+
+def model_billions(config: Config) -> float:
+    """Billions of parameters: counted from a local directory's files, else read from the model's name."""
+    if not config.model.path:
+        tiny = config.model.tiny
+        return (tiny.vocabulary_size * tiny.hidden_size + 13 * tiny.layers * tiny.hidden_size**2) / 1e9
+    directory = Path(config.model.path)
+    if directory.is_dir():
+        stored = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / BYTES.get(stored, 2) / 1e9
+    named = re.search(r"(\d+(?:\.\d+)?)([bm])\b", config.model.path, re.IGNORECASE)
+    if not named:
+        raise ConfigError(
+            f"model.path={config.model.path!r} is no local directory and its name does not say its size (like '1.5B')"
+        )
+    return float(named.group(1)) * (1.0 if named.group(2).lower() == "b" else 1e-3)
