@@ -1,0 +1,66 @@
+"""The environment contract. One environment object plays one episode at a time; batching is the runner's business.
+
+    env = make_environment("textworld", options)
+    observation = env.reset(task)
+    while not done:
+        transition = env.step(action)          # action is text
+        done = transition.terminated or transition.truncated
+    env.close()
+
+An environment knows no tokens, prompts or models. It says what its anchor state is, because only it can.
+A user's own environment is one class with `tasks`, `reset`, `step` and `close`, named `module:Class` in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is to be solved. Assigned explicitly by the coordinator, never drawn inside an environment."""
+
+    id: str  # stable and unique within the environment, over all splits
+    env_name: str
+    split: str  # "train" or "heldout"
+    seed: int  # every member of a group gets the same task and so the same seed
+    data: Mapping[str, str] = field(default_factory=dict)  # e.g. the path of a game file; text only, so it can be stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    text: str
+    objective: str = ""  # what the agent is asked to do; constant over the episode
+    anchor: str | None = None  # canonical text of the anchor state; None means "use `text`"
+    actions: tuple[str, ...] | None = None  # admissible actions, None where the environment cannot list them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transition:
+    observation: Observation
+    reward: float  # the environment's own reward for this step
+    terminated: bool  # the episode ended by its own rules
+    truncated: bool  # it was cut off (step limit)
+    won: bool  # the task is solved
+    valid: bool = True  # the environment understood the action
+    task_score: float | None = None  # a graded score where the environment has one
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Constructed as `EnvironmentClass(options)`; `options` is the config's `env.options` mapping."""
+
+    def __init__(self, options: Mapping[str, object]) -> None: ...
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        """All tasks of a split, in a stable order; may generate and cache game files on the first call."""
+        ...
+
+    def reset(self, task: Task) -> Observation: ...
+
+    def step(self, action: str) -> Transition: ...
+
+    def close(self) -> None: ...

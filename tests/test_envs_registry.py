@@ -1,0 +1,43 @@
+"""Names lead to classes; a wrong name leads to one line that says what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from envs import ENVIRONMENTS, Environment, environment_class
+
+
+def test_every_registered_name_leads_to_an_environment() -> None:
+    for name in ENVIRONMENTS:
+        found = environment_class(name)
+        assert all(hasattr(found, method) for method in ("tasks", "reset", "step", "close")), name
+    assert isinstance(environment_class("key_room")({"max_steps": 3}), Environment)
+
+
+def test_a_class_of_ones_own_is_found_by_module_and_class() -> None:
+    assert environment_class("envs.key_room:KeyRoomEnv") is environment_class("key_room")
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("textwrld", r"unknown environment 'textwrld': did you mean 'textworld'\? Known: key_room, textworld"),
+        ("zzz", r"unknown environment 'zzz': Known: key_room, textworld"),
+        ("no_such_module:Env", "no module 'no_such_module'"),
+        ("envs.key_room:Nothing", "module 'envs.key_room' has no class 'Nothing'"),
+        ("envs.key_room:ROOMS", "has no class 'ROOMS'"),
+        ("envs:Task", "lacks tasks, reset, step, close"),
+    ],
+)
+def test_a_wrong_name_is_one_line_naming_the_value_and_the_fix(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        environment_class(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_importing_the_package_loads_no_engine() -> None:
+    script = "import sys, envs; sys.exit('textworld' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
