@@ -1,0 +1,70 @@
+"""The trajectory store: queue, dataset, lineage and resume point of a run. Knows no machine learning.
+
+`records.py` (Step, Trajectory, the Arrow schema) and `hashing.py` say what is stored, `layout.py` where, `segments.py` how
+(immutable Parquet). `catalog.py` is the truth about what counts: one SQLite file with one owner, its transactions in
+`catalog_*.py`. `manifest.py` shows it to outside readers, `query.py` and `views.sql` are their SQL, `errors.py` what can go
+wrong.
+"""
+
+from store.catalog import Catalog
+from store.catalog_records import (
+    Batch,
+    CheckpointRecord,
+    ClaimedGroup,
+    CommitResult,
+    Counts,
+    Evaluation,
+    GroupRecord,
+    RollBack,
+    SuccessRate,
+    VersionRecord,
+)
+from store.clock import now_us
+from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError
+from store.hashing import state_hash, uid
+from store.layout import FORMAT_VERSION, RunInfo, RunLayout
+from store.logs import capture_output
+from store.manifest import export
+from store.query import open_reader, run_sql, write_open_sql
+from store.records import SEGMENT_SCHEMA, Step, Trajectory, from_table, to_table, uid_text
+from store.segments import SegmentMeta, TrajectoryMeta, read_segment, write_segment
+
+__all__ = [
+    "FORMAT_VERSION",
+    "SEGMENT_SCHEMA",
+    "Batch",
+    "Catalog",
+    "CheckpointRecord",
+    "ClaimedGroup",
+    "CommitResult",
+    "Counts",
+    "DigestError",
+    "Evaluation",
+    "FencedError",
+    "FormatError",
+    "GroupRecord",
+    "LockedError",
+    "RollBack",
+    "RunInfo",
+    "RunLayout",
+    "SegmentMeta",
+    "Step",
+    "StoreError",
+    "SuccessRate",
+    "Trajectory",
+    "TrajectoryMeta",
+    "VersionRecord",
+    "capture_output",
+    "export",
+    "from_table",
+    "now_us",
+    "open_reader",
+    "read_segment",
+    "run_sql",
+    "state_hash",
+    "to_table",
+    "uid",
+    "uid_text",
+    "write_open_sql",
+    "write_segment",
+]

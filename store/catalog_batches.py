@@ -1,0 +1,179 @@
+"""Groups from complete to consumed: claim, settle, roll back. Functions of one transaction each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from store.catalog_database import Transaction
+from store.catalog_records import Batch, ClaimedGroup, RollBack
+from store.errors import StoreError
+from store.records import uid_text
+from store.segments import SegmentMeta, TrajectoryMeta
+
+COMPONENT = "catalog"
+
+
+def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness: int) -> Batch | None:
+    """The oldest complete training groups as a new batch; None, and nothing claimed, if fewer than n_groups are there.
+
+    Groups beyond the bound become `stale` first, also where no batch follows.
+    """
+    if n_groups < 1:
+        raise StoreError(f"n_groups {n_groups}: a batch has at least one group")
+    _expire(tx, current_version=current_version, max_staleness=max_staleness)
+    rows = tx.rows(
+        """SELECT group_uid, task_id, ordinal, version_min, version_max FROM grp
+           WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
+        n_groups=n_groups,
+    )
+    if len(rows) < n_groups:
+        return None
+    batch_id = tx.insert(
+        """INSERT INTO batch (epoch, state, claimed_version, claimed_us, claimed_lsn)
+           VALUES (:epoch, 'claimed', :version, :now_us, :lsn)""",
+        epoch=tx.epoch,
+        version=current_version,
+        now_us=tx.now_us,
+        lsn=tx.lsn,
+    )
+    for row in rows:
+        tx.run(
+            "INSERT INTO batch_group (batch_id, group_uid, live, outcome) VALUES (:batch_id, :group_uid, 1, 'claimed')",
+            batch_id=batch_id,
+            group_uid=row["group_uid"],
+        )
+        _set_state(tx, row["group_uid"], state="claimed", reason=None)
+    tx.touch("groups", "lineage")
+    return Batch(
+        batch_id=batch_id,
+        groups=tuple(ClaimedGroup(**row) for row in rows),
+        segments=_segments_of_batch(tx, batch_id),
+        claimed_us=tx.now_us,
+    )
+
+
+def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Collection[bytes], version_in: int) -> None:
+    """Record that a claimed batch was learner step `learner_step`, taken at policy version `version_in`."""
+    batch = tx.row("SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id)
+    if batch is None or batch["state"] != "claimed":
+        state = "unknown" if batch is None else batch["state"]
+        raise StoreError(f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one")
+    taken = tx.row(
+        "SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step ORDER BY learner_step DESC",
+        step=learner_step,
+    )
+    if taken is not None:
+        raise StoreError(
+            f"learner step {learner_step} is not after the last settled one (batch {taken['batch_id']}); "
+            "roll back to the checkpoint before training again"
+        )
+    groups = [
+        row["group_uid"] for row in tx.rows("SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id)
+    ]
+    strangers = [uid_text(group_uid) for group_uid in no_signal if group_uid not in groups]
+    if strangers:
+        raise StoreError(f"groups {strangers} are not in batch {batch_id}; name only groups of the batch")
+    tx.run(
+        """UPDATE batch SET state = 'trained', learner_step = :step, version_in = :version_in,
+                            trained_us = :now_us, trained_lsn = :lsn WHERE batch_id = :batch_id""",
+        step=learner_step,
+        version_in=version_in,
+        now_us=tx.now_us,
+        lsn=tx.lsn,
+        batch_id=batch_id,
+    )
+    without_signal = set(no_signal)
+    for group_uid in groups:
+        outcome = "no_signal" if group_uid in without_signal else "trained"
+        reason = f"no advantage differs from 0 (learner step {learner_step})" if outcome == "no_signal" else None
+        tx.run(
+            "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = :group_uid",
+            outcome=outcome,
+            batch_id=batch_id,
+            group_uid=group_uid,
+        )
+        _set_state(tx, group_uid, state=outcome, reason=reason)
+    tx.touch("groups", "lineage")
+
+
+def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
+    """Make everything claimed or trained after `learner_step` available again. The ledgers keep their rows.
+
+    Versions stay: they were published, and their numbers are never reused. Stale groups stay stale.
+    """
+    batches = [
+        row["batch_id"]
+        for row in tx.rows(
+            """SELECT batch_id FROM batch
+               WHERE state = 'claimed' OR (state = 'trained' AND learner_step > :step)""",
+            step=learner_step,
+        )
+    ]
+    n_groups = 0
+    for batch_id in batches:
+        n_groups += tx.run(
+            """UPDATE grp SET state = 'complete', reason = NULL
+               WHERE group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
+            batch_id=batch_id,
+        )
+        tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
+        tx.run("UPDATE batch SET state = 'rolled_back' WHERE batch_id = :batch_id", batch_id=batch_id)
+    n_checkpoints = tx.run("UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
+    n_metrics = tx.run("UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
+    if batches or n_checkpoints or n_metrics:
+        detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
+        tx.log(component=COMPONENT, what="roll_back", detail=detail)
+        tx.touch("groups", "lineage", "checkpoints", "metrics")
+    return RollBack(batches=len(batches), groups=n_groups, checkpoints=n_checkpoints)
+
+
+def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> None:
+    oldest_allowed = current_version - max_staleness
+    n_stale = tx.run(
+        """UPDATE grp SET state = 'stale',
+                          reason = 'oldest version ' || version_min || ' is more than ' || :max_staleness
+                                   || ' behind the learner''s ' || :current_version
+           WHERE split = 'train' AND state = 'complete' AND version_min < :oldest_allowed""",
+        max_staleness=max_staleness,
+        current_version=current_version,
+        oldest_allowed=oldest_allowed,
+    )
+    if n_stale:
+        tx.log(component=COMPONENT, what="stale", detail=f"{n_stale} groups older than version {oldest_allowed}")
+        tx.touch("groups")
+
+
+def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str | None) -> None:
+    tx.run(
+        "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid",
+        state=state,
+        reason=reason,
+        group_uid=group_uid,
+    )
+
+
+def _segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]:
+    rows = tx.rows(
+        """SELECT t.*, s.path, s.digest, s.n_steps AS file_steps, s.n_bytes, s.worker
+           FROM batch_group b JOIN trajectory t USING (group_uid) JOIN segment s USING (segment_id)
+           WHERE b.batch_id = :batch_id ORDER BY s.lsn, t.segment_id, t.group_uid, t.member""",
+        batch_id=batch_id,
+    )
+    of_segment: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        of_segment.setdefault(row["segment_id"], []).append(dict(row))
+    return tuple(_segment_meta(rows_of_one) for rows_of_one in of_segment.values())
+
+
+def _segment_meta(rows: Sequence[dict[str, Any]]) -> SegmentMeta:
+    names = TrajectoryMeta.__slots__
+    return SegmentMeta(
+        segment_id=rows[0]["segment_id"],
+        path=rows[0]["path"],
+        digest=rows[0]["digest"],
+        n_steps=rows[0]["file_steps"],
+        n_bytes=rows[0]["n_bytes"],
+        worker=rows[0]["worker"],
+        trajectories=tuple(TrajectoryMeta(**{**{name: row[name] for name in names}, "won": bool(row["won"])}) for row in rows),
+    )

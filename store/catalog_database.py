@@ -1,0 +1,171 @@
+"""The catalog's connection: one owner, one transaction at a time, each either whole or absent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from store.clock import now_us
+from store.errors import FencedError, FormatError, LockedError, StoreError
+from store.layout import FORMAT_VERSION, RunLayout
+
+_SCHEMA = Path(__file__).with_name("catalog_schema.sql")
+_LOCK_MODE = 0o644
+_OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
+
+
+class Transaction:
+    """What one transaction works with: rows in, rows out, and the lsn it will have if it changes anything visible."""
+
+    def __init__(self, connection: sqlite3.Connection, *, run_id: str, epoch: int, lsn: int) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.lsn = lsn  # that of this transaction; spent only if something is touched
+        self.now_us = now_us()
+        self.touched: set[str] = set()
+        self._connection = connection
+
+    def touch(self, *tables: str) -> None:
+        """Note that readers will see these exported tables change."""
+        self.touched.update(tables)
+
+    def run(self, sql: str, **parameters: Any) -> int:
+        """Execute one statement; the number of rows it changed."""
+        return self._connection.execute(sql, parameters).rowcount
+
+    def insert(self, sql: str, **parameters: Any) -> int:
+        """Execute one INSERT; the rowid it made."""
+        rowid = self._connection.execute(sql, parameters).lastrowid
+        assert rowid is not None
+        return rowid
+
+    def rows(self, sql: str, **parameters: Any) -> list[sqlite3.Row]:
+        """All rows of a query."""
+        return self._connection.execute(sql, parameters).fetchall()
+
+    def row(self, sql: str, **parameters: Any) -> sqlite3.Row | None:
+        """The first row of a query, if any."""
+        row: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
+        return row
+
+    def log(self, *, component: str, what: str, detail: str) -> None:
+        """Append to the audit."""
+        self.run(
+            "INSERT INTO event (lsn, at_us, component, what, detail) VALUES (:lsn, :at_us, :component, :what, :detail)",
+            lsn=self.lsn,
+            at_us=self.now_us,
+            component=component,
+            what=what,
+            detail=detail,
+        )
+        self.touch("events")
+
+
+class Database:
+    """The owned SQLite file. Only one process has it at a time; opening it fences whoever had it before."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._path = layout.catalog
+        self._run_id = layout.info.run_id
+        self._mutex = threading.RLock()
+        self._lock_fd = _take_lock(layout.catalog_lock)
+        try:
+            self._connection = _connect(layout)
+            self.epoch = self._take_over()
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only if it touched."""
+        with self._mutex:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield from self._body()
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    if self._connection.in_transaction:
+                        self._connection.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                raise StoreError(
+                    f"catalog {self._path}: {error}; nothing of this transaction was written. "
+                    "Check free space and permissions, then retry"
+                ) from error
+
+    def close(self) -> None:
+        """Give the catalog back. Idempotent."""
+        with self._mutex:
+            if self._lock_fd < 0:
+                return
+            self._connection.close()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _body(self) -> Iterator[Transaction]:
+        meta = self._connection.execute("SELECT epoch, lsn FROM meta").fetchone()
+        if meta["epoch"] != self.epoch:
+            raise FencedError(f"this owner has epoch {self.epoch}, the catalog is at {meta['epoch']}; stop this process")
+        transaction = Transaction(self._connection, run_id=self._run_id, epoch=self.epoch, lsn=meta["lsn"] + 1)
+        yield transaction
+        if transaction.touched:
+            self._connection.execute("UPDATE meta SET lsn = ?", (transaction.lsn,))
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO changed (name, lsn) VALUES (?, ?)",
+                [(name, transaction.lsn) for name in sorted(transaction.touched)],
+            )
+
+    def _take_over(self) -> int:
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.execute(
+            "INSERT OR IGNORE INTO meta (id, run_id, format_version, epoch, lsn) VALUES (1, ?, ?, 0, 0)",
+            (self._run_id, FORMAT_VERSION),
+        )
+        meta = self._connection.execute("SELECT run_id, epoch FROM meta").fetchone()
+        if meta["run_id"] != self._run_id:
+            raise FormatError(
+                f"{self._path} belongs to run {meta['run_id']}, run.json says {self._run_id}; put the right catalog back"
+            )
+        self._connection.execute("UPDATE meta SET epoch = epoch + 1")
+        self._connection.execute("UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker NOT NULL")
+        self._connection.execute("COMMIT")
+        return int(meta["epoch"]) + 1
+
+
+def _connect(layout: RunLayout) -> sqlite3.Connection:
+    try:
+        connection = sqlite3.connect(layout.catalog, isolation_level=None, timeout=_OTHER_OWNER_WAIT_S, check_same_thread=False)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.executescript(_SCHEMA.read_text())
+    except sqlite3.Error as error:
+        raise FormatError(f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup") from error
+    return connection
+
+
+def _take_lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _LOCK_MODE)
+    except OSError as error:
+        raise StoreError(f"cannot open {path}: {error.strerror}; the run directory must be writable") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
+        os.close(descriptor)
+        raise LockedError(
+            f"process {owner} owns {path.with_name('catalog.sqlite')}; stop it, or choose another run directory"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor

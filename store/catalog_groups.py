@@ -1,0 +1,313 @@
+"""Groups from open to complete: opening, leasing, committing. Functions of one transaction each."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from store.catalog_database import Transaction
+from store.catalog_records import CommitResult, Counts, Evaluation, GroupRecord, SuccessRate
+from store.clock import US_PER_S
+from store.errors import FencedError, StoreError
+from store.hashing import uid
+from store.records import uid_text
+from store.segments import SegmentMeta, TrajectoryMeta
+
+TRAIN = "train"
+HELDOUT = "heldout"
+
+
+def open_group(
+    tx: Transaction, *, ordinal: int | None, task_id: str, split: str, size: int, purpose_version: int | None
+) -> GroupRecord:
+    """A new group, or the existing one of that ordinal; the next free ordinal if None."""
+    if size < 1:
+        raise StoreError(f"group size {size}: a group has at least one member")
+    _check_split(split, purpose_version)
+    if ordinal is None:
+        ordinal = next_ordinal(tx, split=split, purpose_version=purpose_version)
+    group_uid = uid(tx.run_id, split, ordinal, purpose_version)
+    group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
+    if group is not None and (group["task_id"], group["size"]) != (task_id, size):
+        raise StoreError(
+            f"{split} group {ordinal} is {group['task_id']!r} with {group['size']} members, not {task_id!r} with {size}; "
+            "use the task list and group size the run was started with"
+        )
+    if group is None:
+        tx.run(
+            """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state,
+                                n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
+               VALUES (:group_uid, :split, :ordinal, :task_id, :size, :purpose_version, 'open',
+                       0, 0, 0, 0.0, :lsn, :now_us)""",
+            group_uid=group_uid,
+            split=split,
+            ordinal=ordinal,
+            task_id=task_id,
+            size=size,
+            purpose_version=purpose_version,
+            lsn=tx.lsn,
+            now_us=tx.now_us,
+        )
+        tx.touch("groups")
+        group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
+        assert group is not None
+    return _record(tx, group)
+
+
+def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) -> int:
+    """One more than the largest ordinal handed out in the split (and round)."""
+    _check_split(split, purpose_version)
+    row = tx.row(
+        "SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round ORDER BY ordinal DESC LIMIT 1",
+        split=split,
+        round=purpose_version,
+    )
+    return 0 if row is None else int(row["ordinal"]) + 1
+
+
+def lease_open_group(tx: Transaction, *, worker: str, lease_s: float, split: str | None) -> GroupRecord | None:
+    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that rounds end soon."""
+    group = tx.row(
+        """SELECT * FROM grp
+           WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
+             AND (:split IS NULL OR split = :split)
+           ORDER BY split = 'heldout' DESC, opened_lsn, ordinal LIMIT 1""",
+        now_us=tx.now_us,
+        split=split,
+    )
+    if group is None:
+        return None
+    tx.run(
+        "UPDATE grp SET lease_worker = :worker, lease_until_us = :until_us WHERE group_uid = :group_uid",
+        worker=worker,
+        until_us=tx.now_us + round(lease_s * US_PER_S),
+        group_uid=group["group_uid"],
+    )
+    return _record(tx, group)
+
+
+def renew_leases(tx: Transaction, *, worker: str, lease_s: float) -> int:
+    """Extend all leases of a worker that is alive; how many it holds."""
+    return tx.run(
+        "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker = :worker",
+        until_us=tx.now_us + round(lease_s * US_PER_S),
+        worker=worker,
+    )
+
+
+def release(tx: Transaction, *, worker: str) -> int:
+    """End all leases of a worker that is gone; how many it held."""
+    return tx.run("UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker", worker=worker)
+
+
+def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult:
+    """Make a written segment count. Retrying is harmless: what is already there is a duplicate."""
+    if epoch != tx.epoch:
+        raise FencedError(
+            f"segment {segment.path} was made under epoch {epoch}, the catalog is at {tx.epoch}; "
+            "drop it and take a new lease, its members will be played again"
+        )
+    for trajectory in segment.trajectories:
+        _check_belongs(tx, trajectory)
+    home = {trajectory.traj_uid: _segment_of(tx, trajectory.traj_uid) for trajectory in segment.trajectories}
+    new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
+    if new:
+        _insert_segment(tx, segment, epoch=epoch)
+        for trajectory in new:
+            _insert_trajectory(tx, trajectory, segment_id=segment.segment_id)
+        for traj_uid, segment_id in home.items():
+            if segment_id is not None:
+                tx.run(
+                    "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
+                    segment_id=segment.segment_id,
+                    traj_uid=traj_uid,
+                )
+                tx.touch("excluded")
+        for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
+            _complete_if_whole(tx, group_uid)
+        tx.touch("segments", "groups")
+    counted = {trajectory.traj_uid for trajectory in new} | {
+        traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
+    }
+    return CommitResult(
+        new=tuple(traj_uid for traj_uid in home if traj_uid in counted),
+        duplicates=tuple(traj_uid for traj_uid in home if traj_uid not in counted),
+    )
+
+
+def counts(tx: Transaction) -> Counts:
+    """Training groups by state; see Counts."""
+    rows = tx.rows(
+        """SELECT state, count(*) AS n, sum(n_members) AS trajectories, sum(n_steps) AS steps,
+                  sum(lease_until_us > :now_us) AS leased
+           FROM grp WHERE split = 'train' GROUP BY state""",
+        now_us=tx.now_us,
+    )
+    n = {row["state"]: row["n"] for row in rows}
+    return Counts(
+        open=n.get("open", 0),
+        leased=sum(row["leased"] or 0 for row in rows if row["state"] == "open"),
+        complete=n.get("complete", 0),
+        claimed=n.get("claimed", 0),
+        trained=n.get("trained", 0),
+        stale=n.get("stale", 0),
+        no_signal=n.get("no_signal", 0),
+        trajectories=sum(row["trajectories"] for row in rows),
+        steps=sum(row["steps"] for row in rows),
+    )
+
+
+def heldout_success(tx: Transaction, *, purpose_version: int) -> SuccessRate:
+    """One evaluation round, finished or not."""
+    return _success(tx, "split = 'heldout' AND purpose_version = :round", round=purpose_version)
+
+
+def open_heldout(tx: Transaction) -> int:
+    """Held-out groups still to be played, over all evaluation rounds."""
+    row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'heldout' AND state = 'open'")
+    assert row is not None
+    return int(row["n"])
+
+
+def finished_evaluations(tx: Transaction) -> list[Evaluation]:
+    """Evaluation rounds that are complete and have no figure `heldout/success` under their version yet."""
+    rows = tx.rows(
+        """SELECT purpose_version AS version, coalesce(v.learner_step, 0) AS learner_step
+           FROM grp JOIN version v ON v.version = purpose_version
+           WHERE split = 'heldout' AND NOT EXISTS (
+               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = purpose_version)
+           GROUP BY purpose_version HAVING sum(state = 'open') = 0"""
+    )
+    return [
+        Evaluation(
+            version=row["version"],
+            learner_step=row["learner_step"],
+            success=heldout_success(tx, purpose_version=row["version"]),
+        )
+        for row in rows
+    ]
+
+
+def train_success(tx: Transaction, *, learner_step: int) -> SuccessRate:
+    """Training groups completed after the live step before `learner_step` was settled, up to its own settling or now."""
+    return _success(
+        tx,
+        """split = 'train' AND completed_lsn IS NOT NULL
+           AND completed_lsn > coalesce((SELECT max(trained_lsn) FROM batch
+                                         WHERE state = 'trained' AND learner_step < :learner_step), 0)
+           AND completed_lsn <= coalesce((SELECT trained_lsn FROM batch
+                                          WHERE state = 'trained' AND learner_step = :learner_step), :now_lsn)""",
+        learner_step=learner_step,
+        now_lsn=tx.lsn,
+    )
+
+
+def _success(tx: Transaction, condition: str, **parameters: object) -> SuccessRate:
+    row = tx.row(
+        f"""SELECT count(*) AS n_groups, coalesce(sum(state <> 'open'), 0) AS n_complete,
+                   coalesce(sum(n_members), 0) AS n_trajectories, coalesce(sum(n_won), 0) AS n_won
+            FROM grp WHERE {condition}""",
+        **parameters,
+    )
+    assert row is not None
+    return SuccessRate(
+        n_groups=row["n_groups"],
+        n_groups_complete=row["n_complete"],
+        n_trajectories=row["n_trajectories"],
+        n_won=row["n_won"],
+    )
+
+
+def _check_split(split: str, purpose_version: int | None) -> None:
+    if split not in (TRAIN, HELDOUT) or (purpose_version is not None) != (split == HELDOUT):
+        raise StoreError(
+            f"split {split!r} with purpose_version {purpose_version}: "
+            f"use {TRAIN!r} with None, or {HELDOUT!r} with the number of the evaluation round"
+        )
+
+
+def _record(tx: Transaction, group: sqlite3.Row) -> GroupRecord:
+    committed = {
+        row["member"]
+        for row in tx.rows("SELECT member FROM trajectory WHERE group_uid = :group_uid", group_uid=group["group_uid"])
+    }
+    return GroupRecord(
+        group_uid=group["group_uid"],
+        traj_uids=tuple(uid(group["group_uid"], member) for member in range(group["size"])),
+        ordinal=group["ordinal"],
+        task_id=group["task_id"],
+        split=group["split"],
+        size=group["size"],
+        purpose_version=group["purpose_version"],
+        missing=tuple(member for member in range(group["size"]) if member not in committed),
+        epoch=tx.epoch,
+    )
+
+
+def _check_belongs(tx: Transaction, trajectory: TrajectoryMeta) -> None:
+    group = tx.row("SELECT size FROM grp WHERE group_uid = :group_uid", group_uid=trajectory.group_uid)
+    if group is None:
+        raise StoreError(f"group {uid_text(trajectory.group_uid)} was never opened; commit to the run that leased it")
+    in_range = 0 <= trajectory.member < group["size"]
+    if not in_range or trajectory.traj_uid != uid(trajectory.group_uid, trajectory.member):
+        raise StoreError(
+            f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of group "
+            f"{uid_text(trajectory.group_uid)} (size {group['size']}); use the traj_uids of the lease"
+        )
+
+
+def _segment_of(tx: Transaction, traj_uid: bytes) -> str | None:
+    row = tx.row("SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid)
+    return None if row is None else row["segment_id"]
+
+
+def _insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> None:
+    tx.run(
+        """INSERT INTO segment (segment_id, path, digest, n_steps, n_bytes, worker, epoch, lsn, committed_us)
+           VALUES (:segment_id, :path, :digest, :n_steps, :n_bytes, :worker, :epoch, :lsn, :now_us)""",
+        segment_id=segment.segment_id,
+        path=segment.path,
+        digest=segment.digest,
+        n_steps=segment.n_steps,
+        n_bytes=segment.n_bytes,
+        worker=segment.worker,
+        epoch=epoch,
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+    )
+
+
+def _insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_id: str) -> None:
+    values = {
+        "traj_uid": trajectory.traj_uid,
+        "group_uid": trajectory.group_uid,
+        "member": trajectory.member,
+        "segment_id": segment_id,
+        "n_steps": trajectory.n_steps,
+        "episode_return": trajectory.episode_return,
+        "won": int(trajectory.won),
+        "task_score": trajectory.task_score,
+        "invalid_steps": trajectory.invalid_steps,
+        "version_min": trajectory.version_min,
+        "version_max": trajectory.version_max,
+        "lsn": tx.lsn,
+    }
+    tx.run(f"INSERT INTO trajectory ({', '.join(values)}) VALUES ({', '.join(':' + name for name in values)})", **values)
+    tx.run(
+        """UPDATE grp SET n_members = n_members + 1, n_steps = n_steps + :n_steps, n_won = n_won + :won,
+                          return_sum = return_sum + :episode_return,
+                          version_min = min(coalesce(version_min, :version_min), :version_min),
+                          version_max = max(coalesce(version_max, :version_max), :version_max)
+           WHERE group_uid = :group_uid""",
+        **values,
+    )
+
+
+def _complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
+    tx.run(
+        """UPDATE grp SET state = 'complete', completed_lsn = :lsn, completed_us = :now_us,
+                          lease_worker = NULL, lease_until_us = NULL
+           WHERE group_uid = :group_uid AND state = 'open' AND n_members = size""",
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+        group_uid=group_uid,
+    )

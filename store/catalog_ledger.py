@@ -1,0 +1,105 @@
+"""The smaller ledgers: versions, checkpoints, metrics, heartbeats, events. Functions of one transaction each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from store.catalog_database import Transaction
+from store.catalog_records import CheckpointRecord, VersionRecord
+from store.errors import StoreError
+
+
+def record_version(tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None) -> None:
+    """A published set of weights. Its number must be new: versions are never reused."""
+    latest = latest_version(tx)
+    if latest is not None and version <= latest.version:
+        raise StoreError(f"policy version {version} is not after the latest, {latest.version}; publish as {latest.version + 1}")
+    tx.run(
+        """INSERT INTO version (version, path, digest, learner_step, epoch, published_us, lsn)
+           VALUES (:version, :path, :digest, :learner_step, :epoch, :now_us, :lsn)""",
+        version=version,
+        path=path,
+        digest=digest,
+        learner_step=learner_step,
+        epoch=tx.epoch,
+        now_us=tx.now_us,
+        lsn=tx.lsn,
+    )
+    tx.touch("versions", "lineage")
+
+
+def latest_version(tx: Transaction) -> VersionRecord | None:
+    """The newest published weights."""
+    row = tx.row("SELECT version, path, digest, learner_step FROM version ORDER BY version DESC LIMIT 1")
+    return None if row is None else VersionRecord(**row)
+
+
+def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version: int) -> None:
+    """A checkpoint that is complete on disk; from now on a restart begins here."""
+    tx.run(
+        """INSERT INTO checkpoint (lsn, learner_step, path, version, live, saved_us)
+           VALUES (:lsn, :learner_step, :path, :version, 1, :now_us)""",
+        lsn=tx.lsn,
+        learner_step=learner_step,
+        path=path,
+        version=version,
+        now_us=tx.now_us,
+    )
+    tx.touch("checkpoints")
+
+
+def latest_checkpoint(tx: Transaction) -> CheckpointRecord | None:
+    """The newest checkpoint that no roll-back went behind."""
+    row = tx.row(
+        """SELECT learner_step, path, version FROM checkpoint
+           WHERE live = 1 ORDER BY learner_step DESC, lsn DESC LIMIT 1"""
+    )
+    return None if row is None else CheckpointRecord(**row)
+
+
+def record_metrics(tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]) -> None:
+    """Figures of one learner step by name; the same name again replaces the figure in the view."""
+    for name, value in values.items():
+        if math.isnan(value):
+            raise StoreError(f"metric {name} of learner step {learner_step} is NaN; leave it out where it has no value")
+        tx.run(
+            """INSERT OR REPLACE INTO metric (learner_step, policy_version, name, value, live, lsn)
+               VALUES (:learner_step, :policy_version, :name, :value, 1, :lsn)""",
+            learner_step=learner_step,
+            policy_version=policy_version,
+            name=name,
+            value=float(value),
+            lsn=tx.lsn,
+        )
+        tx.touch("metrics")
+
+
+def latest_metrics(tx: Transaction) -> dict[str, float]:
+    """The newest live figure of every name."""
+    rows = tx.rows("SELECT name, value, max(learner_step), max(lsn) FROM metric WHERE live = 1 GROUP BY name")
+    return {row["name"]: row["value"] for row in rows}
+
+
+def waiting(tx: Transaction) -> dict[str, str]:
+    """What every component said it waits for at its last heartbeat; those that work are left out."""
+    rows = tx.rows("SELECT name, waiting_on FROM component WHERE waiting_on IS NOT NULL ORDER BY name")
+    return {row["name"]: row["waiting_on"] for row in rows}
+
+
+def learner_step(tx: Transaction) -> int:
+    """The last settled learner step; 0 before the first."""
+    row = tx.row("SELECT coalesce(max(learner_step), 0) AS step FROM batch WHERE state = 'trained'")
+    assert row is not None
+    return int(row["step"])
+
+
+def heartbeat(tx: Transaction, *, component: str, waiting_on: str | None) -> None:
+    """`component` is alive now, and waits for this (None: it is working)."""
+    tx.run(
+        "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, :now_us)",
+        name=component,
+        waiting_on=waiting_on,
+        now_us=tx.now_us,
+    )
+    tx.touch("component")

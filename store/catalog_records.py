@@ -1,0 +1,122 @@
+"""What the catalog is asked and answers. Everything here crosses a process border, so everything here is frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from store.segments import SegmentMeta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRecord:
+    """One group to be played: what, and which of its members are still missing."""
+
+    group_uid: bytes
+    traj_uids: tuple[bytes, ...]  # of members 0..size-1, fixed before generation
+    ordinal: int
+    task_id: str
+    split: str
+    size: int
+    purpose_version: int | None  # the evaluation round of a held-out group
+    missing: tuple[int, ...]  # members not yet committed
+    epoch: int  # to be given back with the commit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitResult:
+    """Which trajectories of a segment count. Both together are all of the segment's."""
+
+    new: tuple[bytes, ...]
+    duplicates: tuple[bytes, ...]  # already committed from another segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimedGroup:
+    group_uid: bytes
+    task_id: str
+    ordinal: int
+    version_min: int
+    version_max: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The groups of one learner step, and the files to read them from."""
+
+    batch_id: int
+    groups: tuple[ClaimedGroup, ...]
+    segments: tuple[SegmentMeta, ...]  # each lists only the trajectories of these groups
+    claimed_us: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionRecord:
+    version: int
+    path: str
+    digest: str
+    learner_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRecord:
+    learner_step: int
+    path: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RollBack:
+    """What a roll-back made available again."""
+
+    batches: int
+    groups: int
+    checkpoints: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Training groups by state, and their committed trajectories and steps. `leased` groups are also `open`."""
+
+    open: int
+    leased: int
+    complete: int
+    claimed: int
+    trained: int
+    stale: int
+    no_signal: int
+    trajectories: int
+    steps: int
+
+    @property
+    def outstanding(self) -> int:
+        """Groups in flight or not yet consumed: what admission must bound."""
+        return self.open + self.complete + self.claimed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuccessRate:
+    """How many of some trajectories reached their goal."""
+
+    n_groups: int
+    n_groups_complete: int
+    n_trajectories: int
+    n_won: int
+
+    @property
+    def rate(self) -> float | None:
+        """Fraction won, None where nothing was played."""
+        return self.n_won / self.n_trajectories if self.n_trajectories else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is at least one group and none is still being played."""
+        return 0 < self.n_groups == self.n_groups_complete
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """A finished evaluation round whose result is not in the metrics yet."""
+
+    version: int  # the weights it was asked for
+    learner_step: int
+    success: SuccessRate

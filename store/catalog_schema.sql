@@ -1,0 +1,149 @@
+-- The catalog: what exists and what happened to it. Times are UTC epoch microseconds; order is always the lsn.
+-- Ledgers (batch, batch_group, version, checkpoint, metric, event) are append-only: a roll-back sets live = 0.
+
+CREATE TABLE IF NOT EXISTS meta (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    run_id TEXT NOT NULL,
+    format_version INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,  -- +1 for every owner; older owners and their leases are fenced
+    lsn INTEGER NOT NULL     -- +1 for every transaction that changes what readers may see
+) STRICT;
+
+CREATE TABLE IF NOT EXISTS changed (  -- lsn of the last change of each exported table
+    name TEXT PRIMARY KEY,
+    lsn INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS segment (
+    segment_id TEXT PRIMARY KEY,
+    path TEXT NOT NULL UNIQUE,
+    digest TEXT NOT NULL,
+    n_steps INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    worker TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    lsn INTEGER NOT NULL,
+    retired_lsn INTEGER,  -- set when compaction or retention replaced it
+    committed_us INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS segment_by_lsn ON segment (lsn);
+
+CREATE TABLE IF NOT EXISTS grp (
+    group_uid BLOB PRIMARY KEY,
+    split TEXT NOT NULL CHECK (split IN ('train', 'heldout')),
+    ordinal INTEGER NOT NULL,
+    task_id TEXT NOT NULL,
+    size INTEGER NOT NULL,
+    purpose_version INTEGER,  -- the evaluation round; NULL for training groups
+    state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'claimed', 'trained', 'stale', 'no_signal', 'abandoned')),
+    reason TEXT,
+    -- Sums over its committed trajectories, kept in the transaction that inserts them.
+    n_members INTEGER NOT NULL,
+    n_steps INTEGER NOT NULL,
+    n_won INTEGER NOT NULL,
+    return_sum REAL NOT NULL,
+    version_min INTEGER,
+    version_max INTEGER,
+    opened_lsn INTEGER NOT NULL,
+    opened_us INTEGER NOT NULL,
+    completed_lsn INTEGER,
+    completed_us INTEGER,
+    lease_worker TEXT,
+    lease_until_us INTEGER,
+    CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
+CREATE INDEX IF NOT EXISTS grp_by_ordinal ON grp (split, purpose_version, ordinal);
+CREATE INDEX IF NOT EXISTS grp_by_completion ON grp (completed_lsn);
+CREATE INDEX IF NOT EXISTS grp_open ON grp (opened_lsn) WHERE state = 'open';
+CREATE INDEX IF NOT EXISTS grp_leased ON grp (lease_worker) WHERE lease_worker IS NOT NULL;
+
+CREATE TABLE IF NOT EXISTS trajectory (
+    traj_uid BLOB PRIMARY KEY,  -- fixed before generation: a retry collides here
+    group_uid BLOB NOT NULL REFERENCES grp,
+    member INTEGER NOT NULL,
+    segment_id TEXT NOT NULL REFERENCES segment,  -- the one file whose rows count
+    n_steps INTEGER NOT NULL,
+    episode_return REAL NOT NULL,
+    won INTEGER NOT NULL,
+    task_score REAL,
+    invalid_steps INTEGER NOT NULL,
+    version_min INTEGER NOT NULL,
+    version_max INTEGER NOT NULL,
+    lsn INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS trajectory_by_member ON trajectory (group_uid, member);
+CREATE INDEX IF NOT EXISTS trajectory_by_segment ON trajectory (segment_id);
+
+CREATE TABLE IF NOT EXISTS duplicate (  -- rows of a segment that do not count
+    segment_id TEXT NOT NULL REFERENCES segment,
+    traj_uid BLOB NOT NULL,
+    PRIMARY KEY (segment_id, traj_uid)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS batch (
+    batch_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    epoch INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('claimed', 'trained', 'rolled_back')),
+    claimed_version INTEGER NOT NULL,  -- the learner's version when it claimed
+    version_in INTEGER,                -- the learner's version when it trained
+    learner_step INTEGER,
+    claimed_us INTEGER NOT NULL,
+    trained_us INTEGER,
+    claimed_lsn INTEGER NOT NULL,
+    trained_lsn INTEGER
+) STRICT;
+CREATE UNIQUE INDEX IF NOT EXISTS batch_by_step ON batch (learner_step) WHERE state = 'trained';
+
+CREATE TABLE IF NOT EXISTS batch_group (
+    batch_id INTEGER NOT NULL REFERENCES batch,
+    group_uid BLOB NOT NULL REFERENCES grp,
+    live INTEGER NOT NULL CHECK (live IN (0, 1)),
+    outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'no_signal')),
+    PRIMARY KEY (batch_id, group_uid)
+) STRICT, WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS batch_group_once ON batch_group (group_uid) WHERE live = 1;
+
+CREATE TABLE IF NOT EXISTS version (
+    version INTEGER PRIMARY KEY,  -- never reused, also not after a roll-back
+    path TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    learner_step INTEGER,  -- NULL: not made by a learner step (the base model)
+    epoch INTEGER NOT NULL,
+    published_us INTEGER NOT NULL,
+    lsn INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE IF NOT EXISTS checkpoint (
+    lsn INTEGER PRIMARY KEY,
+    learner_step INTEGER NOT NULL,
+    path TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    live INTEGER NOT NULL CHECK (live IN (0, 1)),
+    saved_us INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE IF NOT EXISTS metric (
+    learner_step INTEGER NOT NULL,
+    policy_version INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    value REAL NOT NULL,
+    live INTEGER NOT NULL CHECK (live IN (0, 1)),
+    lsn INTEGER NOT NULL,
+    PRIMARY KEY (learner_step, policy_version, name, lsn)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS component (
+    name TEXT PRIMARY KEY,
+    waiting_on TEXT,
+    beat_us INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS event (
+    event_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    lsn INTEGER NOT NULL,
+    at_us INTEGER NOT NULL,
+    component TEXT NOT NULL,
+    what TEXT NOT NULL,
+    detail TEXT NOT NULL
+) STRICT;

@@ -1,0 +1,30 @@
+"""What can go wrong in the store.
+
+StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
+├── FormatError       a run directory or file this code cannot read (newer format, not a run)
+├── DigestError       a segment's bytes are not the ones that were committed
+├── LockedError       another live process owns the catalog
+└── FencedError       the caller belongs to an older epoch; its lease is void and its data will be played again
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Base of every error the store raises for bad data or a bad request."""
+
+
+class FormatError(StoreError):
+    """The run directory or file is not one this code can read."""
+
+
+class DigestError(StoreError):
+    """A segment's bytes differ from the committed ones."""
+
+
+class LockedError(StoreError):
+    """Another live process owns the catalog."""
+
+
+class FencedError(StoreError):
+    """The caller holds a lease of an older epoch and must drop its work."""

@@ -1,0 +1,56 @@
+"""Canonical form, state hashes and identifiers: 128-bit BLAKE2b, in the standard library and stable for ever.
+
+Observations come from the outside world, so the hash must resist someone who picks them; a hash that is only fast
+would not. DuckDB's own hash() changes between releases and must never be stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+
+HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
+CANONICALISER_VERSION = 1  # part of every state hash: a new canonical form can never match an old hash
+_STATE_TAG = b"anchor-%d" % CANONICALISER_VERSION
+_UID_TAG = b"uid-1"
+
+
+def canonical(text: str) -> str:
+    """The text that is hashed: Unicode NFC with LF line ends, nothing else trimmed.
+
+    >>> canonical("cafe\\u0301\\r\\n") == "caf\\u00e9\\n"
+    True
+    """
+    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def state_hash(text: str) -> bytes:
+    """16 bytes that identify an anchor state by its canonical text."""
+    return hashlib.blake2b(canonical(text).encode(), digest_size=HASH_BYTES, person=_STATE_TAG).digest()
+
+
+def uid(*parts: str | int | bytes | None) -> bytes:
+    """16 bytes that name a thing by its parts, so that a retry gets the same name and collides.
+
+    Each part is written with its type and length: uid("a", "b") differs from uid("ab"), and uid(1) from uid("1").
+    """
+    hasher = hashlib.blake2b(digest_size=HASH_BYTES, person=_UID_TAG)
+    for part in parts:
+        kind, data = _tagged(part)
+        hasher.update(kind + len(data).to_bytes(8, "little") + data)
+    return hasher.digest()
+
+
+def file_digest(data: bytes | memoryview) -> str:
+    """Hex digest of a whole file, recorded in the catalog and checked whenever the learner reads it."""
+    return hashlib.blake2b(data, digest_size=HASH_BYTES).hexdigest()
+
+
+def _tagged(part: str | int | bytes | None) -> tuple[bytes, bytes]:
+    if part is None:
+        return b"n", b""
+    if isinstance(part, str):
+        return b"s", part.encode()
+    if isinstance(part, bytes):
+        return b"b", part
+    return b"i", str(int(part)).encode()

@@ -1,0 +1,162 @@
+"""Every path of a run directory, and run.json, which is written once and says what the run is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from store.clock import now_us
+from store.durable import READ_ONLY, write_once
+from store.errors import FormatError, StoreError
+from store.hashing import CANONICALISER_VERSION, file_digest
+
+FORMAT_VERSION = 1  # of the run directory and of every file in it; raised when an older reader would misread it
+_WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """The content of run.json."""
+
+    run_id: str  # 32 hex digits, part of every group and trajectory uid
+    format_version: int
+    canonicaliser_version: int
+    config_yaml: str  # the resolved configuration, as text
+    config_digest: str  # config_digest(config_yaml), to tell whether a run belongs to a config
+    created_us: int
+
+
+def config_digest(config_yaml: str) -> str:
+    """What `RunInfo.config_digest` is compared with before an existing run is continued."""
+    return file_digest(config_yaml.encode())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLayout:
+    """Where everything of one run is. Made by `create` (a new run) or `open` (an existing one).
+
+    layout = RunLayout.create(Path("runs/a"), config_yaml=text)
+    layout = RunLayout.open(Path("runs/a"))
+    """
+
+    root: Path  # absolute
+    info: RunInfo
+
+    @classmethod
+    def create(cls, root: Path, *, config_yaml: str) -> RunLayout:
+        """Make the directories and write run.json; StoreError if a run is already there."""
+        root = root.absolute()
+        info = RunInfo(
+            run_id=uuid.uuid4().hex,
+            format_version=FORMAT_VERSION,
+            canonicaliser_version=CANONICALISER_VERSION,
+            config_yaml=config_yaml,
+            config_digest=config_digest(config_yaml),
+            created_us=now_us(),
+        )
+        layout = cls(root=root, info=info)
+        try:
+            for directory in (layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
+                directory.mkdir(parents=True, exist_ok=True)
+            write_once(layout.run_json, json.dumps(dataclasses.asdict(info), indent=1).encode(), mode=READ_ONLY)
+        except FileExistsError as error:
+            raise StoreError(f"{root} already holds a run; continue it, or choose another run directory") from error
+        except OSError as error:
+            raise StoreError(f"cannot make the run directory {root}: {error.strerror}") from error
+        return layout
+
+    @classmethod
+    def exists(cls, root: Path) -> bool:
+        """Whether a run was created at `root`."""
+        return (root / "run.json").is_file()
+
+    @classmethod
+    def open(cls, root: Path) -> RunLayout:
+        """The run at `root`; FormatError if there is none or this code is too old for it."""
+        root = root.absolute()
+        path = root / "run.json"
+        try:
+            content = json.loads(path.read_text())
+            version = int(content["format_version"])
+        except FileNotFoundError as error:
+            raise FormatError(f"{root} is not a run directory (no run.json in it); check the path") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} cannot be read ({error}); restore it from a backup") from error
+        if version > FORMAT_VERSION:
+            raise FormatError(f"{root} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+        known = {field.name for field in dataclasses.fields(RunInfo)}
+        try:
+            info = RunInfo(**{name: value for name, value in content.items() if name in known})
+        except TypeError as error:
+            raise FormatError(f"{path} lacks a field ({error}); restore it from a backup") from error
+        return cls(root=root, info=info)
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def catalog(self) -> Path:
+        return self.root / "catalog.sqlite"
+
+    @property
+    def catalog_lock(self) -> Path:
+        return self.root / "catalog.lock"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def open_sql(self) -> Path:
+        return self.root / "open.sql"
+
+    @property
+    def segments(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def exports(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def segment(self, *, worker: str, segment_id: str) -> Path:
+        """The file of one segment, in a directory of its own worker."""
+        if not _WORKER_NAME.fullmatch(worker):
+            raise StoreError(f"worker name {worker!r} cannot be a directory name; use letters, digits, '_', '-', '.'")
+        return self.segments / worker / f"{segment_id}.parquet"
+
+    def weights_dir(self, version: int) -> Path:
+        """weights/v000123"""
+        return self.weights / f"v{version:06d}"
+
+    def checkpoint_dir(self, learner_step: int) -> Path:
+        """checkpoints/step000123"""
+        return self.checkpoints / f"step{learner_step:06d}"
+
+    def relative(self, path: Path) -> str:
+        """`path` as stored in catalog and manifest: relative to the root, so that a run can be moved."""
+        return path.absolute().relative_to(self.root).as_posix()

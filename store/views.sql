@@ -1,0 +1,81 @@
+-- Views over one run, for `duckdb -init open.sql` started in the run directory, and for `python -m store sql`.
+-- They show the moment of the manifest that was read; `.read open.sql` moves on to a newer one.
+-- Elsewhere: change the next line to the run directory's path.
+SET VARIABLE run = '.';
+SET VARIABLE max_staleness = 0;
+
+SET VARIABLE manifest = (SELECT m FROM read_json(getvariable('run') || '/manifest.json',
+    columns = {lsn: 'BIGINT', segments: 'VARCHAR[]', exports: 'MAP(VARCHAR, VARCHAR)'}) AS m);
+SET VARIABLE segments = list_transform(getvariable('manifest').segments, lambda path: getvariable('run') || '/' || path);
+SET VARIABLE exports = map_from_entries(list_transform(map_entries(getvariable('manifest').exports),
+    lambda entry: {key: entry.key, value: getvariable('run') || '/' || entry.value}));
+
+-- One row per step of every committed trajectory. A segment may hold trajectories that another committed first: excluded.
+CREATE OR REPLACE VIEW steps AS
+SELECT s.* EXCLUDE (filename)
+       REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.state_hash::UUID AS state_hash)
+FROM read_parquet(getvariable('segments'), union_by_name = true, filename = true) AS s
+ANTI JOIN (SELECT getvariable('run') || '/' || path AS filename, traj_uid
+           FROM read_parquet(getvariable('exports')['excluded'])) AS e
+    ON s.filename = e.filename AND s.traj_uid = e.traj_uid;
+
+CREATE OR REPLACE VIEW trajectories AS
+SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_name, any_value(task_id) AS task_id,
+       any_value(split) AS split, any_value(seed) AS seed, any_value(member) AS member, any_value(won) AS won,
+       any_value(task_score) AS task_score, count(*) AS n_steps, sum(reward) AS episode_return,
+       count(*) FILTER (NOT is_action_valid) AS invalid_steps, bool_or(truncated) AS truncated,
+       min(version_min) AS version_min, max(version_max) AS version_max,
+       min(t_start) AS started_at, sum(gen_us) AS gen_us, sum(env_us) AS env_us,
+       sum(len(response_ids)) AS n_response_tokens
+FROM steps GROUP BY traj_uid;
+
+CREATE OR REPLACE VIEW groups AS
+SELECT * REPLACE (group_uid::UUID AS group_uid) FROM read_parquet(getvariable('exports')['groups']);
+
+-- Steps of one group taken in the same state: GiGPO's anchor groups. Steps without an anchor are in none.
+CREATE OR REPLACE VIEW anchor_groups AS
+SELECT group_uid, state_hash, any_value(anchor_text) AS anchor_text, any_value(task_id) AS task_id,
+       any_value(split) AS split, count(*) AS n_steps, count(DISTINCT traj_uid) AS n_trajectories,
+       min(version_min) AS version_min, max(version_max) AS version_max
+FROM steps WHERE state_hash IS NOT NULL GROUP BY group_uid, state_hash;
+
+-- Which groups each learner step consumed, what became of them, and the digest of the oldest weights that wrote them.
+CREATE OR REPLACE VIEW lineage AS
+SELECT * REPLACE (group_uid::UUID AS group_uid) FROM read_parquet(getvariable('exports')['lineage']);
+
+CREATE OR REPLACE VIEW versions AS SELECT * FROM read_parquet(getvariable('exports')['versions']);
+CREATE OR REPLACE VIEW checkpoints AS SELECT * FROM read_parquet(getvariable('exports')['checkpoints']);
+CREATE OR REPLACE VIEW metrics AS SELECT * FROM read_parquet(getvariable('exports')['metrics']);
+CREATE OR REPLACE VIEW components AS SELECT * FROM read_parquet(getvariable('exports')['component']);
+CREATE OR REPLACE VIEW events AS SELECT * FROM read_parquet(getvariable('exports')['events']);
+
+-- Must be empty: trained on although older than the run allows.
+CREATE OR REPLACE VIEW staleness_violations AS
+SELECT * FROM lineage WHERE batch_state = 'trained' AND staleness > getvariable('max_staleness');
+
+-- Must be empty: tasks that were both trained on and held out.
+CREATE OR REPLACE VIEW task_overlap AS
+SELECT task_id FROM groups GROUP BY task_id HAVING count(DISTINCT split) > 1;
+
+-- Per learner step: the part of the time from claim to settlement in which some request was being generated.
+CREATE OR REPLACE VIEW generation_overlap AS
+WITH requests AS (
+    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us FROM steps
+),
+ordered AS (
+    SELECT *, max(end_us) OVER (ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
+    FROM requests
+),
+numbered AS (
+    SELECT *, count(*) FILTER (before_us IS NULL OR begin_us > before_us) OVER (ORDER BY begin_us, end_us) AS busy_number
+    FROM ordered
+),
+busy AS (SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
+training AS (
+    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
+    FROM lineage WHERE batch_state = 'trained'
+)
+SELECT t.learner_step, (t.end_us - t.begin_us) / 1e6 AS training_s,
+       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us)), 0) / (t.end_us - t.begin_us) AS fraction
+FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
+GROUP BY t.learner_step, t.begin_us, t.end_us;
