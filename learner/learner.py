@@ -1,0 +1,215 @@
+"""The learner's loop: claim, train, settle, publish, checkpoint.
+
+    run  consumes batches of complete groups, produces numbered weights
+         waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason
+
+Why a crash between any two lines is harmless: whatever was claimed or settled after the newest checkpoint is rolled back at
+the next start and trained on again, by weights that are published under a new number.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from configs import Config
+from gigpo import AdvantageSettings, singleton_fraction, step_variance_share
+from learner.batch import micro_batches, split_updates
+from learner.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from learner.engine import Engine, UpdateStats
+from learner.publish import prune_versions, write_weights
+from learner.source import ReadyBatch, next_batch
+from store import RunLayout, VersionRecord, capture_output
+
+POLL_S = 0.05  # between two claims while there are too few groups
+HEARTBEAT_S = 1.0
+MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
+
+
+class StarvationError(RuntimeError):
+    """No batch came in time, or none of the last batches had anything to learn from; the message says which and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerSetup:
+    config: Config
+    model_path: str  # Hugging Face directory of the base model: version 0
+
+
+class Learner:
+    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()` frees the device."""
+
+    def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
+        self.config, self.model_path, self.coordinator = setup.config, setup.model_path, coordinator
+        self.layout = RunLayout.open(Path(setup.config.run_dir))
+        self.settings = AdvantageSettings(
+            estimator=self.config.algorithm.estimator,
+            gamma=self.config.algorithm.gamma,
+            omega=self.config.algorithm.omega,
+            normalise=self.config.algorithm.normalise,
+            weighting=self.config.algorithm.weighting,
+            invalid_penalty=self.config.algorithm.invalid_penalty,
+        )
+        self.stopping = False
+        self.step = 0
+        self.version = 0
+        self.beat_at = 0.0
+
+    def capture_output(self, name: str) -> None:
+        capture_output(self.layout.logs / f"{name}.log")
+
+    def start(self) -> str:
+        """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
+        self.engine = Engine(
+            model_path=self.model_path,
+            model=self.config.model,
+            learner=self.config.learner,
+            loss=self.config.loss,
+            temperature=self.config.actors.temperature,
+            seed=self.config.seed,
+        )
+        point = ray.get(self.coordinator.resume.remote())
+        if point.checkpoint is not None:
+            self.step = load_checkpoint(self.engine, self.layout.root / point.checkpoint.path).learner_step
+        if point.latest_version is None:
+            self._publish(0)
+            return "a new run"
+        # Weights of the checkpoint under a number nobody has seen: versions are never used twice.
+        self._publish(point.latest_version + 1)
+        return (
+            f"continues at learner step {self.step} as version {self.version}; "
+            f"{point.groups_available_again} groups trained after the checkpoint are available again"
+        )
+
+    def run(self) -> int:
+        """Trains; returns the learner step it ended at. Raises StarvationError."""
+        empty = 0
+        while self.step < self.config.learner.steps and not self.stopping:
+            started = time.monotonic()
+            ready = self._wait_for_batch()
+            if ready is None:
+                break
+            waited_s = time.monotonic() - started
+            empty = 0 if ready.rows.num_rows else empty + 1
+            if empty > MAX_EMPTY_BATCHES:
+                raise StarvationError(
+                    f"{empty} batches in a row had no advantage to learn from: every group's episodes were alike. "
+                    "The policy either never wins (easier tasks, larger group_size) or always does (training is done)."
+                )
+            updates = self._train(ready)
+            self._finish_step(ready, updates, waited_s=waited_s, started=started)
+        if self.step and not self._checkpoint_is_due():
+            self._checkpoint()
+        return self.step
+
+    def stop(self) -> None:
+        """Asks `run` to end after the batch it is at, with a checkpoint."""
+        self.stopping = True
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _wait_for_batch(self) -> ReadyBatch | None:
+        deadline = time.monotonic() + self.config.learner.starvation_timeout_s
+        while not self.stopping:
+            ready = next_batch(
+                self.coordinator,
+                self.layout,
+                self.settings,
+                current_version=self.version,
+                needs_advantage=self.config.loss.policy != "behaviour_cloning",
+            )
+            if ready is not None:
+                return ready
+            if time.monotonic() > deadline:
+                status = ray.get(self.coordinator.status.remote())
+                raise StarvationError(
+                    f"no {self.config.learner.groups_per_step} complete groups within "
+                    f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {dict(status.waiting)}"
+                )
+            self._beat("groups")
+            time.sleep(POLL_S)
+        return None
+
+    def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
+        """One learner step: `updates_per_step` optimizer updates over consecutive parts of the batch's shuffled rows."""
+        self._beat("nothing: training", force=True)
+        if not ready.rows.num_rows:
+            return []
+        parts = split_updates(ready.rows, self.config.learner.updates_per_step, seed=self.config.seed + self.step)
+        budget = self.config.learner.micro_batch_tokens
+        return [self.engine.update(micro_batches(part, micro_batch_tokens=budget)) for part in parts]
+
+    def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats], *, waited_s: float, started: float) -> None:
+        self.step += 1
+        step_s = time.monotonic() - started
+        metrics = {
+            "learner/idle_fraction": waited_s / step_s,
+            "staleness/max": float(self.version - min(g.version_min for g in ready.batch.groups)),
+            "time/advantages_s": ready.advantages_s,
+            "time/read_s": ready.read_s,
+            "time/step_s": step_s,
+            "tokens/generated_per_s": ready.n_response_tokens / step_s,
+            "tokens/trained_per_s": sum(update.n_padded_tokens for update in updates) / (step_s - waited_s),
+            "groups/no_signal": float(len(ready.no_signal)),
+            "anchor/singleton_fraction": singleton_fraction(ready.rows) if ready.rows.num_rows else 0.0,
+            "anchor/step_variance_share": step_variance_share(ready.rows, self.settings.omega),
+            **mean_of_updates(updates),
+        }
+        trained_at_version = self.version
+        # Published before it is settled: settling lets workers start new groups, and those must find the new weights.
+        self._publish(self.version + 1)
+        call = self.coordinator.settle.remote(
+            ready.batch.batch_id,
+            learner_step=self.step,
+            no_signal=ready.no_signal,
+            version_in=trained_at_version,
+            metrics=metrics,
+        )
+        ray.get(call)
+        if self._checkpoint_is_due():
+            self._checkpoint()
+
+    def _publish(self, version: int) -> None:
+        """Writes the weights, then tells the coordinator: a version that is announced is always whole."""
+        directory = self.layout.weights_dir(version)
+        digest = write_weights(self.engine.state_dict(), directory, source_dir=self.model_path)
+        record = VersionRecord(
+            version=version,
+            path=self.layout.relative(directory),
+            digest=digest,
+            learner_step=self.step,
+        )
+        ray.get(self.coordinator.publish.remote(record))
+        self.version = version
+        prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
+
+    def _checkpoint_is_due(self) -> bool:
+        return self.step % self.config.learner.checkpoint_every == 0
+
+    def _checkpoint(self) -> None:
+        directory = self.layout.checkpoint_dir(self.step)
+        save_checkpoint(self.engine, directory, learner_step=self.step, version=self.version)
+        ray.get(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
+        prune_checkpoints(self.layout.checkpoints, keep=self.config.learner.keep_checkpoints)
+
+    def _beat(self, waiting_on: str, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if force or now - self.beat_at >= HEARTBEAT_S:
+            self.beat_at = now
+            self.coordinator.heartbeat.remote("learner", waiting_on)
+
+
+def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
+    """`loss/<name>`: each statistic averaged over the updates of a learner step."""
+    if not updates:
+        return {}
+    records = [asdict(update) for update in updates]
+    return {f"loss/{name}": sum(float(record[name]) for record in records) / len(records) for name in records[0]}
+
+
+LearnerActor = ray.remote(Learner)

@@ -1,0 +1,77 @@
+"""From the store to rows with advantages: what the learner trains on next.
+
+ready = next_batch(coordinator, layout, settings, current_version=7)     # None: not enough groups yet
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.actor import ActorHandle
+
+from gigpo import AdvantageSettings, compute_advantages
+from store import Batch, RunLayout, read_segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyBatch:
+    batch: Batch
+    rows: pa.Table  # SEGMENT_SCHEMA plus the columns of `compute_advantages`, only groups with a signal
+    no_signal: tuple[bytes, ...]  # group uids whose advantages are all 0
+    read_s: float
+    advantages_s: float
+    n_response_tokens: int  # of all claimed groups, with or without a signal
+
+
+def next_batch(
+    coordinator: ActorHandle,
+    layout: RunLayout,
+    settings: AdvantageSettings,
+    *,
+    current_version: int,
+    needs_advantage: bool,
+) -> ReadyBatch | None:
+    """Claims the oldest complete groups, verifies and reads their segments, and runs the advantage SQL over them.
+
+    Groups whose advantages are all 0 are left out of the rows where the loss `needs_advantage`; cloning learns from all.
+    """
+    batch = ray.get(coordinator.claim.remote(current_version))
+    if batch is None:
+        return None
+    started = time.perf_counter()
+    rows = read_groups(layout, batch)
+    read = time.perf_counter()
+    advantages = compute_advantages(rows, settings)
+    for name in ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size"):
+        rows = rows.append_column(name, advantages[name])
+    silent = groups_without_signal(rows) if needs_advantage else ()
+    tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
+    kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(silent, rows.schema.field("group_uid").type))))
+    return ReadyBatch(
+        batch=batch,
+        rows=kept,
+        no_signal=silent,
+        read_s=read - started,
+        advantages_s=time.perf_counter() - read,
+        n_response_tokens=tokens,
+    )
+
+
+def read_groups(layout: RunLayout, batch: Batch) -> pa.Table:
+    """The claimed trajectories' rows in the order of the batch, each trajectory once, digests verified."""
+    tables = []
+    for segment in batch.segments:
+        table = read_segment(layout, segment)
+        wanted = pa.array([t.traj_uid for t in segment.trajectories], table.schema.field("traj_uid").type)
+        tables.append(table.filter(pc.is_in(table["traj_uid"], wanted)))
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def groups_without_signal(rows: pa.Table) -> tuple[bytes, ...]:
+    """Groups in which every advantage is exactly 0: all episodes alike, nothing to learn."""
+    sizes = rows.append_column("size", pc.abs(rows["advantage"])).group_by("group_uid").aggregate([("size", "max")])
+    return tuple(sizes.filter(pc.equal(sizes["size_max"], 0.0))["group_uid"].to_pylist())

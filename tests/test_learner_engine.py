@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
+from learner.batch import micro_batches
+from learner.deepspeed_setup import initialize
+from learner.engine import Engine, warmed_up
+from learner.policy_model import load_policy
+from learner.tiny_model import make_tiny_model, train_tokenizer
+
+LEARNER = LearnerConfig(learning_rate=1e-2, grad_clip=0.1)
+WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or three rows at a time
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "base"
+    config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2, heads=2)
+    make_tiny_model(path, train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0)
+    return path
+
+
+@pytest.fixture
+def make_engine(base: Path) -> Iterator[MakeEngine]:
+    engines: list[Engine] = []
+
+    def make(*, learner: LearnerConfig = LEARNER, path: Path = base, temperature: float = 1.0, **loss: float) -> Engine:
+        engine = Engine(
+            model_path=path,
+            model=ModelConfig(),
+            learner=learner,
+            loss=LossConfig(**loss),  # type: ignore[arg-type]
+            temperature=temperature,
+            seed=0,
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def random_rows(n_rows: int = 8, *, seed: int = 0) -> pa.Table:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(8, 264, (length,), generator=generator).tolist()
+
+    responses = [ids(1, 6) for _ in range(n_rows)]
+    return pa.table(
+        {
+            "prompt_ids": pa.array([ids(3, 20) for _ in range(n_rows)], pa.list_(pa.int32())),
+            "response_ids": pa.array(responses, pa.list_(pa.int32())),
+            "response_logprobs": pa.array([[-5.6] * len(r) for r in responses], pa.list_(pa.float32())),
+            "advantage": pa.array(torch.randn(n_rows, generator=generator).tolist(), pa.float64()),
+        }
+    )
+
+
+def copied(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+
+
+def plain_logprobs(path: Path, rows: pa.Table, *, temperature: float) -> dict[int, list[float]]:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    found = {}
+    for row, (prompt, response) in enumerate(
+        zip(rows["prompt_ids"].to_pylist(), rows["response_ids"].to_pylist(), strict=True)
+    ):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([prompt + response])).logits[0]
+        logprobs_TV = torch.log_softmax(logits_TV / temperature, -1)
+        found[row] = [float(logprobs_TV[len(prompt) - 1 + k, token]) for k, token in enumerate(response)]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [WHOLE, CUT])
+def test_logprobs_are_those_of_the_plain_model_whatever_the_padding(
+    make_engine: MakeEngine, base: Path, temperature: float, budget: int
+) -> None:
+    rows = random_rows()
+    expected = plain_logprobs(base, rows, temperature=temperature)
+    engine = make_engine(temperature=temperature)
+    batches = micro_batches(rows, micro_batch_tokens=budget)
+    scored: dict[int, list[float]] = {row: [] for row in expected}
+    for batch, logprobs_N in zip(batches, engine.score(batches), strict=True):
+        for row, logprob in zip(batch.rows_N.tolist(), logprobs_N.tolist(), strict=True):
+            scored[row].append(logprob)
+    for row, logprobs in expected.items():
+        assert scored[row] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_the_loss_and_the_weights_do_not_depend_on_the_cut(make_engine: MakeEngine) -> None:
+    rows = random_rows()
+    stats, weights = [], []
+    for budget in (WHOLE, CUT, 1):
+        engine = make_engine(entropy_coef=0.01)
+        stats.append(engine.update(micro_batches(rows, micro_batch_tokens=budget)))
+        weights.append(copied(engine))
+    for other in stats[1:]:
+        for field in ("loss", "grad_norm", "entropy", "ess", "mismatch_kl", "ratio_mean", "ratio_max", "clip_fraction"):
+            assert getattr(other, field) == pytest.approx(getattr(stats[0], field), rel=1e-5, abs=1e-6), field
+        assert (other.n_tokens, other.n_rows) == (stats[0].n_tokens, stats[0].n_rows)
+    for other_weights in weights[1:]:
+        for name, tensor in other_weights.items():
+            # Adam's first step is lr * sign(gradient): only gradients near 0 can move apart by rounding
+            assert torch.quantile((tensor - weights[0][name]).abs().float().flatten(), 0.99) < 1e-4, name
+
+
+def test_the_gradient_of_many_micro_batches_is_that_of_one_loss_in_plain_torch(make_engine: MakeEngine, base: Path) -> None:
+    rows = random_rows()
+    reference = load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    (batch,) = micro_batches(rows, micro_batch_tokens=WHOLE)
+    logprobs_N, entropy_N = reference(batch.input_ids_BT, batch.positions_N, batch.response_ids_N)
+    ratio_N = torch.exp(logprobs_N - batch.behaviour_logprobs_N)
+    surrogate_N = torch.min(ratio_N * batch.advantages_N, ratio_N.clamp(0.8, 1.2) * batch.advantages_N)
+    loss = -surrogate_N.mean()
+    assert ratio_N.max().item() < 2.0, "no ratio reaches the cap or the dual clip, which are left out here"
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), LEARNER.grad_clip)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNER.learning_rate, weight_decay=LEARNER.weight_decay)
+    optimizer.step()
+
+    engine = make_engine()
+    stats = engine.update(micro_batches(rows, micro_batch_tokens=CUT))
+    assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert stats.entropy == pytest.approx(entropy_N.mean().item(), rel=1e-6)
+    for name, tensor in reference.weights().items():
+        assert torch.quantile((tensor - engine.state_dict()[name]).abs().flatten(), 0.99) < 1e-4, name
+
+
+def test_zero_stages_give_the_same_weights(make_engine: MakeEngine) -> None:
+    weights, norms = [], []
+    for stage in (0, 1, 2):
+        engine = make_engine(learner=dataclasses.replace(LEARNER, zero_stage=stage))
+        for seed in range(3):
+            stats = engine.update(micro_batches(random_rows(seed=seed), micro_batch_tokens=CUT))
+        weights.append(copied(engine))
+        norms.append(stats.grad_norm)
+        engine.close()
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
+    for other in weights[1:]:
+        for name, tensor in other.items():
+            assert torch.allclose(tensor, weights[0][name], atol=1e-5), name
+
+
+def test_the_same_seed_and_data_give_bit_identical_weights(make_engine: MakeEngine) -> None:
+    ends = []
+    for _ in range(2):
+        engine = make_engine(kl_coef=0.1)
+        for seed in range(3):
+            engine.update(micro_batches(random_rows(seed=seed), micro_batch_tokens=CUT))
+        ends.append(copied(engine))
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_kl_is_to_the_base_model_and_holds_the_policy_there(make_engine: MakeEngine) -> None:
+    batches = micro_batches(random_rows(), micro_batch_tokens=WHOLE)
+    ends = {}
+    for kl_coef in (1e-9, 10.0):
+        engine = make_engine(kl_coef=kl_coef)
+        assert engine.update(batches).kl == pytest.approx(0.0, abs=1e-9)
+        for _ in range(5):
+            stats = engine.update(batches)
+        ends[kl_coef] = stats.kl
+        engine.close()
+    assert 0.0 < ends[10.0] < 0.5 * ends[1e-9]
+    assert make_engine().reference is None
+
+
+def test_cloning_teaches_the_recorded_tokens(make_engine: MakeEngine) -> None:
+    engine = make_engine(policy="behaviour_cloning")
+    batches = micro_batches(random_rows(), micro_batch_tokens=WHOLE)
+    losses = [engine.update(batches).loss for _ in range(15)]
+    assert losses[0] == pytest.approx(math.log(280), abs=0.5)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("broken", ["advantage", "weight"])
+def test_an_update_that_is_not_finite_is_skipped_and_the_next_one_is_not(
+    make_engine: MakeEngine, zero_stage: int, broken: str
+) -> None:
+    engine = make_engine(learner=dataclasses.replace(LEARNER, zero_stage=zero_stage, warmup_updates=2))
+    good = micro_batches(random_rows(), micro_batch_tokens=CUT)
+    before = copied(engine)
+    bad = list(good)
+    if broken == "advantage":  # in the first of several micro-batches: the later ones are fine
+        bad[0] = dataclasses.replace(bad[0], advantages_N=torch.full_like(bad[0].advantages_N, math.inf))
+        stats = engine.update(bad)
+        assert stats.loss == math.inf
+    else:  # the loss is finite, its gradient is not
+        parameter = next(engine.policy.parameters())
+        hook = parameter.register_hook(lambda gradient: gradient * math.nan)
+        stats = engine.update(good)
+        hook.remove()
+        assert math.isfinite(stats.loss)
+    assert stats.skipped
+    assert stats.grad_norm == math.inf
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
+    after = engine.update(good)
+    assert not after.skipped
+    assert after.learning_rate == stats.learning_rate, "a skipped update does not count in the warm-up"
+    fresh = make_engine(learner=dataclasses.replace(LEARNER, zero_stage=zero_stage, warmup_updates=2))
+    assert fresh.update(good).grad_norm == pytest.approx(after.grad_norm, rel=1e-6), "nothing of the bad gradient stayed"
+
+
+def test_warm_up_counts_optimizer_updates(make_engine: MakeEngine) -> None:
+    assert [warmed_up(1.0, n_updates=n, warmup_updates=4) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert warmed_up(3.0, n_updates=0, warmup_updates=0) == 3.0
+    engine = make_engine(learner=dataclasses.replace(LEARNER, warmup_updates=2))
+    batches = micro_batches(random_rows(), micro_batch_tokens=CUT)
+    assert [engine.update(batches).learning_rate for _ in range(3)] == [0.005, 0.01, 0.01]
+
+
+def test_an_untied_output_layer_is_trained_and_published(make_engine: MakeEngine, tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=280, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, tie_word_embeddings=False, attention_dropout=0.5,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    rows = random_rows()
+    engine = make_engine(path=tmp_path)
+    (batch,) = micro_batches(rows, micro_batch_tokens=WHOLE)
+    (logprobs_N,) = engine.score([batch])
+    expected = plain_logprobs(tmp_path, rows, temperature=1.0)
+    order = dict.fromkeys(batch.rows_N.tolist())
+    assert logprobs_N.tolist() == pytest.approx([x for row in order for x in expected[row]], abs=1e-5)
+    before = copied(engine)
+    engine.update([batch])
+    assert "lm_head.weight" in before
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
+
+
+def test_bf16_keeps_fp32_masters(base: Path) -> None:
+    # The final norm starts at 1, where bf16 rounds to 1 whatever moves less than 2 ** -9 = 0.002. An update moves 1e-4.
+    engine = Engine(
+        model_path=base,
+        model=ModelConfig(dtype="bfloat16", gradient_checkpointing=True),
+        learner=LearnerConfig(learning_rate=1e-4, zero_stage=1),
+        loss=LossConfig(policy="behaviour_cloning"),
+        temperature=1.0,
+        seed=0,
+    )
+    assert {tensor.dtype for tensor in engine.state_dict().values()} == {torch.bfloat16}
+    batches = micro_batches(random_rows(), micro_batch_tokens=WHOLE)
+    engine.update(batches)
+    norm = engine.state_dict()["model.norm.weight"].clone()
+    assert torch.equal(norm, torch.ones_like(norm))
+    for _ in range(40):
+        engine.update(batches)
+    assert not torch.equal(engine.state_dict()["model.norm.weight"], norm)
+    engine.close()
+
+
+def test_what_cannot_be_trained_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set learner\.zero_stage=1"):
+        initialize(torch.nn.Linear(1, 1), dtype="bfloat16", learner=LEARNER)
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
+        make_engine(path=tmp_path)
+    with pytest.raises(ValueError, match="'ppo' is none of"):
+        make_engine(policy="ppo")
+    with pytest.raises(ValueError, match="at least one response token"):
+        make_engine().update([])
