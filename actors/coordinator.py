@@ -1,0 +1,223 @@
+"""The owner of the catalog: hands out groups, takes in trajectories, gives batches to the learner.
+
+Consumes  lease requests and commits of workers; claims, settlements and published versions of the learner.
+Produces  leases, batches, the manifest that outside readers follow.
+Waits for nothing: every call is a short transaction on the catalog and returns. Who must wait (a worker without a free group,
+          the learner without a batch) asks again, and says in `heartbeat` what it is waiting for.
+
+It keeps no counter of its own: what is outstanding, which task comes next and which version is the newest are queries on the
+catalog, so a restart has nothing to recover.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from actors.admission import free_groups
+from configs import Config
+from envs import Task, list_tasks
+from store import (
+    Batch,
+    Catalog,
+    CheckpointRecord,
+    CommitResult,
+    Counts,
+    GroupRecord,
+    RunLayout,
+    SegmentMeta,
+    VersionRecord,
+    capture_output,
+    export,
+)
+
+EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """One group to play: its task, the uids of its trajectories, and the weights it has to be started on or newer."""
+
+    group: GroupRecord
+    task: Task
+    version: VersionRecord
+    temperature: float
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    checkpoint: CheckpointRecord | None
+    latest_version: int | None  # None in a new run
+    groups_available_again: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """What the terminal shows."""
+
+    counts: Counts
+    version: int
+    learner_step: int
+    metrics: Mapping[str, float]  # newest value of each name
+    waiting: Mapping[str, str]  # component -> what it waits for
+    heldout_open: int  # held-out groups still to be played
+
+
+class Coordinator:
+    """A plain class, so that tests drive it without Ray; `CoordinatorActor` is the same as a Ray actor."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.layout = RunLayout.open(Path(config.run_dir))
+        self.catalog = Catalog.open(self.layout)
+        self.tasks = list_tasks(config.env.name, config.env.options)
+        self._by_id = {task.id: task for tasks in self.tasks.values() for task in tasks}
+        self._exported_at = 0.0
+
+    def capture_output(self, name: str) -> None:
+        capture_output(self.layout.logs / f"{name}.log")
+
+    # workers
+
+    def lease(self, worker: str) -> Lease | None:
+        """The next group for this worker, or None while admission is closed: unfinished groups first, then a new task."""
+        self._export_when_due()
+        version = self.catalog.latest_version()
+        if version is None:  # the learner has not published the first weights yet
+            return None
+        group = self.catalog.lease_open_group(worker=worker, lease_s=self.config.actors.lease_s, split=None)
+        if group is None and self._free_groups() > 0:
+            self._open_next_train_group()
+            group = self.catalog.lease_open_group(worker=worker, lease_s=self.config.actors.lease_s, split=None)
+        if group is None:
+            return None
+        heldout = group.split == "heldout"
+        temperature = self.config.evaluation.temperature if heldout else self.config.actors.temperature
+        task = self._by_id[group.task_id]
+        return Lease(group=group, task=task, version=version, temperature=temperature, epoch=self.catalog.epoch)
+
+    def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
+        result = self.catalog.commit(segment, epoch=epoch)
+        self._export_when_due()
+        return result
+
+    def heartbeat(self, component: str, waiting_on: str) -> VersionRecord | None:
+        """Called by every component about once a second. Renews its leases and tells it the newest weights."""
+        self.catalog.heartbeat(component, waiting_on=waiting_on)
+        self.catalog.renew_leases(component, lease_s=self.config.actors.lease_s)
+        self._export_when_due()
+        return self.catalog.latest_version()
+
+    # learner
+
+    def claim(self, current_version: int) -> Batch | None:
+        return self.catalog.claim(
+            n_groups=self.config.learner.groups_per_step,
+            current_version=current_version,
+            max_staleness=self.config.max_staleness,
+        )
+
+    def resume(self) -> ResumePoint:
+        """Where the learner goes on: un-consumes what the newest checkpoint does not contain."""
+        checkpoint = self.catalog.latest_checkpoint()
+        newest = self.catalog.latest_version()
+        again = self.catalog.roll_back(checkpoint.learner_step if checkpoint else 0)
+        return ResumePoint(
+            checkpoint=checkpoint,
+            latest_version=newest.version if newest else None,
+            groups_available_again=again.groups,
+        )
+
+    def checkpoint(self, learner_step: int, path: str, version: int) -> None:
+        self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
+
+    def settle(
+        self,
+        batch_id: int,
+        learner_step: int,
+        no_signal: Sequence[bytes],
+        version_in: int,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """The batch was trained on. Groups in `no_signal` had no advantage to learn from."""
+        self.catalog.settle(batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
+        success = self.catalog.train_success(learner_step=learner_step).rate
+        if success is not None:
+            metrics = {**metrics, "train/success": success}
+        self.catalog.record_metrics(learner_step=learner_step, policy_version=version_in, values=metrics)
+
+    def publish(self, version: VersionRecord) -> None:
+        """Makes a version the newest one. Evaluates it on the held-out tasks when that is due."""
+        self.catalog.record_version(
+            version=version.version, path=version.path, digest=version.digest, learner_step=version.learner_step
+        )
+        every, step = self.config.evaluation.every, version.learner_step
+        if every and step and step % every == 0 and step < self.config.learner.steps:
+            self.evaluate(version.version, self.config.evaluation.episodes_per_task)
+
+    # evaluation and the driver
+
+    def evaluate(self, version: int, episodes_per_task: int) -> None:
+        """Puts every held-out task into the queue, `episodes_per_task` episodes each, before any train task."""
+        for number, task in enumerate(self.tasks["heldout"]):
+            self.catalog.open_group(
+                ordinal=number, task_id=task.id, split="heldout", size=episodes_per_task, purpose_version=version
+            )
+
+    def status(self) -> Status:
+        self._record_finished_evaluations()
+        version = self.catalog.latest_version()
+        self._export_when_due()
+        return Status(
+            counts=self.catalog.counts(),
+            version=version.version if version else -1,
+            learner_step=self.catalog.learner_step(),
+            metrics=self.catalog.latest_metrics(),
+            waiting=self.catalog.waiting(),
+            heldout_open=self.catalog.open_heldout(),
+        )
+
+    def close(self) -> None:
+        self._record_finished_evaluations()
+        export(self.catalog, self.layout)
+        self.catalog.close()
+
+    def _free_groups(self) -> int:
+        return free_groups(
+            outstanding=self.catalog.counts().outstanding,
+            groups_per_step=self.config.learner.groups_per_step,
+            max_staleness=self.config.max_staleness,
+        )
+
+    def _open_next_train_group(self) -> None:
+        ordinal = self.catalog.next_ordinal("train", purpose_version=None)
+        task = self.tasks["train"][task_index(ordinal, len(self.tasks["train"]), seed=self.config.seed)]
+        size = self.config.algorithm.group_size
+        self.catalog.open_group(ordinal=ordinal, task_id=task.id, split="train", size=size, purpose_version=None)
+
+    def _record_finished_evaluations(self) -> None:
+        for result in self.catalog.finished_evaluations():
+            values = {"heldout/success": result.success.rate or 0.0, "heldout/episodes": result.success.n_trajectories}
+            self.catalog.record_metrics(learner_step=result.learner_step, policy_version=result.version, values=values)
+
+    def _export_when_due(self) -> None:
+        now = time.monotonic()
+        if now - self._exported_at >= EXPORT_INTERVAL_S:
+            export(self.catalog, self.layout)
+            self._exported_at = now
+
+
+CoordinatorActor = ray.remote(Coordinator)
+
+
+def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:
+    """Which task the `ordinal`-th group plays: all tasks once per pass, each pass in its own seeded order."""
+    order = list(range(n_tasks))
+    random.Random(f"{seed}/{ordinal // n_tasks}").shuffle(order)
+    return order[ordinal % n_tasks]

@@ -1,0 +1,52 @@
+"""What an agent needs from a policy: token ids in, token ids and their log-probabilities out.
+
+    completion = await policy.generate(prompt, seed=seed)
+
+Tokens are the truth: text is made from them for the environment and never tokenised again.
+`ScriptedPolicy` is the public double behind the same interface: it plays without a model, to clone from and to test with.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    actions: tuple[str, ...] | None  # admissible actions of this observation; only a scripted policy reads them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # natural log, after temperature, one per token id, as sampled
+    finish_reason: str  # "stop", "length" or "abort"
+    version_min: int  # oldest and newest policy version that wrote a token of this completion
+    version_max: int
+
+
+class Policy(Protocol):
+    async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion: ...
+
+
+class ScriptedPolicy:
+    """Chooses uniformly among the admissible actions and writes it in the answer format.
+
+    `encode_answer` turns an action into the response's token ids, end token included. The log-probability of the choice,
+    log(1/n), is put on the first token, 0 on the rest, so that they sum to that of the response.
+    """
+
+    def __init__(self, encode_answer: Callable[[str], Sequence[int]]) -> None:
+        self.encode_answer = encode_answer
+
+    async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+        if not prompt.actions:
+            raise ValueError("a scripted policy needs an environment that lists its admissible actions; this one lists none")
+        token_ids = tuple(self.encode_answer(random.Random(seed).choice(prompt.actions)))
+        logprobs = (-math.log(len(prompt.actions)),) + (0.0,) * (len(token_ids) - 1)
+        return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_min=0, version_max=0)

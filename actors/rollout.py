@@ -1,0 +1,119 @@
+"""The agent-environment loop: one episode of one task. No Ray, no store, no weights.
+
+trajectory = await play_episode(environment, policy, form, task=task, episode=ids, rules=rules)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from actors.policy import Completion, Policy
+from actors.prompt import Answer, PromptForm, Turn
+from envs import Observation, Task, Transition
+from store import Step, Trajectory, now_us, state_hash
+
+
+class AsyncEnvironment(Protocol):
+    """An environment whose calls are awaited, e.g. one that lives in another process."""
+
+    async def reset(self, task: Task) -> Observation: ...
+
+    async def step(self, action: str) -> Transition: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeIds:
+    """Fixed before the first token is generated, so that a repeated attempt collides in the store instead of doubling."""
+
+    group_uid: bytes
+    traj_uid: bytes
+    member: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeRules:
+    max_steps: int
+    win_reward: float
+    temperature: float
+    admissible_only: bool
+
+
+async def play_episode(
+    environment: AsyncEnvironment,
+    policy: Policy,
+    form: PromptForm,
+    *,
+    task: Task,
+    episode: EpisodeIds,
+    rules: EpisodeRules,
+) -> Trajectory:
+    """Plays until the environment ends or `max_steps` actions were taken; every action is one Step."""
+    observation = await environment.reset(task)
+    history: list[Turn] = []
+    steps: list[Step] = []
+    won, task_score, over = False, None, False
+    while not over:
+        prompt = form.prompt(observation, history)
+        started_us, started = now_us(), time.perf_counter()
+        seed = request_seed(episode.traj_uid, len(steps))
+        completion = await policy.generate(prompt, seed=seed, temperature=rules.temperature)
+        answered = time.perf_counter()
+        answer = form.parse(completion.token_ids)
+        transition = await environment.step(answer.action)
+        truncated = not transition.terminated and (transition.truncated or len(steps) + 1 >= rules.max_steps)
+        over = transition.terminated or truncated
+        anchor = observation.text if observation.anchor is None else observation.anchor
+        steps.append(
+            Step(
+                step_index=len(steps),
+                prompt_ids=prompt.token_ids,
+                response_ids=completion.token_ids,
+                response_logprobs=completion.logprobs,
+                version_min=completion.version_min,
+                version_max=completion.version_max,
+                finish_reason=completion.finish_reason,
+                obs_text=observation.text,
+                anchor_text=anchor,
+                state_hash=state_hash(anchor),
+                action_text=answer.action,
+                reward=transition.reward * rules.win_reward,
+                is_action_valid=is_valid(answer, completion, observation, transition, rules=rules),
+                terminated=transition.terminated,
+                truncated=truncated,
+                t_start_us=started_us,
+                gen_us=round((answered - started) * 1e6),
+                env_us=round((time.perf_counter() - answered) * 1e6),
+            )
+        )
+        history.append(Turn(observation=observation.text, action=answer.action))
+        observation, won, task_score = transition.observation, transition.won, transition.task_score
+    return Trajectory(
+        traj_uid=episode.traj_uid,
+        group_uid=episode.group_uid,
+        member=episode.member,
+        env_name=task.env_name,
+        task_id=task.id,
+        split=task.split,
+        seed=task.seed,
+        won=won,
+        task_score=task_score,
+        steps=tuple(steps),
+    )
+
+
+def is_valid(
+    answer: Answer, completion: Completion, observation: Observation, transition: Transition, *, rules: EpisodeRules
+) -> bool:
+    """Well formed, whole, understood, and (where the rules ask for it) one of the admissible actions."""
+    if not answer.well_formed or completion.finish_reason != "stop" or not transition.valid:
+        return False
+    return not rules.admissible_only or observation.actions is None or answer.action in observation.actions
+
+
+def request_seed(traj_uid: bytes, step_index: int) -> int:
+    """A 31-bit sampling seed that depends on nothing but the trajectory and the step, so that a replay samples alike."""
+    digest = hashlib.blake2b(traj_uid + step_index.to_bytes(4, "little"), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

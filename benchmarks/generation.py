@@ -1,0 +1,132 @@
+"""How fast one CPU engine answers, how its CPU time divides, and what a change of weights costs.
+
+    python benchmarks/generation.py [--quick] [--cores 0]
+
+The model is random, of the size of the project's own tiny policy. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # our packages are run from a checkout
+
+from actors.policy import Prompt
+from actors.vllm_policy import VLLMPolicy
+from configs import ActorsConfig
+
+PROMPT_TOKENS = 120  # as a text game's prompt with two turns of history
+RESPONSE_TOKENS = 8
+MAX_IN_FLIGHT = 64
+VOCABULARY_SIZE = 1024
+
+
+def make_model(path: Path, *, seed: int) -> None:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict[str, float]:
+    """Keep `in_flight` requests going for `seconds`, each with a prompt of its own: no prefix is shared."""
+    draw = random.Random(in_flight)
+    deadline_s = time.perf_counter() + seconds
+    latencies_s: list[float] = []
+
+    async def client() -> None:
+        while time.perf_counter() < deadline_s:
+            prompt = Prompt(token_ids=tuple(draw.choices(range(2, VOCABULARY_SIZE), k=PROMPT_TOKENS)), actions=None)
+            start_s = time.perf_counter()
+            await policy.generate(prompt, seed=draw.getrandbits(31), temperature=1.0)
+            latencies_s.append(time.perf_counter() - start_s)
+
+    front, engine = psutil.Process(), _engine_process()
+    start_s, front_s, engine_s = time.perf_counter(), _cpu_s(front), _cpu_s(engine)
+    await asyncio.gather(*(client() for _ in range(in_flight)))
+    wall_s = time.perf_counter() - start_s
+    n = len(latencies_s)
+    return {
+        "requests_per_s": n / wall_s,
+        "tokens_per_s": n * RESPONSE_TOKENS / wall_s,
+        "latency_median_ms": statistics.median(latencies_s) * 1e3,
+        "front_cpu_ms_per_request": (_cpu_s(front) - front_s) / n * 1e3,
+        "engine_cpu_ms_per_request": (_cpu_s(engine) - engine_s) / n * 1e3,
+    }
+
+
+def _engine_process() -> psutil.Process:
+    """The largest child; the others are helpers of multiprocessing."""
+    return max(psutil.Process().children(), key=lambda process: process.memory_info().rss)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def benchmark(*, directory: Path, cores: str, seconds: float, loads: int) -> dict[str, object]:
+    for name, seed in (("base", 0), ("other", 1)):
+        make_model(directory / name, seed=seed)
+    actors = ActorsConfig(cpu_cores=cores, max_response_tokens=RESPONSE_TOKENS, max_model_tokens=512, kv_cache_gib=0.25)
+    start_s = time.perf_counter()
+    policy = await VLLMPolicy.start(
+        model_path=directory / "base",
+        dtype="float32",
+        actors=actors,
+        max_requests=MAX_IN_FLIGHT,
+        stop_token_ids=(),
+        log_path=directory / "engine.log",
+    )
+    results: dict[str, object] = {"start_s": time.perf_counter() - start_s}
+    try:
+        await measure(policy, in_flight=MAX_IN_FLIGHT, seconds=1.0)  # first batches are slower
+        for in_flight in (1, 16, MAX_IN_FLIGHT):
+            results[f"in_flight_{in_flight}"] = await measure(policy, in_flight=in_flight, seconds=seconds)
+        busy = asyncio.ensure_future(measure(policy, in_flight=MAX_IN_FLIGHT, seconds=seconds))
+        done = [
+            await policy.load_weights(version=n, path=directory / ("other" if n % 2 else "base")) for n in range(1, loads + 1)
+        ]
+        await busy
+        phases = [name for name in asdict(done[0]) if name.endswith("_ms")]
+        results["load_weights"] = {name: statistics.median(getattr(load, name) for load in done) for name in phases}
+    finally:
+        await policy.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--cores", default="0", help='cores of the engine, such as "0" or "0,2-3"')
+    args = parser.parse_args()
+    seconds, loads = (4.0, 5) if args.quick else (20.0, 20)
+    with tempfile.TemporaryDirectory() as directory:
+        results = asyncio.run(benchmark(directory=Path(directory), cores=args.cores, seconds=seconds, loads=loads))
+    print(json.dumps({"benchmark": "generation", **results}, default=float))
+
+
+if __name__ == "__main__":
+    main()

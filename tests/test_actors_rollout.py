@@ -1,0 +1,131 @@
+"""One episode against a real small environment with a scripted policy: what the steps record."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import pytest
+
+from actors import (
+    Completion,
+    EpisodeIds,
+    EpisodeRules,
+    Prompt,
+    PromptForm,
+    ScriptedPolicy,
+    play_episode,
+    request_seed,
+)
+from envs import Observation, Task, Transition, environment_class, list_tasks
+from store import Trajectory, state_hash, to_table
+
+Form = Callable[..., PromptForm]
+IDS = EpisodeIds(group_uid=b"g" * 16, traj_uid=b"t" * 16, member=3)
+OPTIONS: dict[str, object] = {"max_steps": 50}
+
+
+class InProcess:
+    """A synchronous environment under the awaited interface."""
+
+    def __init__(self, name: str) -> None:
+        self.environment = environment_class(name)(OPTIONS)
+
+    async def reset(self, task: Task) -> Observation:
+        return self.environment.reset(task)
+
+    async def step(self, action: str) -> Transition:
+        return self.environment.step(action)
+
+
+class FixedPolicy:
+    """Answers with the given texts in turn, each with one log-probability per character."""
+
+    def __init__(self, form: PromptForm, answers: list[str], finish_reason: str = "stop") -> None:
+        self.form, self.answers, self.finish_reason = form, answers, finish_reason
+        self.seeds: list[int] = []
+
+    async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+        ids = tuple(self.form.tokenizer.encode(self.answers[len(self.seeds)], add_special_tokens=False))
+        version = len(self.seeds)
+        self.seeds.append(seed)
+        return Completion(
+            token_ids=ids,
+            logprobs=(-0.5,) * len(ids),
+            finish_reason=self.finish_reason,
+            version_min=version,
+            version_max=version + 1,
+        )
+
+
+def rules(**changes: object) -> EpisodeRules:
+    settings = {"max_steps": 4, "win_reward": 10.0, "temperature": 1.0, "admissible_only": True, **changes}
+    return EpisodeRules(**settings)  # type: ignore[arg-type]
+
+
+def play(form: Form, policy: object, **changes: object) -> Trajectory:
+    task = next(t for t in list_tasks("key_room", OPTIONS)["train"] if t.data["start"] == "0" and t.data["key"] == "1")
+    return asyncio.run(
+        play_episode(InProcess("key_room"), policy, form(), task=task, episode=IDS, rules=rules(**changes))  # type: ignore[arg-type]
+    )
+
+
+def test_a_won_episode_pays_on_its_last_step_and_records_what_was_seen(form: Form) -> None:
+    door = next(t for t in list_tasks("key_room", OPTIONS)["train"] if t.data["start"] == "0" and t.data["key"] == "1").data[
+        "door"
+    ]
+    walk = ["go east", "take key", *["go east"] * (int(door) - 1), "unlock door"]
+    policy = FixedPolicy(form(), [f"<action>{action}</action>" for action in walk])
+    trajectory = play(form, policy, max_steps=20)
+    assert [step.action_text for step in trajectory.steps] == walk
+    assert [step.reward for step in trajectory.steps] == [0.0] * (len(walk) - 1) + [10.0]
+    assert trajectory.won
+    assert trajectory.steps[-1].terminated
+    assert not any(step.truncated for step in trajectory.steps)
+    assert (trajectory.traj_uid, trajectory.group_uid, trajectory.member) == (b"t" * 16, b"g" * 16, 3)
+    assert [(step.version_min, step.version_max) for step in trajectory.steps] == [(i, i + 1) for i in range(len(walk))]
+    first = trajectory.steps[0]
+    assert first.state_hash == state_hash(first.anchor_text or "")
+    assert to_table([trajectory]).num_rows == len(walk)
+
+
+def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
+    policy = FixedPolicy(form(), ["<action>go east</action>"] * 4)
+    trajectory = play(form, policy)
+    assert [step.truncated for step in trajectory.steps] == [False, False, False, True]
+    assert not trajectory.won
+    assert trajectory.episode_return == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish_reason", "admissible_only", "valid"),
+    [
+        ("<action>go east</action>", "stop", True, True),
+        ("<action>fly</action>", "stop", True, False),
+        ("go east", "stop", True, False),
+        ("<action>go east</action>", "length", True, False),
+    ],
+)
+def test_what_makes_an_action_invalid(form: Form, answer: str, finish_reason: str, admissible_only: bool, valid: bool) -> None:
+    trajectory = play(form, FixedPolicy(form(), [answer], finish_reason), max_steps=1, admissible_only=admissible_only)
+    assert trajectory.steps[0].is_action_valid is valid
+
+
+def test_seeds_depend_on_trajectory_and_step_alone(form: Form) -> None:
+    policies = [FixedPolicy(form(), ["<action>go east</action>"] * 4) for _ in range(2)]
+    for policy in policies:
+        play(form, policy)
+    assert policies[0].seeds == policies[1].seeds
+    assert len(set(policies[0].seeds)) == 4
+    assert request_seed(b"a" * 16, 0) != request_seed(b"b" * 16, 0)
+
+
+def test_a_scripted_policy_draws_admissible_actions_and_says_how_likely_they_were(form: Form) -> None:
+    policy = ScriptedPolicy(form().encode_answer)
+    prompt = Prompt(token_ids=(1,), actions=("a", "b", "c"))
+    completions = [asyncio.run(policy.generate(prompt, seed=seed, temperature=1.0)) for seed in range(60)]
+    assert {form().parse(c.token_ids).action for c in completions} == {"a", "b", "c"}
+    assert all(sum(c.logprobs) == pytest.approx(-math.log(3)) for c in completions)
+    with pytest.raises(ValueError, match="lists none"):
+        asyncio.run(policy.generate(Prompt(token_ids=(1,), actions=None), seed=0, temperature=1.0))

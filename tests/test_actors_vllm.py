@@ -1,0 +1,252 @@
+"""The vLLM policy against a Hugging Face forward pass of the same weights, through changes of weights and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from actors.policy import Completion, Prompt
+from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightFileError
+from configs import ActorsConfig
+
+pytestmark = pytest.mark.engine
+
+VOCABULARY_SIZE = 256
+STOP_TOKEN = 7
+RESPONSE_TOKENS = 48
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    loop: asyncio.AbstractEventLoop
+    policy: VLLMPolicy
+    directories: dict[str, Path]  # weights by name: base, other
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=120))
+
+    def load(self, name: str) -> None:
+        self.run(self.policy.load_weights(version=self.policy.version + 1, path=self.directories[name]))
+
+
+def make_model(path: Path, *, seed: int) -> Path:
+    """Head size 32, the smallest that vLLM's CPU attention has. Wide initialisation: distinct probabilities."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def start(*, model: Path, log_path: Path) -> Coroutine[Any, Any, VLLMPolicy]:
+    actors = ActorsConfig(max_response_tokens=RESPONSE_TOKENS, max_model_tokens=256, kv_cache_gib=0.125, cpu_cores="auto")
+    return VLLMPolicy.start(
+        model_path=model,
+        dtype="float32",
+        actors=actors,
+        max_requests=16,
+        stop_token_ids=[STOP_TOKEN],
+        log_path=log_path,
+    )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("vllm")
+    directories = {name: make_model(root / name, seed=seed) for name, seed in (("base", 0), ("other", 1))}
+    environment_before = dict(os.environ)
+    loop = asyncio.new_event_loop()
+    policy = loop.run_until_complete(start(model=directories["base"], log_path=root / "logs/engine.log"))
+    assert dict(os.environ) == environment_before  # nothing that was meant for the engine leaks to our other children
+    served = Served(loop=loop, policy=policy, directories=directories)
+    yield served
+    (engine,) = engine_processes(os.getpid())
+    served.run(policy.close())
+    assert not engine.is_running()
+    assert "vllm" in (root / "logs/engine.log").read_text()
+    with pytest.raises(EngineLostError, match="closed"):
+        served.run(policy.generate(prompt(0), seed=0, temperature=1.0))
+    loop.close()
+
+
+def prompt(seed: int, *, length: int = 120) -> Prompt:
+    """Longer than one block of the key-value cache where asked for, so that a second request would find it cached."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(8, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+    return Prompt(token_ids=tuple(token_ids), actions=None)
+
+
+def reference_logprobs(path: Path, *, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    ids_BT = torch.tensor([prompt.token_ids + completion.token_ids])
+    with torch.no_grad():
+        logits_TV = model(ids_BT).logits[0, len(prompt.token_ids) - 1 : -1]
+    logprobs_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
+    return logprobs_TV.gather(1, ids_BT[0, len(prompt.token_ids) :, None])[:, 0]
+
+
+def assert_logprobs_of(path: Path, *, prompt: Prompt, completion: Completion, temperature: float = 1.0) -> None:
+    expected_T = reference_logprobs(path, prompt=prompt, completion=completion, temperature=temperature)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected_T, atol=1e-5, rtol=0)
+
+
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """vLLM renames its processes, which is how they differ from multiprocessing's own helpers."""
+    return [p for p in psutil.Process(pid).children(recursive=True) if "VLLM" in "".join(p.cmdline())]
+
+
+def generate_all(served: Served, *, seeds: range, temperature: float) -> list[Completion]:
+    async def run() -> list[Completion]:
+        calls = [served.policy.generate(prompt(s), seed=s, temperature=temperature) for s in seeds]
+        return list(await asyncio.gather(*calls))
+
+    return list(served.run(run()))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_hugging_face_forward_pass(served: Served, temperature: float) -> None:
+    completions = generate_all(served, seeds=range(8), temperature=temperature)
+    assert {c.finish_reason for c in completions} <= {"stop", "length"}
+    for seed, completion in enumerate(completions):
+        assert len(completion.logprobs) == len(completion.token_ids) <= RESPONSE_TOKENS
+        assert (completion.version_min, completion.version_max) == (served.policy.version,) * 2
+        assert_logprobs_of(served.directories["base"], prompt=prompt(seed), completion=completion, temperature=temperature)
+
+
+def test_stop_token_ends_the_completion_and_is_part_of_it(served: Served) -> None:
+    completions = generate_all(served, seeds=range(32), temperature=1.0)
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert stopped, "48 draws from 256 tokens, 32 times: some must hit the stop token"
+    assert all(c.token_ids.index(STOP_TOKEN) == len(c.token_ids) - 1 for c in stopped)
+    assert all(STOP_TOKEN not in c.token_ids and len(c.token_ids) == RESPONSE_TOKENS for c in completions if c not in stopped)
+
+
+def test_same_seed_same_tokens_alone_or_in_company(served: Served) -> None:
+    alone = generate_all(served, seeds=range(3, 4), temperature=1.0)[0]
+    in_company = generate_all(served, seeds=range(8), temperature=1.0)[3]
+    other_seed = served.run(served.policy.generate(prompt(3), seed=99, temperature=1.0))
+    assert alone.token_ids == in_company.token_ids
+    assert alone.token_ids != other_seed.token_ids
+
+
+def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> None:
+    seen = prompt(0, length=200)  # more than a block of 128: its keys and values are in the prefix cache
+    before = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["base"], prompt=seen, completion=before)
+    load = served.run(served.policy.load_weights(version=served.policy.version + 1, path=served.directories["other"]))
+    after = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
+    assert load.version == served.policy.version == after.version_min == after.version_max > before.version_max
+    assert_logprobs_of(served.directories["other"], prompt=seen, completion=after)
+    back = served.run(
+        served.policy.load_weights(version=load.version + 1, path=served.directories["base"] / "model.safetensors")
+    )
+    again = served.run(served.policy.load_weights(version=load.version + 2, path=served.directories["base"]))
+    assert again.checksum == back.checksum != load.checksum
+    assert again.file_digest == hashlib.sha256((served.directories["base"] / "model.safetensors").read_bytes()).hexdigest()
+    assert served.run(served.policy.generate(seen, seed=5, temperature=1.0)).token_ids == before.token_ids
+
+
+def test_update_under_running_requests_drops_none(served: Served) -> None:
+    first = served.policy.version
+
+    async def run() -> list[Completion]:
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(24)
+        ]  # more than the engine works on at once: some wait
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            name = "other" if served.policy.version == first else "base"
+            await served.policy.load_weights(version=served.policy.version + 1, path=served.directories[name])
+        return list(await asyncio.gather(*calls))
+
+    completions = list(served.run(run()))
+    assert all(c.finish_reason in ("stop", "length") and len(c.token_ids) == len(c.logprobs) > 0 for c in completions)
+    assert all(first <= c.version_min <= c.version_max <= first + 2 for c in completions)
+    assert any(c.version_min < c.version_max for c in completions)
+    for seed, completion in enumerate(completions):
+        if completion.version_min == completion.version_max:
+            name = "other" if completion.version_min == first + 1 else "base"
+            assert_logprobs_of(served.directories[name], prompt=prompt(seed), completion=completion)
+
+
+def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path: Path) -> None:
+    tensors = load_file(served.directories["other"] / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, tmp_path / "lacking.safetensors")
+    save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes((served.directories["other"] / "model.safetensors").read_bytes()[:-100])
+    before, version = generate_all(served, seeds=range(1), temperature=1.0), served.policy.version
+    for name, words in (
+        ("absent", "no weights at"),
+        ("lacking.safetensors", "model.norm.weight, of shape missing"),
+        ("misshapen.safetensors", "does not fit"),
+        ("torn.safetensors", "not a whole safetensors file"),
+    ):
+        with pytest.raises(WeightFileError, match=words):
+            served.run(served.policy.load_weights(version=version + 1, path=tmp_path / name))
+    assert served.policy.version == version and not served.policy.errored
+    assert generate_all(served, seeds=range(1), temperature=1.0) == before
+
+
+ORPHAN_MAKER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_actors_vllm import start
+async def main():
+    policy = await start(model=Path({model!r}), log_path=Path({log!r}))
+    print("serving", flush=True)
+    await asyncio.sleep(600)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        ORPHAN_MAKER.format(tests=str(ROOT / "tests"), model=str(served.directories["base"]), log=str(tmp_path / "log"))
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    shared_memory_before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        while "serving" not in parent.stdout.readline():
+            assert parent.poll() is None, "the parent ended before it served"
+        (engine,) = engine_processes(parent.pid)
+        os.kill(parent.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 10
+        while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        gone = not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        if not gone:
+            engine.kill()
+        assert gone
+    time.sleep(1)  # multiprocessing's resource tracker outlives the parent to unlink what it left
+    left = {name for name in os.listdir("/dev/shm") if name not in shared_memory_before and not name.startswith("sem.")}
+    assert not left
