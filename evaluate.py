@@ -1,0 +1,47 @@
+"""Plays every held-out task with the newest weights of a run and prints the success: python evaluate.py RUN
+
+The episodes go into the run's store like all others. Episodes that are already there are not played again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+import configs
+import report
+from envs import EnvironmentFailed
+from progress import Progress
+from session import ComponentFailed, Session, ray_cluster
+from store import RunLayout, StoreError
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="a run directory")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        layout = RunLayout.open(Path(options.run))
+        config = replace(configs.from_yaml(layout.info.config_yaml), run_dir=options.run)
+        base = Path(options.run) / "base" / "policy"
+        model_path = config.model.path or str(base)
+        with (
+            ray_cluster(),
+            Session(config, model_path, learns=False) as session,
+            Progress(config, "evaluating", console) as progress,
+        ):
+            session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
+        report.show(config, console)
+    except (StoreError, EnvironmentFailed, ComponentFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

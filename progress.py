@@ -1,0 +1,90 @@
+"""What a person sees of a run: a live table in a terminal, a line now and then elsewhere, TensorBoard files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from torch.utils.tensorboard import SummaryWriter
+
+from actors import Status
+from configs import Config
+
+LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal
+
+
+class Progress:
+    """with Progress(config, title) as progress: progress.show(status)"""
+
+    def __init__(self, config: Config, title: str, console: Console) -> None:
+        self.config, self.title, self.console = config, title, console
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.board = SummaryWriter(str(Path(config.run_dir) / "tensorboard"))
+        self.started = time.monotonic()
+        self.first_step: int | None = None
+        self.written_step = self.lined_at = -1.0
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.live:
+            self.live.stop()
+        self.board.close()
+
+    def show(self, status: Status) -> None:
+        if self.first_step is None:
+            self.first_step = status.learner_step
+        if status.learner_step > self.written_step:
+            for name, value in status.metrics.items():
+                self.board.add_scalar(name, value, status.learner_step)
+            self.written_step = status.learner_step
+        if self.live:
+            self.live.update(self.table(status), refresh=True)
+        elif time.monotonic() - self.lined_at >= LINE_EVERY_S or self.lined_at < 0:
+            self.lined_at = time.monotonic()
+            self.console.print("  ".join(f"{name} {value}" for name, value in self.figures(status)))
+
+    def table(self, status: Status) -> Table:
+        table = Table(title=f"{self.title}  {self.config.run_dir}", show_header=False, min_width=60)
+        for name, value in self.figures(status):
+            table.add_row(name, value)
+        for component, reason in status.waiting.items():
+            table.add_row(f"[dim]{component} waits for[/dim]", f"[dim]{reason}[/dim]")
+        return table
+
+    def figures(self, status: Status) -> list[tuple[str, str]]:
+        metrics, counts = status.metrics, status.counts
+        rows = [
+            ("step", f"{status.learner_step}/{self.config.learner.steps}"),
+            ("elapsed", f"{time.monotonic() - self.started:.0f} s"),
+            ("left", self.time_left(status)),
+            ("version", str(status.version)),
+            ("success", shown(metrics, "train/success", "{:.2f}")),
+            ("held-out", shown(metrics, "heldout/success", "{:.2f}")),
+            ("staleness", shown(metrics, "staleness/max", "{:.0f}")),
+            ("queue", f"{counts.complete} ready, {counts.open} playing"),
+            ("trajectories", str(counts.trajectories)),
+            ("generated", shown(metrics, "tokens/generated_per_s", "{:.0f} tok/s")),
+            ("trained", shown(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
+            ("learner idle", shown(metrics, "learner/idle_fraction", "{:.0%}")),
+        ]
+        return rows
+
+    def time_left(self, status: Status) -> str:
+        done = status.learner_step - (self.first_step or 0)
+        if not done:
+            return "?"
+        left_s = (time.monotonic() - self.started) / done * (self.config.learner.steps - status.learner_step)
+        return f"{left_s:.0f} s"
+
+
+def shown(metrics: object, name: str, form: str) -> str:
+    value = dict(metrics).get(name)  # type: ignore[call-overload]
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,72 @@
+"""What a run says at its end, asked of its store: success on training and held-out tasks, and where everything is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import duckdb
+from rich.console import Console
+
+from configs import Config
+from store import open_reader
+
+Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
+FIRST_AND_LAST_STEPS = 3  # learner steps averaged at either end of the training curve
+
+HELDOUT = """
+SELECT count(*) FILTER (won), count(*) FROM trajectories
+WHERE split = 'heldout' AND version_min = (SELECT max(version_min) FROM trajectories WHERE split = 'heldout')
+"""
+TRAINING = f"""
+SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
+       avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {FIRST_AND_LAST_STEPS})
+FROM metrics WHERE name = 'train/success'
+"""
+FINISHED = """
+SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
+WHERE v.learner_step >= ? AND m.name = 'heldout/success'
+"""
+
+
+def finished(config: Config) -> bool:
+    """Whether the run is at its last learner step and its held-out evaluation is done."""
+    return bool(_row(open_reader(Path(config.run_dir)), FINISHED, [config.learner.steps])[0])
+
+
+def show(config: Config, console: Console) -> None:
+    reader = open_reader(Path(config.run_dir))
+    won, played = _row(reader, HELDOUT)
+    first, last = _row(reader, TRAINING)
+    trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
+    console.print()
+    if first is not None:
+        console.print(f"success on training tasks: {first:.2f} at the start, {last:.2f} at the end")
+    if played:
+        low, high = wilson_interval(won, played)
+        console.print(
+            f"success on held-out tasks: {won / played:.2f}  "
+            f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)",
+        )
+    run = config.run_dir
+    console.print(
+        f"{trajectories} trajectories, {steps} steps in {run}\n"
+        f"  ask        python -m store sql {run} \"SELECT * FROM metrics WHERE name = 'train/success'\"\n"
+        f"  curves     tensorboard --logdir {run}/tensorboard\n"
+        f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
+        f"  evaluate   python evaluate.py {run}\n"
+        f"  logs       {run}/logs",
+    )
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """95% score interval of a proportion (Wilson 1927): honest near 0 and 1, where the normal one is not."""
+    rate, shrink = successes / trials, 1 + Z_95**2 / trials
+    centre = (rate + Z_95**2 / (2 * trials)) / shrink
+    half = Z_95 / shrink * math.sqrt(rate * (1 - rate) / trials + Z_95**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _row(reader: duckdb.DuckDBPyConnection, query: str, parameters: list[object] | None = None) -> tuple:
+    (row,) = reader.execute(query, parameters or []).fetchall()  # every query here is an aggregate
+    return row

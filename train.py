@@ -1,0 +1,131 @@
+"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run]
+
+     configs ── read once ──┐
+                            ▼
+     envs ──► actors ──► store ──► gigpo ──► learner
+                 ▲                              │
+                 └────── numbered weights ◄─────┘
+
+Wiring only: reads the config, makes what is missing (games, a base policy), starts the processes, waits, stops them.
+The same command continues a run that was stopped or killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+import configs
+import report
+from actors import sample_chats
+from configs import Config, ConfigError
+from envs import EnvironmentFailed, list_tasks, try_environment
+from gigpo import advantages_macro
+from learner import copy_weights, make_tiny_model, train_tokenizer
+from progress import Progress
+from session import ComponentFailed, Session, ray_cluster
+from store import RunLayout, StoreError, write_open_sql
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Trains an agent; the same command continues a stopped run.")
+    parser.add_argument("config", help="a YAML file, e.g. configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, interrupt)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        config = configs.load(options.config, options.overrides)
+        if options.dry_run:
+            console.print(configs.to_yaml(config) + configs.describe_plan(config))
+            return 0
+        train(config, console)
+    except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        again = " ".join(["python", "train.py", options.config, *options.overrides])
+        console.print(f"\nstopped in order; nothing is lost. Go on with:  {again}")
+        return 130
+    return 0
+
+
+def train(config: Config, console: Console) -> None:
+    """One run from wherever it stands to its last learner step, and its held-out evaluation."""
+    configs.check_model_path(config)
+    layout = open_run(config)
+    check_tasks(config, console)
+    if report.finished(config):
+        report.show(config, console)
+        return
+    with ray_cluster():
+        model_path = config.model.path or str(make_base_policy(config, console))
+        with Session(config, model_path, learns=True) as session, Progress(config, "training", console) as progress:
+            console.print(f"{layout.root}: {session.restored}")
+            session.train(progress.show)
+            session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
+    report.show(config, console)
+
+
+def open_run(config: Config) -> RunLayout:
+    """The run directory, made now or made before by the same config."""
+    root = Path(config.run_dir)
+    if not RunLayout.exists(root):
+        layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
+        write_open_sql(layout, macros=[advantages_macro()], max_staleness=config.max_staleness)
+        return layout
+    layout = RunLayout.open(root)
+    changed = configs.differences(configs.from_yaml(layout.info.config_yaml), config)
+    if changed:
+        raise ConfigError(f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir")
+    return layout
+
+
+def check_tasks(config: Config, console: Console) -> None:
+    """Makes the games that are missing and starts the environment once. Raises EnvironmentFailed."""
+    with console.status(f"tasks of {config.env.name} (games are made once and kept)"):
+        splits = list_tasks(config.env.name, config.env.options)
+        try_environment(config.env.name, config.env.options, splits["train"][0])
+    console.print(
+        f"{config.env.name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out",
+    )
+
+
+def make_base_policy(config: Config, console: Console) -> Path:
+    """A tiny model that plays random but valid commands: cloned, in a run of its own, from a scripted player."""
+    directory = Path(config.run_dir) / "base"
+    policy = directory / "policy"
+    if policy.is_dir():
+        return policy
+    console.print(
+        f"no model.path: cloning a tiny base policy from a scripted random player, in {directory}",
+    )
+    untrained = directory / "untrained"
+    if not untrained.is_dir():
+        tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
+        make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
+    clone = replace(configs.cloning_config(config), run_dir=str(directory))
+    open_run(clone)
+    with (
+        Session(clone, str(untrained), learns=True) as session,
+        Progress(clone, "cloning", console) as progress,
+    ):
+        session.train(progress.show)
+        version = session.status().version
+    copy_weights(RunLayout.open(directory).weights_dir(version), policy)
+    return policy
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
