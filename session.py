@@ -52,6 +52,10 @@ def ray_cluster() -> Iterator[None]:
         shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
 
 
+def available_gpus() -> int:
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
 class Session:
     def __init__(self, config: Config, model_path: str, *, learns: bool) -> None:
         self.config, self.model_path, self.learns = config, model_path, learns

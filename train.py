@@ -29,7 +29,7 @@ from envs import EnvironmentFailed, list_tasks, try_environment
 from gigpo import advantages_macro
 from learner import copy_weights, make_tiny_model, train_tokenizer
 from progress import Progress
-from session import ComponentFailed, Session, ray_cluster
+from session import ComponentFailed, Session, available_gpus, ray_cluster
 from store import RunLayout, StoreError, write_open_sql
 
 
@@ -60,12 +60,14 @@ def main(arguments: list[str]) -> int:
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
-    layout = open_run(config)
+    check_same_run(config)
     check_tasks(config, console)
     if report.finished(config):
         report.show(config, console)
         return
     with ray_cluster():
+        check_gpus(config)
+        layout = open_run(config)  # only now: a run directory keeps the config it was made with
         model_path = config.model.path or str(make_base_policy(config, console))
         with Session(config, model_path, learns=True) as session, Progress(config, "training", console) as progress:
             console.print(f"{layout.root}: {session.restored}")
@@ -74,17 +76,23 @@ def train(config: Config, console: Console) -> None:
     report.show(config, console)
 
 
-def open_run(config: Config) -> RunLayout:
-    """The run directory, made now or made before by the same config."""
+def check_same_run(config: Config) -> None:
+    """A run is continued with the config it was made with. Raises ConfigError."""
     root = Path(config.run_dir)
-    if not RunLayout.exists(root):
-        layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
-        write_open_sql(layout, macros=[advantages_macro()], max_staleness=config.max_staleness)
-        return layout
-    layout = RunLayout.open(root)
-    changed = configs.differences(configs.from_yaml(layout.info.config_yaml), config)
-    if changed:
-        raise ConfigError(f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir")
+    if RunLayout.exists(root):
+        changed = configs.differences(configs.from_yaml(RunLayout.open(root).info.config_yaml), config)
+        if changed:
+            raise ConfigError(
+                f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir"
+            )
+
+
+def open_run(config: Config) -> RunLayout:
+    """The run directory, made now if it is not there."""
+    root = Path(config.run_dir)
+    exists = RunLayout.exists(root)
+    layout = RunLayout.open(root) if exists else RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[advantages_macro()], max_staleness=config.max_staleness)
     return layout
 
 
@@ -96,6 +104,16 @@ def check_tasks(config: Config, console: Console) -> None:
     console.print(
         f"{config.env.name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out",
     )
+
+
+def check_gpus(config: Config) -> None:
+    """Ray would wait for ever for a GPU that is not there. Raises ConfigError."""
+    wanted, there = config.actors.workers * config.actors.gpus_per_worker + config.learner.gpus, available_gpus()
+    if wanted > there:
+        raise ConfigError(
+            f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.gpus), Ray has {there}; "
+            "set both to 0 for a CPU run, or join a cluster with RAY_ADDRESS"
+        )
 
 
 def make_base_policy(config: Config, console: Console) -> Path:

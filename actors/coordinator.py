@@ -147,9 +147,6 @@ class Coordinator:
     ) -> None:
         """The batch was trained on. Groups in `no_signal` had no advantage to learn from."""
         self.catalog.settle(batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
-        success = self.catalog.train_success(learner_step=learner_step).rate
-        if success is not None:
-            metrics = {**metrics, "train/success": success}
         self.catalog.record_metrics(learner_step=learner_step, policy_version=version_in, values=metrics)
 
     def publish(self, version: VersionRecord) -> None:

@@ -57,6 +57,18 @@ TEMPLATES = {
         answer="<think></think><action>{action}</action>",
         thinks=True,
     ),
+    "direct": Template(
+        text=(
+            "You act in a text world, one command at a time.\nYour goal: {objective}\n{history}"
+            "You now see:\n{observation}\n\nPossible commands:\n{actions}\n"
+            "Reply with one possible command inside <action> </action> and nothing else, "
+            "for example <action>go east</action>."
+        ),
+        turn="You did: {action}\n",
+        action="{action}\n",
+        answer="<action>{action}</action>",
+        thinks=False,
+    ),
     "compact": Template(
         text="{objective}\n{history}{observation}\n{actions}",
         turn="> {action}\n",

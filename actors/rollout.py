@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.policy import Completion, Policy
+from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
 from envs import Observation, Task, Transition
 from store import Step, Trajectory, now_us, state_hash
@@ -42,54 +42,22 @@ class EpisodeRules:
 
 
 async def play_episode(
-    environment: AsyncEnvironment,
-    policy: Policy,
-    form: PromptForm,
-    *,
-    task: Task,
-    episode: EpisodeIds,
-    rules: EpisodeRules,
+    environment: AsyncEnvironment, policy: Policy, form: PromptForm, *, task: Task, episode: EpisodeIds, rules: EpisodeRules
 ) -> Trajectory:
     """Plays until the environment ends or `max_steps` actions were taken; every action is one Step."""
     observation = await environment.reset(task)
     history: list[Turn] = []
     steps: list[Step] = []
-    won, task_score, over = False, None, False
-    while not over:
+    while True:
         prompt = form.prompt(observation, history)
-        started_us, started = now_us(), time.perf_counter()
-        seed = request_seed(episode.traj_uid, len(steps))
-        completion = await policy.generate(prompt, seed=seed, temperature=rules.temperature)
-        answered = time.perf_counter()
-        answer = form.parse(completion.token_ids)
-        transition = await environment.step(answer.action)
-        truncated = not transition.terminated and (transition.truncated or len(steps) + 1 >= rules.max_steps)
-        over = transition.terminated or truncated
-        anchor = observation.text if observation.anchor is None else observation.anchor
-        steps.append(
-            Step(
-                step_index=len(steps),
-                prompt_ids=prompt.token_ids,
-                response_ids=completion.token_ids,
-                response_logprobs=completion.logprobs,
-                version_min=completion.version_min,
-                version_max=completion.version_max,
-                finish_reason=completion.finish_reason,
-                obs_text=observation.text,
-                anchor_text=anchor,
-                state_hash=state_hash(anchor),
-                action_text=answer.action,
-                reward=transition.reward * rules.win_reward,
-                is_action_valid=is_valid(answer, completion, observation, transition, rules=rules),
-                terminated=transition.terminated,
-                truncated=truncated,
-                t_start_us=started_us,
-                gen_us=round((answered - started) * 1e6),
-                env_us=round((time.perf_counter() - answered) * 1e6),
-            )
+        step, transition = await _act(
+            environment, policy, form, prompt=prompt, observation=observation, number=len(steps), episode=episode, rules=rules
         )
-        history.append(Turn(observation=observation.text, action=answer.action))
-        observation, won, task_score = transition.observation, transition.won, transition.task_score
+        steps.append(step)
+        history.append(Turn(observation=observation.text, action=step.action_text))
+        observation = transition.observation
+        if step.terminated or step.truncated:
+            break
     return Trajectory(
         traj_uid=episode.traj_uid,
         group_uid=episode.group_uid,
@@ -98,10 +66,51 @@ async def play_episode(
         task_id=task.id,
         split=task.split,
         seed=task.seed,
-        won=won,
-        task_score=task_score,
+        won=transition.won,
+        task_score=transition.task_score,
         steps=tuple(steps),
     )
+
+
+async def _act(
+    environment: AsyncEnvironment,
+    policy: Policy,
+    form: PromptForm,
+    *,
+    prompt: Prompt,
+    observation: Observation,
+    number: int,
+    episode: EpisodeIds,
+    rules: EpisodeRules,
+) -> tuple[Step, Transition]:
+    """One action: generated, parsed, carried out, and recorded with the tokens and log-probabilities it was sampled with."""
+    started_us, started = now_us(), time.perf_counter()
+    completion = await policy.generate(prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature)
+    answered = time.perf_counter()
+    answer = form.parse(completion.token_ids)
+    transition = await environment.step(answer.action)
+    anchor = observation.text if observation.anchor is None else observation.anchor
+    step = Step(
+        step_index=number,
+        prompt_ids=prompt.token_ids,
+        response_ids=completion.token_ids,
+        response_logprobs=completion.logprobs,
+        version_min=completion.version_min,
+        version_max=completion.version_max,
+        finish_reason=completion.finish_reason,
+        obs_text=observation.text,
+        anchor_text=anchor,
+        state_hash=state_hash(anchor),
+        action_text=answer.action,
+        reward=transition.reward * rules.win_reward,
+        is_action_valid=is_valid(answer, completion, observation, transition, rules=rules),
+        terminated=transition.terminated,
+        truncated=not transition.terminated and (transition.truncated or number + 1 >= rules.max_steps),
+        t_start_us=started_us,
+        gen_us=round((answered - started) * 1e6),
+        env_us=round((time.perf_counter() - answered) * 1e6),
+    )
+    return step, transition
 
 
 def is_valid(

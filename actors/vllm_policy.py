@@ -11,20 +11,20 @@ cached keys and values dropped, and they go on with the new weights; `version_mi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import json
-import os
+import multiprocessing
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
+from actors.engine_environment import engine_environment, environment
 from actors.policy import Completion, Prompt
+from actors.weight_files import check_shapes, tensor_shapes
 from configs import ActorsConfig
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-class WeightFileError(ValueError):
-    """These weights were refused before the engine was touched; it goes on with the version it has."""
+STOP_PATIENCE_S = 10.0
+CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
 
 
 class EngineLostError(RuntimeError):
@@ -61,9 +61,16 @@ class VLLMPolicy:
     """Made by `start`. Consumes prompts and numbered weights; produces completions. Unblocked by the engine process."""
 
     def __init__(
-        self, *, llm: AsyncLLM, max_response_tokens: int, stop_token_ids: Sequence[int], shapes: Mapping[str, list[int]]
+        self,
+        *,
+        llm: AsyncLLM,
+        processes: Collection[BaseProcess],
+        max_response_tokens: int,
+        stop_token_ids: Sequence[int],
+        shapes: Mapping[str, list[int]],
     ) -> None:
         self._llm: AsyncLLM | None = llm
+        self._processes = processes
         self._max_response_tokens = max_response_tokens
         self._stop_token_ids = list(stop_token_ids)
         self._shapes = shapes
@@ -87,12 +94,12 @@ class VLLMPolicy:
         Blocks the event loop for the start-up: the engine dies with the thread that started it (`die_with_parent`), and
         a pool's thread may end at any time.
         """
-        shapes = _tensor_shapes(model_path)
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with _environment(_engine_environment(actors, log_path)):
+        shapes = tensor_shapes(model_path)
+        with environment(engine_environment(actors, log_path)):
             # Imported here, not above: vLLM, huggingface_hub and OpenMP read their variables when they are loaded.
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            others = set(multiprocessing.active_children())
             llm = AsyncLLM.from_engine_args(
                 _engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=max_requests)
             )
@@ -148,8 +155,7 @@ class VLLMPolicy:
             return
         if not llm.errored:
             await llm.pause_generation(mode="abort")  # else those who wait for an answer would wait for ever
-        await asyncio.to_thread(llm.shutdown)
-        llm.shutdown = lambda timeout=None: None  # again at exit, it fails with a traceback
+        await asyncio.to_thread(_stop, llm, self._processes)
 
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
@@ -162,7 +168,7 @@ class VLLMPolicy:
         async with self._one_load:
             llm = self._engine()
             clock = _PhaseClock()
-            self._check_shapes(path)
+            check_shapes(path, expected=self._shapes)
             clock.lap("check")
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
@@ -187,20 +193,6 @@ class VLLMPolicy:
             self._version = version
             return WeightLoad(version=version, file_digest=digests[0], checksum=checksum, **clock.laps_ms)
 
-    def _check_shapes(self, path: Path) -> None:
-        """vLLM keeps the old values of tensors that are missing, without an error: so every name and shape must agree."""
-        shapes = _tensor_shapes(path)
-        if shapes.keys() - self._shapes.keys() == {"lm_head.weight"}:
-            del shapes["lm_head.weight"]  # some writers store the tied output layer a second time
-        wrong = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
-        if wrong:
-            name = wrong[0]
-            raise WeightFileError(
-                f"{path} does not fit the model being served: {len(wrong)} tensors differ, the first is {name}, of shape "
-                f"{shapes.get(name, 'missing')} here and {self._shapes.get(name, 'missing')} there. "
-                f"Publish all tensors of the base model under their names"
-            )
-
     def _completion(self, output: CompletionOutput) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):
             raise EngineLostError(f"the vLLM engine ended a request with {output.finish_reason!r}; see its log")
@@ -212,6 +204,17 @@ class VLLMPolicy:
             version_min=min(versions),
             version_max=max(versions),
         )
+
+
+def _stop(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
+    """vLLM's own shutdown may return before a slow engine process is gone."""
+    llm.shutdown()
+    llm.shutdown = lambda timeout=None: None  # vLLM calls it again at exit, which ends in a traceback
+    for process in processes:
+        process.join(STOP_PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 class _PhaseClock:
@@ -243,6 +246,7 @@ def _engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requ
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
             "enforce_eager": True,  # compiling takes longer than a small model gains
+            "block_size": 32,  # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
         }
     if actors.gpus_per_worker <= 1:
         placement["distributed_executor_backend"] = "uni"  # scheduler and model in one process: one fewer to die
@@ -259,87 +263,6 @@ def _engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requ
         use_tqdm_on_load=False,
         **placement,
     )
-
-
-CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
-
-
-def _engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
-    log_config_path = log_path.with_suffix(".logging.json")
-    log_config_path.write_text(json.dumps(_log_config(log_path)))
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_CONFIG_PATH": str(log_config_path),
-        "PYTHONWARNINGS": "ignore",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    if actors.gpus_per_worker:
-        return environment
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a CPU engine adds a third process for the model
-    # vLLM compiles the rank of a sampled token with a C++ compiler at the first request, 17 s; nobody asks for the rank.
-    environment["TORCHDYNAMO_DISABLE"] = "1"
-    cores = _cores(actors.cpu_cores)
-    environment["OMP_NUM_THREADS"] = str(len(cores))
-    environment["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))  # VLLM_CPU_OMP_THREADS_BIND needs that third process
-    return environment
-
-
-def _cores(cpu_cores: str) -> list[int]:
-    """ "0,2-3" -> [0, 2, 3]; "auto" -> all this process may use but the last, which stays free for others."""
-    if cpu_cores == "auto":
-        allowed = sorted(os.sched_getaffinity(0))
-        return allowed[:-1] or allowed
-    cores: list[int] = []
-    for part in cpu_cores.split(","):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return cores
-
-
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the engine process, and take back these and those that vLLM sets (LD_PRELOAD, ...) afterwards.
-
-    Environment processes started later from this one must not inherit them.
-    """
-    before = dict(os.environ)
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-def _log_config(log_path: Path) -> dict[str, Any]:
-    handler = {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "line"}
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"file": handler},
-        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
-    }
-
-
-def weight_files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise WeightFileError(f"no weights at {path}: give a .safetensors file, or a directory that holds some")
-    return files
-
-
-def _tensor_shapes(path: Path) -> dict[str, list[int]]:
-    shapes: dict[str, list[int]] = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise WeightFileError(f"{file} is not a whole safetensors file ({error}); publish it again") from error
-    return shapes
 
 
 def _digest(checksums: Sequence[Mapping[str, str]]) -> str:

@@ -28,7 +28,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from actors.vllm_policy import weight_files
+from actors.engine_environment import ENGINE_CORES, engine_cores
+from actors.weight_files import weight_files
 
 BACKEND = "safetensors_file"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -65,6 +66,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self.received_digest = ""  # SHA-256, in hex, of the file last received, or of the files of a directory in order
         die_with_parent()
+        if ENGINE_CORES in os.environ:
+            bind_to(engine_cores(os.environ[ENGINE_CORES]))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -101,6 +104,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bind_to(cores: Sequence[int]) -> None:
+    """Keep all threads of this process, and those they start later, on these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:

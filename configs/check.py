@@ -38,6 +38,7 @@ def check(config: Config) -> None:
     _check_positive(config)
     _check_staleness(config)
     _check_algorithm(config)
+    _check_precision(config)
     _check_lengths(config)
 
 
@@ -87,6 +88,14 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError("loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true")
     if config.actors.scripted and config.loss.policy != "behaviour_cloning":
         raise ConfigError(f"actors.scripted=true needs loss.policy=behaviour_cloning, not {config.loss.policy!r}")
+
+
+def _check_precision(config: Config) -> None:
+    if config.model.dtype == "bfloat16" and config.learner.zero_stage == 0:
+        raise ConfigError(
+            "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so small updates would be "
+            "rounded away; set learner.zero_stage=1"
+        )
 
 
 def _check_lengths(config: Config) -> None:

@@ -20,7 +20,9 @@ class EnvConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptConfig:
-    template: str = "think"  # a name in actors/prompt.py: "think" (the paper's), "compact" (small models)
+    template: str = (
+        "think"  # a name in actors/prompt.py: "think" (as the paper), "direct" (no thinking), "compact" (tiny models)
+    )
     history_length: int = 2  # (observation, action) pairs shown besides the current observation
     max_prompt_tokens: int = 2048  # longer prompts lose their oldest history first
     admissible_only: bool = False  # count a well-formed action outside the admissible ones as invalid
@@ -34,7 +36,7 @@ class TinyModelConfig:
     hidden_size: int = 128
     layers: int = 2
     heads: int = 4
-    clone_steps: int = 60  # learner steps of cloning
+    clone_steps: int = 30  # learner steps of cloning
     clone_episodes_per_step: int = 32
     clone_updates_per_step: int = 5
     clone_learning_rate: float = 2e-3
@@ -100,7 +102,7 @@ class LearnerConfig:
     threads: int = 1  # torch threads of a CPU learner
     checkpoint_every: int = 10  # learner steps
     keep_checkpoints: int = 2
-    keep_versions: int = 4  # published weights kept besides those of checkpoints
+    keep_versions: int = 4  # newest published weights kept on disk; a checkpoint has its own copy
     starvation_timeout_s: float = 600.0  # no batch for this long ends the run with the reason
 
 

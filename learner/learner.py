@@ -148,6 +148,7 @@ class Learner:
         self.step += 1
         step_s = time.monotonic() - started
         metrics = {
+            "train/success": ready.success,
             "learner/idle_fraction": waited_s / step_s,
             "staleness/max": float(self.version - min(g.version_min for g in ready.batch.groups)),
             "time/advantages_s": ready.advantages_s,

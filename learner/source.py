@@ -25,6 +25,7 @@ class ReadyBatch:
     read_s: float
     advantages_s: float
     n_response_tokens: int  # of all claimed groups, with or without a signal
+    success: float  # fraction of their trajectories that won
 
 
 def next_batch(
@@ -50,6 +51,7 @@ def next_batch(
         rows = rows.append_column(name, advantages[name])
     silent = groups_without_signal(rows) if needs_advantage else ()
     tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
+    success = pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(silent, rows.schema.field("group_uid").type))))
     return ReadyBatch(
         batch=batch,
@@ -58,6 +60,7 @@ def next_batch(
         read_s=read - started,
         advantages_s=time.perf_counter() - read,
         n_response_tokens=tokens,
+        success=success,
     )
 
 

@@ -166,11 +166,6 @@ class Catalog:
         with self._database.transaction() as tx:
             return catalog_groups.counts(tx)
 
-    def train_success(self, *, learner_step: int) -> SuccessRate:
-        """Success over training groups completed between the settling of the step before and of this one (or now)."""
-        with self._database.transaction() as tx:
-            return catalog_groups.train_success(tx, learner_step=learner_step)
-
     def heldout_success(self, *, purpose_version: int) -> SuccessRate:
         """Success of one evaluation round, and whether all its groups are complete."""
         with self._database.transaction() as tx:

@@ -187,20 +187,6 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
     ]
 
 
-def train_success(tx: Transaction, *, learner_step: int) -> SuccessRate:
-    """Training groups completed after the live step before `learner_step` was settled, up to its own settling or now."""
-    return _success(
-        tx,
-        """split = 'train' AND completed_lsn IS NOT NULL
-           AND completed_lsn > coalesce((SELECT max(trained_lsn) FROM batch
-                                         WHERE state = 'trained' AND learner_step < :learner_step), 0)
-           AND completed_lsn <= coalesce((SELECT trained_lsn FROM batch
-                                          WHERE state = 'trained' AND learner_step = :learner_step), :now_lsn)""",
-        learner_step=learner_step,
-        now_lsn=tx.lsn,
-    )
-
-
 def _success(tx: Transaction, condition: str, **parameters: object) -> SuccessRate:
     row = tx.row(
         f"""SELECT count(*) AS n_groups, coalesce(sum(state <> 'open'), 0) AS n_complete,

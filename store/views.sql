@@ -13,7 +13,8 @@ SET VARIABLE exports = map_from_entries(list_transform(map_entries(getvariable('
 -- One row per step of every committed trajectory. A segment may hold trajectories that another committed first: excluded.
 CREATE OR REPLACE VIEW steps AS
 SELECT s.* EXCLUDE (filename)
-       REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.state_hash::UUID AS state_hash)
+       REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.state_hash::UUID AS state_hash,
+                make_timestamp(epoch_us(s.t_start)) AS t_start) -- UTC without a zone, as in the exports
 FROM read_parquet(getvariable('segments'), union_by_name = true, filename = true) AS s
 ANTI JOIN (SELECT getvariable('run') || '/' || path AS filename, traj_uid
            FROM read_parquet(getvariable('exports')['excluded'])) AS e
@@ -76,6 +77,6 @@ training AS (
     FROM lineage WHERE batch_state = 'trained'
 )
 SELECT t.learner_step, (t.end_us - t.begin_us) / 1e6 AS training_s,
-       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us)), 0) / (t.end_us - t.begin_us) AS fraction
+       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us)) FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
 FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
 GROUP BY t.learner_step, t.begin_us, t.end_us;

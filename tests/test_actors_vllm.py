@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.policy import Completion, Prompt
-from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightFileError
+from actors.vllm_policy import EngineLostError, VLLMPolicy
+from actors.weight_files import WeightFileError
 from configs import ActorsConfig
 
 pytestmark = pytest.mark.engine
@@ -40,9 +41,6 @@ class Served:
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=120))
-
-    def load(self, name: str) -> None:
-        self.run(self.policy.load_weights(version=self.policy.version + 1, path=self.directories[name]))
 
 
 def make_model(path: Path, *, seed: int) -> Path:
@@ -85,8 +83,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     policy = loop.run_until_complete(start(model=directories["base"], log_path=root / "logs/engine.log"))
     assert dict(os.environ) == environment_before  # nothing that was meant for the engine leaks to our other children
     served = Served(loop=loop, policy=policy, directories=directories)
-    yield served
     (engine,) = engine_processes(os.getpid())
+    yield served
     served.run(policy.close())
     assert not engine.is_running()
     assert "vllm" in (root / "logs/engine.log").read_text()
@@ -96,7 +94,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def prompt(seed: int, *, length: int = 120) -> Prompt:
-    """Longer than one block of the key-value cache where asked for, so that a second request would find it cached."""
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(8, VOCABULARY_SIZE, (length,), generator=generator).tolist()
     return Prompt(token_ids=tuple(token_ids), actions=None)
@@ -156,7 +153,7 @@ def test_same_seed_same_tokens_alone_or_in_company(served: Served) -> None:
 
 
 def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> None:
-    seen = prompt(0, length=200)  # more than a block of 128: its keys and values are in the prefix cache
+    seen = prompt(0, length=200)  # several blocks long: its keys and values are in the prefix cache
     before = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
     assert_logprobs_of(served.directories["base"], prompt=seen, completion=before)
     load = served.run(served.policy.load_weights(version=served.policy.version + 1, path=served.directories["other"]))
@@ -177,9 +174,9 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
 
     async def run() -> list[Completion]:
         calls = [
-            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(24)
-        ]  # more than the engine works on at once: some wait
-        await asyncio.sleep(0.2)
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(64)
+        ]  # more than the engine works on at once: most wait
+        await asyncio.sleep(0.05)
         for _ in range(2):
             name = "other" if served.policy.version == first else "base"
             await served.policy.load_weights(version=served.policy.version + 1, path=served.directories[name])
@@ -250,3 +247,22 @@ def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
     time.sleep(1)  # multiprocessing's resource tracker outlives the parent to unlink what it left
     left = {name for name in os.listdir("/dev/shm") if name not in shared_memory_before and not name.startswith("sem.")}
     assert not left
+
+
+def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last in this file: the engine that the others share does not survive it."""
+    tensors = load_file(served.directories["other"] / "model.safetensors")
+    save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
+    monkeypatch.setattr("actors.vllm_policy.check_shapes", lambda path, expected: None)
+
+    async def run() -> list[Completion]:
+        calls = [asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(64)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineLostError, match="Start a new policy"):
+            await served.policy.load_weights(version=99, path=tmp_path / "misshapen.safetensors")
+        return list(await asyncio.gather(*calls))
+
+    completions = list(served.run(run()))
+    assert sum(c.finish_reason == "abort" for c in completions) > 32  # those still running or waiting: none for ever
+    assert all(c.version_max == served.policy.version for c in completions)
+    assert served.policy.errored

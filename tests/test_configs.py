@@ -48,6 +48,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
         ("actors.scripted=true", ["behaviour_cloning"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2"]),
+        ("model.dtype=bfloat16", ["zero_stage=1"]),
         ("nonsense", ["'nonsense'", "key=value"]),
     ],
 )

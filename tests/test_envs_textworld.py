@@ -134,7 +134,7 @@ def test_every_drawn_game_has_the_work_to_do_before_it() -> None:
     [
         ({"max_step": 3}, "unknown: max_step"),
         ({"rooms": 1}, "rooms=1 must be a whole number, at least 2"),
-        ({"rooms": 99}, "rooms=99 must be at most 6"),
+        ({"rooms": 99}, "rooms=99 must be at most 10"),
         ({"train_games": "ten"}, "train_games='ten' must be a whole number"),
     ],
 )

