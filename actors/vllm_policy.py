@@ -104,7 +104,13 @@ class VLLMPolicy:
                 _engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=max_requests)
             )
         await llm.update_weight_version("0")
-        return cls(llm=llm, max_response_tokens=actors.max_response_tokens, stop_token_ids=stop_token_ids, shapes=shapes)
+        return cls(
+            llm=llm,
+            processes=set(multiprocessing.active_children()) - others,
+            max_response_tokens=actors.max_response_tokens,
+            stop_token_ids=stop_token_ids,
+            shapes=shapes,
+        )
 
     @property
     def version(self) -> int:

@@ -22,7 +22,7 @@ from actors.coordinator import Lease
 from actors.policy import Policy, ScriptedPolicy
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
-from actors.vllm_policy import VLLMPolicy
+from actors.vllm_policy import EngineLostError, VLLMPolicy
 from configs import Config
 from envs import EnvironmentPool
 from store import RunLayout, Trajectory, VersionRecord, capture_output, write_segment
@@ -133,12 +133,21 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _load(self, version: VersionRecord) -> None:
-        """Makes the engine serve `version` or newer. One at a time; generation only pauses for the copy."""
+        """Makes the engine serve `version` or newer. One at a time; generation only pauses for the copy.
+
+        Raises EngineLostError if what the engine read is not what was published: its samples would have a wrong version.
+        """
         if self.engine is None or version.version <= self.engine.version:
             return
         async with self.loading:
-            if version.version > self.engine.version:
-                await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
+            if version.version <= self.engine.version:
+                return
+            loaded = await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
+            if loaded.file_digest != version.digest:
+                raise EngineLostError(
+                    f"version {version.version} in {version.path} has digest {loaded.file_digest}, "
+                    f"published was {version.digest}; its file changed on disk, start again from the last checkpoint"
+                )
 
 
 WorkerActor = ray.remote(Worker)

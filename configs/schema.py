@@ -60,7 +60,7 @@ class ActorsConfig:
     max_model_tokens: int = 2560  # prompt and response together, as the engine allocates it
     kv_cache_gib: float = 1.0  # CPU engines only; GPU engines use gpu_memory_utilization
     gpu_memory_utilization: float = 0.85
-    cpu_cores: str = "auto"  # cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND
+    cpu_cores: str = "auto"  # of a CPU engine: "0" or "0,2-3"; "auto" is all but the last, which the learner takes
     lease_s: float = 120.0  # a silent worker's groups are played by another after this long
     scripted: bool = False  # play the scripted random player instead of a model (to clone from)
 

@@ -3,8 +3,8 @@
 The agent reads what the game prints, without banner and status line, and chooses among the commands TextWorld lists.
 A command that is not on that list is not sent to the game: the state stays, the step counts, `valid` is False.
 
-Options: `cache_dir` (str), `seed` (base seed of the games), `train_games`, `heldout_games`, `rooms`, `things` (how many
-of each), `max_steps` (environment steps until the episode is cut off).
+Options: `cache_dir` (str), `seed` (base seed of the games), `train_games`, `heldout_games`, `rooms` (at most),
+`things` (of no use, lying about), `max_steps` (environment steps until the episode is cut off).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Making TextWorld games on the spot: a seeded world, compiled to a `.z8` file, checked by playing it, and cached.
 
-One family, "treasure": some rooms in a row, one piece of furniture in each, small things lying about. A key lies on or in one
+One family, "treasure": two or more rooms in a row, one piece of furniture in each, small things lying about. A key lies on or in one
 piece; another room holds a locked chest, and the game is won when the chest is open. What a game is (`Treasure`) is drawn by
 us, in microseconds; TextWorld turns it into a real Inform 7 game. The splits are disjoint by construction: every
 (chest, hiding place of the key) pair belongs to one split alone, so no held-out game has the content of a training game.
@@ -87,7 +87,10 @@ def goals(split: str) -> frozenset[tuple[str, str]]:
 
 
 def treasures(*, split: str, seed: int, rooms: int, things: int) -> Iterator[tuple[int, Treasure]]:
-    """Endless (seed of the game, game) of a split, no game twice; the same arguments always give the same sequence."""
+    """Endless (seed of the game, game) of a split, no game twice; the same arguments always give the same sequence.
+
+    Each game has 2 to `rooms` rooms: the small ones are won by chance now and then, and what is learned there carries over.
+    """
     allowed = goals(split)
     seen: set[Treasure] = set()
     game_seed = seed * 1_000_000  # room for a million games before two base seeds could meet
@@ -100,6 +103,7 @@ def treasures(*, split: str, seed: int, rooms: int, things: int) -> Iterator[tup
 
 
 def _draw(rng: random.Random, *, rooms: int, things: int) -> Treasure:
+    rooms = rng.randint(2, rooms)
     # Never straight back: the row of rooms would fold onto itself.
     ways = [rng.randrange(len(WAYS))]
     while len(ways) < rooms - 1:
