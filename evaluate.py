@@ -14,6 +14,7 @@ from rich.console import Console
 
 import configs
 import report
+from configs import ConfigError
 from envs import EnvironmentFailed
 from progress import Progress
 from session import ComponentFailed, Session, ray_cluster
@@ -37,9 +38,12 @@ def main(arguments: list[str]) -> int:
         ):
             session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
         report.show(config, console)
-    except (StoreError, EnvironmentFailed, ComponentFailed) as error:
+    except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        console.print("\nstopped in order; the same command goes on")
+        return 130
     return 0
 
 

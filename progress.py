@@ -27,6 +27,7 @@ class Progress:
         self.started = time.monotonic()
         self.first_step: int | None = None
         self.written_step = self.lined_at = -1.0
+        self.heldout_open = 0
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -41,10 +42,10 @@ class Progress:
     def show(self, status: Status) -> None:
         if self.first_step is None:
             self.first_step = status.learner_step
-        if status.learner_step > self.written_step:
+        if status.learner_step > self.written_step or status.heldout_open < self.heldout_open:
             for name, value in status.metrics.items():
                 self.board.add_scalar(name, value, status.learner_step)
-            self.written_step = status.learner_step
+            self.written_step, self.heldout_open = status.learner_step, status.heldout_open
         if self.live:
             self.live.update(self.table(status), refresh=True)
         elif time.monotonic() - self.lined_at >= LINE_EVERY_S or self.lined_at < 0:

@@ -9,7 +9,7 @@ import duckdb
 from rich.console import Console
 
 from configs import Config
-from store import RunLayout, open_reader
+from store import open_reader
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 FIRST_AND_LAST_STEPS = 3  # learner steps averaged at either end of the training curve
@@ -32,7 +32,7 @@ WHERE v.learner_step >= ? AND m.name = 'heldout/success'
 def finished(config: Config) -> bool:
     """Whether the run is at its last learner step and its held-out evaluation is done."""
     run = Path(config.run_dir)
-    return RunLayout.exists(run) and bool(_row(open_reader(run), FINISHED, [config.learner.steps])[0])
+    return (run / "open.sql").is_file() and bool(_row(open_reader(run), FINISHED, [config.learner.steps])[0])
 
 
 def show(config: Config, console: Console) -> None:

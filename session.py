@@ -1,8 +1,8 @@
 """The processes of a run: starts them, watches them, stops them. Shared by train.py and evaluate.py only.
 
     with Session(config, model_path, learns=True) as session:
-        session.train(progress)
-        session.evaluate(progress)
+        session.train(progress.show)
+        session.evaluate(episodes_per_task, progress.show)
 
 Every process writes what it prints to `<run>/logs/<component>.log`. A component that fails ends the run: its error is
 raised here, by name, and leaving the `with` block stops the others.
@@ -26,6 +26,7 @@ from configs import Config
 from learner import LearnerActor, LearnerSetup
 
 POLL_S = 0.5
+ANSWER_TIMEOUT_S = 600.0  # the longest is an engine's start with a large model
 STOP_TIMEOUT_S = 60.0  # for the learner to finish its batch and write a checkpoint
 
 Show = Callable[[Status], None]
@@ -62,10 +63,13 @@ class Session:
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""
         self.components: dict[str, Any] = {}
+        self.running: dict[str, Any] = {}  # component -> its loop
 
     def __enter__(self) -> Session:
         actors = self.config.actors
-        self.coordinator = self._add("coordinator", CoordinatorActor.options(num_cpus=0).remote(self.config))
+        self.coordinator = self._add(
+            "coordinator", CoordinatorActor.options(num_cpus=0).remote(self.config, learns=self.learns)
+        )
         if self.learns:
             learner = LearnerActor.options(num_cpus=0, num_gpus=self.config.learner.gpus, max_concurrency=2)
             setup = LearnerSetup(config=self.config, model_path=self.model_path)
@@ -83,7 +87,7 @@ class Session:
             self.__exit__()
             raise
         self.restored = str(results.get("learner", ""))
-        self.playing = {name: c.run.remote() for name, c in self.components.items() if name.startswith("worker")}
+        self.running = {name: c.run.remote() for name, c in self.components.items() if name.startswith("worker")}
         return self
 
     def _add(self, name: str, component: Any) -> Any:
@@ -93,37 +97,38 @@ class Session:
 
     def train(self, show: Show) -> int:
         """Runs the learner to its last step; returns it."""
-        learning = {"learner": self.components["learner"].run.remote()}
-        try:
-            self._watch(learning, show, until=lambda status: False)
-        except KeyboardInterrupt:
-            ray.get(self.components["learner"].stop.remote())
-            ray.wait(list(learning.values()), timeout=STOP_TIMEOUT_S)
-            raise
-        return int(self._result("learner", learning["learner"]))
+        self.running["learner"] = self.components["learner"].run.remote()
+        self._watch(show, until=lambda status: False)
+        return int(self._result("learner", self.running.pop("learner")))
 
     def evaluate(self, episodes_per_task: int, show: Show) -> None:
         """Plays every held-out task `episodes_per_task` times with the newest weights."""
-        ray.get(self.coordinator.evaluate.remote(self.status().version, episodes_per_task))
-        self._watch({}, show, until=lambda status: status.heldout_open == 0)
+        version = self.status().version
+        if version < 0:
+            raise ComponentFailed(f"{self.config.run_dir} has no weights yet; train it first")
+        self._result("coordinator", self.coordinator.evaluate.remote(version, episodes_per_task))
+        self._watch(show, until=lambda status: status.heldout_open == 0)
 
     def status(self) -> Status:
         return self._result("coordinator", self.coordinator.status.remote())
 
     def __exit__(self, *_: object) -> None:
-        for name, component in self.components.items():
-            if name.startswith("worker"):
-                component.stop.remote()
-        ending = [c.close.remote() for name, c in self.components.items() if name != "coordinator"]
-        ray.wait(ending, num_returns=len(ending), timeout=STOP_TIMEOUT_S)
-        ray.wait([self.coordinator.close.remote()], timeout=STOP_TIMEOUT_S)
+        """Stop everything, wait until it has stopped, then close it; the coordinator last, as the others still commit."""
+        others = [component for name, component in self.components.items() if name != "coordinator"]
+        self._wait([component.stop.remote() for component in others])
+        self._wait(list(self.running.values()))
+        self._wait([component.close.remote() for component in others])
+        self._wait([self.coordinator.close.remote()])
         for component in self.components.values():
             ray.kill(component)
 
-    def _watch(self, learning: dict[str, Any], show: Show, *, until: Callable[[Status], bool]) -> None:
+    def _wait(self, calls: list[Any]) -> None:
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
+
+    def _watch(self, show: Show, *, until: Callable[[Status], bool]) -> None:
         """Shows the status until the learner returns or `until` holds; raises what a component raised."""
-        running = {**self.playing, **learning}
-        names = {reference: name for name, reference in running.items()}
+        names = {reference: name for name, reference in self.running.items()}
         while True:
             done, _ = ray.wait(list(names), timeout=POLL_S)
             status = self.status()
@@ -133,15 +138,17 @@ class Session:
                 self._result(name, reference)
                 if name == "learner":
                     return
-                raise ComponentFailed(f"{name} ended although nobody stopped it; its log: {self.logs / name}.log")
+                raise ComponentFailed(f"{name} ended although nobody stopped it (log: {self.logs / name}.log)")
             if until(status):
                 return
 
     def _result(self, name: str, reference: Any) -> Any:
         try:
-            return ray.get(reference)
+            return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         except RayError as error:
-            cause = getattr(error, "cause", None) or error
+            cause: BaseException = getattr(error, "cause", None) or error
+            while isinstance(cause, BaseExceptionGroup):  # of a worker's loops: the first one is why the others ended
+                cause = cause.exceptions[0]
             reason = str(cause).strip().splitlines()
             text = f"{type(cause).__name__}: {reason[-1] if reason else ''}"
             raise ComponentFailed(f"{name} failed: {text} (log: {self.logs / name}.log)") from error

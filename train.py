@@ -27,7 +27,7 @@ from actors import sample_chats
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, list_tasks, try_environment
 from gigpo import advantages_macro
-from learner import copy_weights, make_tiny_model, train_tokenizer
+from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer
 from progress import Progress
 from session import ComponentFailed, Session, available_gpus, ray_cluster
 from store import RunLayout, StoreError, write_open_sql
@@ -92,7 +92,7 @@ def open_run(config: Config) -> RunLayout:
     root = Path(config.run_dir)
     exists = RunLayout.exists(root)
     layout = RunLayout.open(root) if exists else RunLayout.create(root, config_yaml=configs.to_yaml(config))
-    write_open_sql(layout, macros=[advantages_macro()], max_staleness=config.max_staleness)
+    write_open_sql(layout, macros=[advantages_macro(advantage_settings(config))], max_staleness=config.max_staleness)
     return layout
 
 

@@ -72,8 +72,8 @@ class Status:
 class Coordinator:
     """A plain class, so that tests drive it without Ray; `CoordinatorActor` is the same as a Ray actor."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, *, learns: bool) -> None:
+        self.config, self.learns = config, learns
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = list_tasks(config.env.name, config.env.options)
@@ -91,10 +91,12 @@ class Coordinator:
         version = self.catalog.latest_version()
         if version is None:  # the learner has not published the first weights yet
             return None
-        group = self.catalog.lease_open_group(worker=worker, lease_s=self.config.actors.lease_s, split=None)
-        if group is None and self._free_groups() > 0:
+        split = None if self._learner_has_steps_to_go() else "heldout"
+        lease_s = self.config.actors.lease_s
+        group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
+        if group is None and split is None and self._free_groups() > 0:
             self._open_next_train_group()
-            group = self.catalog.lease_open_group(worker=worker, lease_s=self.config.actors.lease_s, split=None)
+            group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
         if group is None:
             return None
         heldout = group.split == "heldout"
@@ -107,7 +109,7 @@ class Coordinator:
         self._export_when_due()
         return result
 
-    def heartbeat(self, component: str, waiting_on: str) -> VersionRecord | None:
+    def heartbeat(self, component: str, waiting_on: str | None) -> VersionRecord | None:
         """Called by every component about once a second. Renews its leases and tells it the newest weights."""
         self.catalog.heartbeat(component, waiting_on=waiting_on)
         self.catalog.renew_leases(component, lease_s=self.config.actors.lease_s)
@@ -162,10 +164,8 @@ class Coordinator:
 
     def evaluate(self, version: int, episodes_per_task: int) -> None:
         """Puts every held-out task into the queue, `episodes_per_task` episodes each, before any train task."""
-        for number, task in enumerate(self.tasks["heldout"]):
-            self.catalog.open_group(
-                ordinal=number, task_id=task.id, split="heldout", size=episodes_per_task, purpose_version=version
-            )
+        task_ids = [task.id for task in self.tasks["heldout"]]
+        self.catalog.open_round(task_ids, episodes_per_task=episodes_per_task, version=version)
 
     def status(self) -> Status:
         self._record_finished_evaluations()
@@ -184,6 +184,9 @@ class Coordinator:
         self._record_finished_evaluations()
         export(self.catalog, self.layout)
         self.catalog.close()
+
+    def _learner_has_steps_to_go(self) -> bool:
+        return self.learns and self.catalog.learner_step() < self.config.learner.steps
 
     def _free_groups(self) -> int:
         return free_groups(

@@ -1,6 +1,6 @@
 """What an agent needs from a policy: token ids in, token ids and their log-probabilities out.
 
-    completion = await policy.generate(prompt, seed=seed)
+    completion = await policy.generate(prompt, seed=seed, temperature=1.0)
 
 Tokens are the truth: text is made from them for the environment and never tokenised again.
 `ScriptedPolicy` is the public double behind the same interface: it plays without a model, to clone from and to test with.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from actors.prompt import TEMPLATES, Turn, render
 from configs import Config
-from envs import environment_class, list_tasks
+from envs import EnvironmentFailed, environment_class, list_tasks
 
 
 def sample_chats(config: Config) -> Iterator[str]:
@@ -20,7 +20,7 @@ def sample_chats(config: Config) -> Iterator[str]:
         history: list[Turn] = []
         while not over and len(history) < config.env.max_steps:
             if not observation.actions:
-                raise ValueError(f"env.name={config.env.name} lists no admissible actions to clone from; set model.path")
+                raise EnvironmentFailed(f"env.name={config.env.name} lists no admissible actions to clone from; set model.path")
             action = draw.choice(observation.actions)
             kept = min(config.prompt.history_length, len(history))
             yield render(template, observation, history, kept=kept) + template.answer.format(action=action)

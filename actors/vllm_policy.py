@@ -137,11 +137,12 @@ class VLLMPolicy:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request = tokens_input(list(prompt.token_ids))
+        submitted_at = self._version
         outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
         try:
             async for output in outputs:
                 if output.finished:
-                    return self._completion(output.outputs[0])
+                    return self._completion(output.outputs[0], submitted_at=submitted_at)
         except EngineDeadError as error:
             raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
         raise EngineLostError("the vLLM engine ended a request without an answer; start a new policy")
@@ -199,10 +200,10 @@ class VLLMPolicy:
             self._version = version
             return WeightLoad(version=version, file_digest=digests[0], checksum=checksum, **clock.laps_ms)
 
-    def _completion(self, output: CompletionOutput) -> Completion:
+    def _completion(self, output: CompletionOutput, *, submitted_at: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):
             raise EngineLostError(f"the vLLM engine ended a request with {output.finish_reason!r}; see its log")
-        versions = [int(span.version) for span in output.weight_versions or ()] or [self._version]
+        versions = [int(span.version) for span in output.weight_versions or ()] or [submitted_at]  # none: nothing was generated
         return Completion(
             token_ids=tuple(output.token_ids),
             logprobs=tuple(output.logprobs.logprobs) if output.logprobs else (),

@@ -13,6 +13,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -23,12 +24,14 @@ from actors.policy import Policy, ScriptedPolicy
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
 from actors.vllm_policy import EngineLostError, VLLMPolicy
+from actors.weight_files import WeightFileError
 from configs import Config
 from envs import EnvironmentPool
 from store import RunLayout, Trajectory, VersionRecord, capture_output, write_segment
 
 POLL_S = 0.1  # between two requests for a lease while none is free
 HEARTBEAT_S = 0.5  # how soon newer weights are noticed
+COORDINATOR_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,7 @@ class Worker:
         self.engine: VLLMPolicy | None = None
         self.policy: Policy = ScriptedPolicy(self.form.encode_answer)
         self.loading = asyncio.Lock()
-        self.waiting_on = "start"
+        self.waiting_on: str | None = None
         self.stopping = False
 
     async def capture_output(self, name: str) -> None:
@@ -93,18 +96,19 @@ class Worker:
             await self.engine.close()
 
     async def _play_groups(self, loops: asyncio.TaskGroup) -> None:
-        playing: set[asyncio.Task[None]] = set()
+        playing: dict[asyncio.Task[None], int] = {}  # task of a group -> its episodes
+        room = self.config.actors.groups_in_flight * self.config.algorithm.group_size
         while not self.stopping:
-            if len(playing) >= self.config.actors.groups_in_flight:
-                self.waiting_on = "episodes"
+            if sum(playing.values()) >= room:  # busy, not waiting: the engine has all it was meant to have
                 await asyncio.wait(playing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            elif (lease := await self.coordinator.lease.remote(self.name)) is None:
-                self.waiting_on = "episodes and admission" if playing else "admission"
+            elif (lease := await self._ask(self.coordinator.lease.remote(self.name))) is None:
+                self.waiting_on = None if playing else "admission"
                 await asyncio.sleep(POLL_S)
             else:
+                self.waiting_on = None
                 await self._load(lease.version)
-                playing.add(loops.create_task(self._play_group(lease)))
-            playing = {task for task in playing if not task.done()}
+                playing[loops.create_task(self._play_group(lease))] = len(lease.group.missing)
+            playing = {task: episodes for task, episodes in playing.items() if not task.done()}
         for task in playing:
             task.cancel()
 
@@ -112,7 +116,7 @@ class Worker:
         members = lease.group.missing
         trajectories = await asyncio.gather(*(self._play_episode(lease, member) for member in members))
         segment = await asyncio.to_thread(write_segment, self.layout, trajectories, worker=self.name, epoch=lease.epoch)
-        await self.coordinator.commit.remote(segment, lease.epoch)
+        await self._ask(self.coordinator.commit.remote(segment, lease.epoch))
 
     async def _play_episode(self, lease: Lease, member: int) -> Trajectory:
         rules = EpisodeRules(
@@ -127,7 +131,7 @@ class Worker:
 
     async def _follow_weights(self) -> None:
         while not self.stopping:
-            newest = await self.coordinator.heartbeat.remote(self.name, self.waiting_on)
+            newest = await self._ask(self.coordinator.heartbeat.remote(self.name, self.waiting_on))
             if newest is not None:
                 await self._load(newest)
             await asyncio.sleep(HEARTBEAT_S)
@@ -142,12 +146,23 @@ class Worker:
         async with self.loading:
             if version.version <= self.engine.version:
                 return
-            loaded = await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
+            try:
+                loaded = await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
+            except WeightFileError:
+                newest = await self._ask(self.coordinator.heartbeat.remote(self.name, self.waiting_on))
+                if newest == version:
+                    raise
+                version = newest  # the file was pruned, because others moved on: so does this worker
+                loaded = await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
             if loaded.file_digest != version.digest:
                 raise EngineLostError(
                     f"version {version.version} in {version.path} has digest {loaded.file_digest}, "
                     f"published was {version.digest}; its file changed on disk, start again from the last checkpoint"
                 )
+
+    async def _ask(self, call: Any) -> Any:
+        """The coordinator's answer. Raises TimeoutError: it answers in milliseconds, or it is gone."""
+        return await asyncio.wait_for(call, timeout=COORDINATOR_TIMEOUT_S)
 
 
 WorkerActor = ray.remote(Worker)

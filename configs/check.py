@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def check(config: Config) -> None:
     _check_staleness(config)
     _check_algorithm(config)
     _check_precision(config)
+    _check_loss(config)
+    _check_tiny_model(config)
     _check_lengths(config)
 
 
@@ -48,8 +51,10 @@ def _check_choices(config: Config) -> None:
         "algorithm.estimator": (a.estimator, ("gigpo", "grpo")),
         "algorithm.normalise": (a.normalise, ("mean", "mean_std")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
+        "prompt.template": (config.prompt.template, ("compact", "direct", "think")),
         "loss.policy": (config.loss.policy, ("ppo_clip", "behaviour_cloning")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2)),
     }
     for key, (value, allowed) in choices.items():
@@ -60,6 +65,8 @@ def _check_choices(config: Config) -> None:
 def _check_positive(config: Config) -> None:
     for key, number in flat(config):
         if isinstance(number, int | float) and not isinstance(number, bool):
+            if not math.isfinite(number):
+                raise ConfigError(f"{key}={number} is not a number")
             if key in MAY_BE_ZERO and number < 0:
                 raise ConfigError(f"{key}={number} is below 0{MAY_BE_ZERO[key]}")
             if key not in MAY_BE_ZERO and number <= 0:
@@ -68,6 +75,8 @@ def _check_positive(config: Config) -> None:
 
 def _check_staleness(config: Config) -> None:
     learner = config.learner
+    if learner.keep_checkpoints < 2:
+        raise ConfigError("learner.keep_checkpoints=1 leaves none if the newest turns out to be damaged; keep at least 2")
     if learner.keep_versions < config.max_staleness + 2:
         raise ConfigError(
             f"learner.keep_versions={learner.keep_versions} could delete weights that an actor is about to load; "
@@ -95,6 +104,29 @@ def _check_precision(config: Config) -> None:
         raise ConfigError(
             "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so small updates would be "
             "rounded away; set learner.zero_stage=1"
+        )
+
+
+def _check_loss(config: Config) -> None:
+    loss = config.loss
+    if loss.clip_low > 1.0:
+        raise ConfigError(
+            f"loss.clip_low={loss.clip_low} is above 1, so no ratio would ever be clipped from below; the usual is 0.2"
+        )
+    if loss.dual_clip <= 1.0:
+        raise ConfigError(
+            f"loss.dual_clip={loss.dual_clip} must be above 1, or on-policy tokens would not learn; the usual is 3"
+        )
+    if loss.tis_cap < 1.0:
+        raise ConfigError(f"loss.tis_cap={loss.tis_cap} is below 1, so it would shrink on-policy tokens too; the usual is 2")
+
+
+def _check_tiny_model(config: Config) -> None:
+    tiny = config.model.tiny
+    if tiny.hidden_size % tiny.heads or tiny.hidden_size // tiny.heads not in (32, 64, 128):
+        raise ConfigError(
+            f"model.tiny.hidden_size={tiny.hidden_size} over model.tiny.heads={tiny.heads} must give heads of 32, 64 or 128, "
+            "the sizes vLLM has kernels for"
         )
 
 

@@ -44,7 +44,11 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    """The config that `to_yaml` wrote. Raises ConfigError for one of another version of this code."""
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the stored config does not fit this version of the code: {_one_line(error)}") from None
     assert isinstance(config, Config)
     return config
 

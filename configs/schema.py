@@ -74,6 +74,7 @@ class AlgorithmConfig:
     normalise: str = "mean_std"  # "mean_std" or "mean"
     weighting: str = "steps"  # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3)
     invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
+    penalty_is_signal: bool = True  # train on groups whose episodes differ in nothing but penalties (the authors do)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +95,7 @@ class LearnerConfig:
     updates_per_step: int = 1  # optimizer updates per learner step, over consecutive parts of its rows
     learning_rate: float = 1e-6
     weight_decay: float = 0.01
+    schedule: str = "constant"  # after the warm-up: "constant", or "linear" down to a tenth at the run's last step
     warmup_updates: int = 0
     grad_clip: float = 1.0
     micro_batch_tokens: int = 16384  # padded tokens per forward pass

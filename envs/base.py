@@ -1,6 +1,6 @@
 """The environment contract. One environment object plays one episode at a time; batching is the runner's business.
 
-    env = make_environment("textworld", options)
+    env = environment_class("textworld")(options)
     observation = env.reset(task)
     while not done:
         transition = env.step(action)          # action is text

@@ -1,7 +1,7 @@
 """A corridor of rooms, a key in one, a locked door in another: the smallest world with repeated anchor states.
 
 The worked example of an environment of your own: `tasks`, `reset`, `step`, `close`, and no more.
-Options: `max_steps` (environment steps until the episode is cut off).
+It has no options.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ HELDOUT_EVERY = 3  # of the 5 x 4 x 3 layouts every third is held out: 40 to tra
 
 class KeyRoomEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._max_steps = int(str(options["max_steps"]))
+        if options:
+            raise ValueError(f"key_room takes no options, not {sorted(options)}")
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
@@ -39,20 +40,16 @@ class KeyRoomEnv:
 
     def reset(self, task: Task) -> Observation:
         self._room, self._key, self._door = (int(task.data[name]) for name in ("start", "key", "door"))
-        self._has_key, self._steps = False, 0
+        self._has_key = False
         return self._observe()
 
     def step(self, action: str) -> Transition:
         is_valid = action in self._commands()
-        self._steps += 1
         self._room += WAYS.get(action, 0) if is_valid else 0
         self._has_key = self._has_key or (is_valid and action == "take key")
         won = is_valid and action == "unlock door"
-        truncated = not won and self._steps >= self._max_steps
         observation = self._observe()
-        return Transition(
-            observation=observation, reward=float(won), terminated=won, truncated=truncated, won=won, valid=is_valid
-        )
+        return Transition(observation=observation, reward=float(won), terminated=won, truncated=False, won=won, valid=is_valid)
 
     def close(self) -> None:
         pass

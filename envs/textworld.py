@@ -4,7 +4,7 @@ The agent reads what the game prints, without banner and status line, and choose
 A command that is not on that list is not sent to the game: the state stays, the step counts, `valid` is False.
 
 Options: `cache_dir` (str), `seed` (base seed of the games), `train_games`, `heldout_games`, `rooms` (at most),
-`things` (of no use, lying about), `max_steps` (environment steps until the episode is cut off).
+`things` (of no use, lying about).
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ class _Options:
     heldout_games: int
     rooms: int
     things: int
-    max_steps: int
 
 
 class TextWorldEnv:
     """One process plays one game at a time; a game already open is kept, so the members of a group share the load."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._max_steps = _parse(options).max_steps
+        _parse(options)
         self._game = None
         self._game_path = ""
-        self._steps = 0
         self._is_over = True
         self._objective = ""
         self._room = ""
@@ -81,7 +79,6 @@ class TextWorldEnv:
             self._game_path = path
         assert self._game is not None
         state = self._game.reset()
-        self._steps = 0
         self._is_over = False
         self._objective = task.data["objective"]
         return self._observe(state)
@@ -89,7 +86,6 @@ class TextWorldEnv:
     def step(self, action: str) -> Transition:
         if self._is_over or self._game is None:
             raise ValueError("the episode is over: call reset(task) before step")
-        self._steps += 1
         is_valid = action in self._commands
         won = False
         if is_valid:
@@ -98,13 +94,12 @@ class TextWorldEnv:
             observation = self._observe(state)
         else:
             observation = self._observation(NOTHING_HAPPENS)
-        truncated = not won and self._steps >= self._max_steps
-        self._is_over = won or truncated
+        self._is_over = won
         return Transition(
             observation=observation,
             reward=1.0 if won else 0.0,
             terminated=won,
-            truncated=truncated,
+            truncated=False,  # the step limit is the runner's
             won=won,
             valid=is_valid,
         )
@@ -152,7 +147,7 @@ def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environm
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
-    numbers = {"seed": 0, "train_games": 1, "heldout_games": 1, "rooms": 2, "things": 1, "max_steps": 1}  # least values
+    numbers = {"seed": 0, "train_games": 1, "heldout_games": 1, "rooms": 2, "things": 1}  # least values
     known = {"cache_dir", *numbers}
     if set(options) != known:
         wrong = sorted(known.symmetric_difference(options))

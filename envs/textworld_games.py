@@ -1,8 +1,8 @@
 """Making TextWorld games on the spot: a seeded world, compiled to a `.z8` file, checked by playing it, and cached.
 
-One family, "treasure": two or more rooms in a row, one piece of furniture in each, small things lying about. A key lies on or in one
-piece; another room holds a locked chest, and the game is won when the chest is open. What a game is (`Treasure`) is drawn by
-us, in microseconds; TextWorld turns it into a real Inform 7 game. The splits are disjoint by construction: every
+One family, "treasure": two or more rooms in a row, one piece of furniture in each, small things lying about. A key lies on
+or in one piece; another room holds a locked chest, and the game is won when the chest is open. What a game is (`Treasure`)
+is drawn by us, in microseconds; TextWorld turns it into a real Inform 7 game. The splits are disjoint by construction: every
 (chest, hiding place of the key) pair belongs to one split alone, so no held-out game has the content of a training game.
 """
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from gigpo.advantages import (
     ESTIMATORS,
     NORMALISATIONS,
+    PUBLISHED_SETTINGS,
     WEIGHTINGS,
     AdvantageSettings,
     advantages_macro,
@@ -39,6 +40,7 @@ __all__ = [
     "ESTIMATORS",
     "NORMALISATIONS",
     "POLICY_LOSSES",
+    "PUBLISHED_SETTINGS",
     "WEIGHTINGS",
     "AdvantageSettings",
     "PolicyLoss",

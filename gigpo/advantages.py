@@ -38,6 +38,14 @@ _INPUT_COLUMNS: Final = ("group_uid", "traj_uid", "step_index", "reward", "is_ac
 _KEY_COLUMNS: Final = ("group_uid", "traj_uid", "step_index")
 
 
+def _check_name(field: str, value: str, *, known: tuple[str, ...]) -> None:
+    if value in known:
+        return
+    nearest = difflib.get_close_matches(value, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(known)}{hint}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
     """What decides an advantage. The macro's parameters have the same names.
@@ -72,6 +80,12 @@ class AdvantageSettings:
             )
 
 
+# The authors' ALFWorld script (rows as the unit of episode statistics).
+PUBLISHED_SETTINGS: Final = AdvantageSettings(
+    estimator="gigpo", gamma=0.95, omega=1.0, normalise="mean_std", weighting="steps", invalid_penalty=0.1
+)
+
+
 def compute_advantages(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
     """Advantage of every step (eqs. 3 and 5-8), in the input's row order.
 
@@ -97,10 +111,10 @@ def compute_advantages(steps: pa.Table, settings: AdvantageSettings) -> pa.Table
     return pa.table(columns)
 
 
-def advantages_macro() -> str:
+def advantages_macro(defaults: AdvantageSettings) -> str:
     """SQL that creates the table macro `advantages(...)` over a view or table `steps`.
 
-    Its parameters are the fields of AdvantageSettings, all named and all with the published default:
+    Its parameters are the fields of AdvantageSettings, all named, with `defaults` (a run's own settings):
         SELECT * FROM advantages(omega := 0.5, normalise := 'mean_std');
     It returns group_uid, traj_uid, step_index, step_return, episode_advantage, step_advantage, advantage, anchor_size;
     join it with `steps` on (traj_uid, step_index) for anything else, for example anchor_text.
@@ -109,20 +123,10 @@ def advantages_macro() -> str:
     expressions = ",\n".join(
         f"{name} AS {'MATERIALIZED ' if name in _MATERIALISED else ''}(\n{_query(name)})" for name in inner
     )
-    return f"{_MACRO_HEAD}WITH RECURSIVE\n{expressions}\n{_query(last)};\n"
+    parameters = ",\n".join(f"    {name} := {_literal(value)}" for name, value in asdict(defaults).items())
+    head = f"CREATE OR REPLACE MACRO advantages(\n{parameters}\n) AS TABLE\n"
+    return f"{head}WITH RECURSIVE\n{expressions}\n{_query(last)};\n"
 
-
-# Defaults as published: the authors' ALFWorld script (gamma 0.95, omega 1, penalty 0.1, rows as the unit, mean only).
-_MACRO_HEAD: Final = """\
-CREATE OR REPLACE MACRO advantages(
-    gamma := 0.95,
-    omega := 1.0,
-    normalise := 'mean',
-    weighting := 'steps',
-    invalid_penalty := 0.1,
-    estimator := 'gigpo'
-) AS TABLE
-"""
 
 _CALL_MACRO: Final = """\
 SELECT a.step_return, a.episode_advantage, a.step_advantage, a.advantage, a.anchor_size
@@ -152,7 +156,7 @@ def _database() -> duckdb.DuckDBPyConnection:
         "CREATE TABLE steps (group_uid BLOB, traj_uid BLOB, step_index BIGINT, "
         "reward DOUBLE, is_action_valid BOOLEAN, state_hash BLOB)"
     )
-    connection.execute(advantages_macro())
+    connection.execute(advantages_macro(PUBLISHED_SETTINGS))  # every call passes all parameters
     return connection
 
 
@@ -160,9 +164,5 @@ def _query(name: str) -> str:
     return resources.files("gigpo").joinpath("queries", f"{name}.sql").read_text(encoding="utf-8")
 
 
-def _check_name(field: str, value: str, *, known: tuple[str, ...]) -> None:
-    if value in known:
-        return
-    nearest = difflib.get_close_matches(value, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(known)}{hint}")
+def _literal(value: str | float) -> str:
+    return f"'{value}'" if isinstance(value, str) else repr(float(value))

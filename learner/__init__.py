@@ -5,7 +5,7 @@
 `tiny_model.py` makes a base policy where there is none.
 """
 
-from learner.learner import Learner, LearnerActor, LearnerSetup, StarvationError
+from learner.learner import Learner, LearnerActor, LearnerSetup, StarvationError, advantage_settings
 from learner.publish import copy_weights, write_weights
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
@@ -14,6 +14,7 @@ __all__ = [
     "LearnerActor",
     "LearnerSetup",
     "StarvationError",
+    "advantage_settings",
     "copy_weights",
     "make_tiny_model",
     "train_tokenizer",

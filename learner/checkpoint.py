@@ -1,7 +1,7 @@
 """What a run needs to go on bit for bit: weights, optimizer state, random states, and where it was.
 
-    save_checkpoint(engine, Path("checkpoints/step_000010"), learner_step=10, version=11)
-    point = load_checkpoint(engine, Path("checkpoints/step_000010"))      # point.learner_step == 10
+    save_checkpoint(engine, Path("checkpoints/step000010"), learner_step=10, version=11)
+    point = load_checkpoint(engine, Path("checkpoints/step000010"))      # point.learner_step == 10
 
 A checkpoint is a directory that appears whole or not at all:
 

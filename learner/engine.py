@@ -23,6 +23,8 @@ from learner.batch import MicroBatch
 from learner.deepspeed_setup import initialize
 from learner.policy_model import PolicyModel, load_policy
 
+LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats:
@@ -89,9 +91,7 @@ class Engine:
         n_tokens = sum(batch.n_response_tokens for batch in micro_batches)
         if not n_tokens:
             raise ValueError("an update needs at least one response token; leave empty batches out")
-        learning_rate = warmed_up(
-            self.learner.learning_rate, n_updates=self.n_updates, warmup_updates=self.learner.warmup_updates
-        )
+        learning_rate = scheduled(self.learner, n_updates=self.n_updates)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         passes = []
@@ -167,9 +167,16 @@ class Engine:
         return grad_norm
 
 
-def warmed_up(learning_rate: float, *, n_updates: int, warmup_updates: int) -> float:
-    """Linear from learning_rate / warmup_updates at the first update to learning_rate at the last of the warm-up."""
-    return learning_rate * min(1.0, (n_updates + 1) / max(1, warmup_updates))
+def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:
+    """The learning rate of the update after `n_updates`.
+
+    Linear from learning_rate / warmup_updates at the first update to learning_rate at the last of the warm-up; with the
+    "linear" schedule times a factor that falls from 1 at the first update to LINEAR_END at the last of the run.
+    """
+    warm = min(1.0, (n_updates + 1) / max(1, learner.warmup_updates))
+    last = learner.steps * learner.updates_per_step - 1
+    fall = (1.0 - LINEAR_END) * min(1.0, n_updates / max(1, last)) if learner.schedule == "linear" else 0.0
+    return learner.learning_rate * warm * (1.0 - fall)
 
 
 def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> PolicyModel:

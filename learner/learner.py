@@ -1,17 +1,19 @@
-"""The learner's loop: claim, train, settle, publish, checkpoint.
+"""The learner's loop: claim, train, publish, settle, checkpoint.
 
     run  consumes batches of complete groups, produces numbered weights
          waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason
 
-Why a crash between any two lines is harmless: whatever was claimed or settled after the newest checkpoint is rolled back at
-the next start and trained on again, by weights that are published under a new number.
+Why a crash between any two of them is harmless: whatever was claimed or settled after the newest checkpoint is available
+again at the next start, to the checkpoint's weights, published under a new number; what is too old for that number becomes
+stale, with the reason, and stays in the store.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -22,12 +24,13 @@ from learner.batch import micro_batches, split_updates
 from learner.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from learner.engine import Engine, UpdateStats
 from learner.publish import prune_versions, write_weights
-from learner.source import ReadyBatch, next_batch
+from learner.source import COORDINATOR_TIMEOUT_S, ReadyBatch, next_batch
 from store import RunLayout, VersionRecord, capture_output
 
 POLL_S = 0.05  # between two claims while there are too few groups
 HEARTBEAT_S = 1.0
 MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
+SOLVED = 0.99  # success above which empty batches are no trouble: every group wins in the same way
 
 
 class StarvationError(RuntimeError):
@@ -46,18 +49,18 @@ class Learner:
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
         self.config, self.model_path, self.coordinator = setup.config, setup.model_path, coordinator
         self.layout = RunLayout.open(Path(setup.config.run_dir))
-        self.settings = AdvantageSettings(
-            estimator=self.config.algorithm.estimator,
-            gamma=self.config.algorithm.gamma,
-            omega=self.config.algorithm.omega,
-            normalise=self.config.algorithm.normalise,
-            weighting=self.config.algorithm.weighting,
-            invalid_penalty=self.config.algorithm.invalid_penalty,
-        )
+        self.settings = advantage_settings(self.config)
+        # Under mean_std a lost group's penalties weigh as much as wins do elsewhere, so leaving such groups out is a choice.
+        algorithm = self.config.algorithm
+        penalty = algorithm.invalid_penalty if algorithm.penalty_is_signal else 0.0
+        clones = self.config.loss.policy == "behaviour_cloning"
+        self.signal = None if clones else replace(self.settings, invalid_penalty=penalty)
         self.stopping = False
         self.step = 0
+        self.saved_step = 0  # of the newest checkpoint: an announced one is never written again
         self.version = 0
         self.beat_at = 0.0
+        self.waiting_on: str | None = None
 
     def capture_output(self, name: str) -> None:
         capture_output(self.layout.logs / f"{name}.log")
@@ -72,17 +75,20 @@ class Learner:
             temperature=self.config.actors.temperature,
             seed=self.config.seed,
         )
-        point = ray.get(self.coordinator.resume.remote())
+        point = self._ask(self.coordinator.resume.remote())
         if point.checkpoint is not None:
             self.step = load_checkpoint(self.engine, self.layout.root / point.checkpoint.path).learner_step
+            self.saved_step = self.step
         if point.latest_version is None:
             self._publish(0)
             return "a new run"
-        # Weights of the checkpoint under a number nobody has seen: versions are never used twice.
-        self._publish(point.latest_version + 1)
+        if point.checkpoint is not None and point.checkpoint.version == point.latest_version:
+            self.version = point.latest_version  # stopped in order: these very weights are the newest already
+        else:  # weights of the checkpoint under a number nobody has seen: versions are never used twice
+            self._publish(point.latest_version + 1)
         return (
-            f"continues at learner step {self.step} as version {self.version}; "
-            f"{point.groups_available_again} groups trained after the checkpoint are available again"
+            f"continues at learner step {self.step} as version {self.version}; {point.groups_available_again} groups "
+            f"consumed after the checkpoint are available again, those within max_staleness are trained on"
         )
 
     def run(self) -> int:
@@ -93,16 +99,15 @@ class Learner:
             ready = self._wait_for_batch()
             if ready is None:
                 break
-            waited_s = time.monotonic() - started
+            waited_s = time.monotonic() - started - ready.read_s - ready.advantages_s
             empty = 0 if ready.rows.num_rows else empty + 1
-            if empty > MAX_EMPTY_BATCHES:
+            if empty > MAX_EMPTY_BATCHES and ready.success < SOLVED:
                 raise StarvationError(
-                    f"{empty} batches in a row had no advantage to learn from: every group's episodes were alike. "
-                    "The policy either never wins (easier tasks, larger group_size) or always does (training is done)."
+                    f"{empty} batches in a row had no advantage to learn from, with success {ready.success:.2f}: every "
+                    "group's episodes were alike. Use easier tasks, a larger algorithm.group_size, or a better model"
                 )
-            updates = self._train(ready)
-            self._finish_step(ready, updates, waited_s=waited_s, started=started)
-        if self.step and not self._checkpoint_is_due():
+            self._finish_step(ready, self._train(ready), waited_s=waited_s, started=started)
+        if self.step != self.saved_step:
             self._checkpoint()
         return self.step
 
@@ -121,12 +126,12 @@ class Learner:
                 self.layout,
                 self.settings,
                 current_version=self.version,
-                needs_advantage=self.config.loss.policy != "behaviour_cloning",
+                signal=self.signal,
             )
             if ready is not None:
                 return ready
             if time.monotonic() > deadline:
-                status = ray.get(self.coordinator.status.remote())
+                status = self._ask(self.coordinator.status.remote())
                 raise StarvationError(
                     f"no {self.config.learner.groups_per_step} complete groups within "
                     f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {dict(status.waiting)}"
@@ -137,7 +142,7 @@ class Learner:
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
         """One learner step: `updates_per_step` optimizer updates over consecutive parts of the batch's shuffled rows."""
-        self._beat("nothing: training", force=True)
+        self._beat(None)
         if not ready.rows.num_rows:
             return []
         parts = split_updates(ready.rows, self.config.learner.updates_per_step, seed=self.config.seed + self.step)
@@ -171,7 +176,7 @@ class Learner:
             version_in=trained_at_version,
             metrics=metrics,
         )
-        ray.get(call)
+        self._ask(call)
         if self._checkpoint_is_due():
             self._checkpoint()
 
@@ -185,7 +190,7 @@ class Learner:
             digest=digest,
             learner_step=self.step,
         )
-        ray.get(self.coordinator.publish.remote(record))
+        self._ask(self.coordinator.publish.remote(record))
         self.version = version
         prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
 
@@ -195,14 +200,33 @@ class Learner:
     def _checkpoint(self) -> None:
         directory = self.layout.checkpoint_dir(self.step)
         save_checkpoint(self.engine, directory, learner_step=self.step, version=self.version)
-        ray.get(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
+        self._ask(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
+        self.saved_step = self.step
         prune_checkpoints(self.layout.checkpoints, keep=self.config.learner.keep_checkpoints)
 
-    def _beat(self, waiting_on: str, *, force: bool = False) -> None:
+    def _beat(self, waiting_on: str | None) -> None:
+        """Tells the coordinator, at once if the reason changed (None: working), else about once a second."""
         now = time.monotonic()
-        if force or now - self.beat_at >= HEARTBEAT_S:
-            self.beat_at = now
+        if waiting_on != self.waiting_on or now - self.beat_at >= HEARTBEAT_S:
+            self.beat_at, self.waiting_on = now, waiting_on
             self.coordinator.heartbeat.remote("learner", waiting_on)
+
+    def _ask(self, call: Any) -> Any:
+        """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it is gone."""
+        return ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
+
+
+def advantage_settings(config: Config) -> AdvantageSettings:
+    """What the config says about advantages, in gigpo's terms."""
+    algorithm = config.algorithm
+    return AdvantageSettings(
+        estimator=algorithm.estimator,
+        gamma=algorithm.gamma,
+        omega=algorithm.omega,
+        normalise=algorithm.normalise,
+        weighting=algorithm.weighting,
+        invalid_penalty=algorithm.invalid_penalty,
+    )
 
 
 def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:

@@ -16,6 +16,8 @@ from ray.actor import ActorHandle
 from gigpo import AdvantageSettings, compute_advantages
 from store import Batch, RunLayout, read_segment
 
+COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyBatch:
@@ -34,13 +36,13 @@ def next_batch(
     settings: AdvantageSettings,
     *,
     current_version: int,
-    needs_advantage: bool,
+    signal: AdvantageSettings | None,
 ) -> ReadyBatch | None:
     """Claims the oldest complete groups, verifies and reads their segments, and runs the advantage SQL over them.
 
-    Groups whose advantages are all 0 are left out of the rows where the loss `needs_advantage`; cloning learns from all.
+    Groups whose advantages under the settings `signal` are all 0 are left out of the rows; None keeps all of them.
     """
-    batch = ray.get(coordinator.claim.remote(current_version))
+    batch = ray.get(coordinator.claim.remote(current_version), timeout=COORDINATOR_TIMEOUT_S)
     if batch is None:
         return None
     started = time.perf_counter()
@@ -49,7 +51,7 @@ def next_batch(
     advantages = compute_advantages(rows, settings)
     for name in ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size"):
         rows = rows.append_column(name, advantages[name])
-    silent = groups_without_signal(rows) if needs_advantage else ()
+    silent = groups_without_signal(compute_advantages(rows, signal)) if signal else ()
     tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
     success = pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(silent, rows.schema.field("group_uid").type))))
@@ -66,15 +68,11 @@ def next_batch(
 
 def read_groups(layout: RunLayout, batch: Batch) -> pa.Table:
     """The claimed trajectories' rows in the order of the batch, each trajectory once, digests verified."""
-    tables = []
-    for segment in batch.segments:
-        table = read_segment(layout, segment)
-        wanted = pa.array([t.traj_uid for t in segment.trajectories], table.schema.field("traj_uid").type)
-        tables.append(table.filter(pc.is_in(table["traj_uid"], wanted)))
-    return pa.concat_tables(tables).combine_chunks()
+    return pa.concat_tables([read_segment(layout, segment) for segment in batch.segments]).combine_chunks()
 
 
-def groups_without_signal(rows: pa.Table) -> tuple[bytes, ...]:
+def groups_without_signal(advantages: pa.Table) -> tuple[bytes, ...]:
     """Groups in which every advantage is exactly 0: all episodes alike, nothing to learn."""
-    sizes = rows.append_column("size", pc.abs(rows["advantage"])).group_by("group_uid").aggregate([("size", "max")])
+    sizes = advantages.append_column("size", pc.abs(advantages["advantage"]))
+    sizes = sizes.group_by("group_uid").aggregate([("size", "max")])
     return tuple(sizes.filter(pc.equal(sizes["size_max"], 0.0))["group_uid"].to_pylist())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 
 from store import catalog_batches, catalog_groups, catalog_ledger
@@ -73,6 +73,23 @@ class Catalog:
                 tx, ordinal=ordinal, task_id=task_id, split=split, size=size, purpose_version=purpose_version
             )
 
+    def open_round(self, task_ids: Sequence[str], *, episodes_per_task: int, version: int) -> None:
+        """Enter a whole evaluation round of `version`: every task, one group of one episode each time.
+
+        What is there of the round already stays: asking again with more episodes adds the missing ones.
+        """
+        with self._database.transaction() as tx:
+            for number, task_id in enumerate(task_ids):
+                for episode in range(episodes_per_task):
+                    catalog_groups.open_group(
+                        tx,
+                        ordinal=episode * len(task_ids) + number,
+                        task_id=task_id,
+                        split=catalog_groups.HELDOUT,
+                        size=1,
+                        purpose_version=version,
+                    )
+
     def next_ordinal(self, split: str, *, purpose_version: int | None = None) -> int:
         """The ordinal the next group of the split (and evaluation round) gets; how a restart finds its place."""
         with self._database.transaction() as tx:
@@ -90,11 +107,6 @@ class Catalog:
         """Extend all leases of a living worker; how many it holds."""
         with self._database.transaction() as tx:
             return catalog_groups.renew_leases(tx, worker=worker, lease_s=lease_s)
-
-    def release(self, worker: str) -> int:
-        """End all leases of a worker that is gone, so that others play its groups; how many it held."""
-        with self._database.transaction() as tx:
-            return catalog_groups.release(tx, worker=worker)
 
     def commit(self, segment: SegmentMeta, *, epoch: int) -> CommitResult:
         """Make a written segment count. A retry changes nothing; a stale epoch raises FencedError."""
@@ -153,11 +165,6 @@ class Catalog:
         """`component` is alive, and what it waits for (None: it is working)."""
         with self._database.transaction() as tx:
             catalog_ledger.heartbeat(tx, component=component, waiting_on=waiting_on)
-
-    def record_event(self, *, component: str, what: str, detail: str) -> None:
-        """Append to the audit."""
-        with self._database.transaction() as tx:
-            tx.log(component=component, what=what, detail=detail)
 
     # Questions.
 

@@ -121,7 +121,15 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         tx.run("UPDATE batch SET state = 'rolled_back' WHERE batch_id = :batch_id", batch_id=batch_id)
     n_checkpoints = tx.run("UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
     n_metrics = tx.run("UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
-    if batches or n_checkpoints or n_metrics:
+    # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
+    n_rounds = tx.run(
+        """UPDATE grp SET state = 'abandoned', reason = 'the evaluated version was rolled back',
+                          lease_worker = NULL, lease_until_us = NULL
+           WHERE split = 'heldout' AND state = 'open'
+             AND purpose_version IN (SELECT version FROM version WHERE learner_step > :step)""",
+        step=learner_step,
+    )
+    if batches or n_checkpoints or n_metrics or n_rounds:
         detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")

@@ -94,11 +94,6 @@ def renew_leases(tx: Transaction, *, worker: str, lease_s: float) -> int:
     )
 
 
-def release(tx: Transaction, *, worker: str) -> int:
-    """End all leases of a worker that is gone; how many it held."""
-    return tx.run("UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker", worker=worker)
-
-
 def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult:
     """Make a written segment count. Retrying is harmless: what is already there is a duplicate."""
     if epoch != tx.epoch:
@@ -175,7 +170,7 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
            FROM grp JOIN version v ON v.version = purpose_version
            WHERE split = 'heldout' AND NOT EXISTS (
                SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = purpose_version)
-           GROUP BY purpose_version HAVING sum(state = 'open') = 0"""
+           GROUP BY purpose_version HAVING sum(state IN ('open', 'abandoned')) = 0"""
     )
     return [
         Evaluation(

@@ -77,7 +77,7 @@ def record_metrics(tx: Transaction, *, learner_step: int, policy_version: int, v
 
 def latest_metrics(tx: Transaction) -> dict[str, float]:
     """The newest live figure of every name."""
-    rows = tx.rows("SELECT name, value, max(learner_step), max(lsn) FROM metric WHERE live = 1 GROUP BY name")
+    rows = tx.rows("SELECT name, value FROM metric WHERE live = 1 ORDER BY learner_step, lsn")  # the last one wins
     return {row["name"]: row["value"] for row in rows}
 
 

@@ -89,7 +89,7 @@ class Counts:
 
     @property
     def outstanding(self) -> int:
-        """Groups in flight or not yet consumed: what admission must bound."""
+        """Groups handed out and not yet trained on: what admission bounds."""
         return self.open + self.complete + self.claimed
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from store.clock import now_us
 from store.durable import READ_ONLY, write_once
 from store.errors import FormatError, StoreError
-from store.hashing import CANONICALISER_VERSION, file_digest
+from store.hashing import CANONICALISER_VERSION
 
 FORMAT_VERSION = 1  # of the run directory and of every file in it; raised when an older reader would misread it
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -26,13 +26,7 @@ class RunInfo:
     format_version: int
     canonicaliser_version: int
     config_yaml: str  # the resolved configuration, as text
-    config_digest: str  # config_digest(config_yaml), to tell whether a run belongs to a config
     created_us: int
-
-
-def config_digest(config_yaml: str) -> str:
-    """What `RunInfo.config_digest` is compared with before an existing run is continued."""
-    return file_digest(config_yaml.encode())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +49,6 @@ class RunLayout:
             format_version=FORMAT_VERSION,
             canonicaliser_version=CANONICALISER_VERSION,
             config_yaml=config_yaml,
-            config_digest=config_digest(config_yaml),
             created_us=now_us(),
         )
         layout = cls(root=root, info=info)
@@ -138,10 +131,6 @@ class RunLayout:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
 
     def segment(self, *, worker: str, segment_id: str) -> Path:
         """The file of one segment, in a directory of its own worker."""

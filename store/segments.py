@@ -103,7 +103,7 @@ def read_segment(layout: RunLayout, meta: SegmentMeta, *, columns: Sequence[str]
     if digest != meta.digest:
         raise DigestError(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed on disk; "
-            "restore it from a backup, or quarantine it so that its groups are played again"
+            "restore it from a backup"
         )
     counted_steps = sum(trajectory.n_steps for trajectory in meta.trajectories)
     if counted_steps == meta.n_steps:

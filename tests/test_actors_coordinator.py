@@ -19,7 +19,7 @@ def make_config(run_dir: Path, *, max_staleness: int, groups_per_step: int = 2) 
     config = Config(run_dir=str(run_dir), max_staleness=max_staleness)
     return replace(
         config,
-        env=configs.EnvConfig(name="key_room", options={"max_steps": 5}),
+        env=configs.EnvConfig(name="key_room", options={}),
         algorithm=replace(config.algorithm, group_size=2),
         learner=replace(config.learner, groups_per_step=groups_per_step, steps=100),
         evaluation=replace(config.evaluation, every=2, episodes_per_task=1),
@@ -30,7 +30,7 @@ def make_coordinator(run_dir: Path, *, max_staleness: int, groups_per_step: int 
     config = make_config(run_dir, max_staleness=max_staleness, groups_per_step=groups_per_step)
     if not RunLayout.exists(run_dir):
         write_open_sql(RunLayout.create(run_dir, config_yaml=configs.to_yaml(config)), macros=[], max_staleness=max_staleness)
-    return Coordinator(config)
+    return Coordinator(config, learns=True)
 
 
 def publish(coordinator: Coordinator, version: int, learner_step: int) -> None:

@@ -23,7 +23,7 @@ from store import Trajectory, state_hash, to_table
 
 Form = Callable[..., PromptForm]
 IDS = EpisodeIds(group_uid=b"g" * 16, traj_uid=b"t" * 16, member=3)
-OPTIONS: dict[str, object] = {"max_steps": 50}
+OPTIONS: dict[str, object] = {}
 
 
 class InProcess:

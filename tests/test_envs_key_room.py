@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from envs import Task, environment_class
 
-OPTIONS = {"max_steps": 6}
+OPTIONS: dict[str, object] = {}
 KeyRoom = environment_class("key_room")
 # start in red (0), key in blue (1), door in green (2)
 TASK = Task(id="t", env_name="key_room", split="train", seed=0, data={"start": "0", "key": "1", "door": "2"})
@@ -36,18 +36,22 @@ def test_the_shortest_way_wins_and_only_the_last_step_pays() -> None:
     assert seen[2].observation.text == "The green room. A locked door. You hold the key."
 
 
-def test_an_action_that_is_not_offered_changes_nothing_but_counts() -> None:
+def test_an_action_that_is_not_offered_changes_nothing() -> None:
     env = KeyRoom(OPTIONS)
     before = env.reset(TASK)
     for action in ("unlock door", "take key", "go west", "fly", ""):
         transition = env.step(action)
-        assert not transition.valid and transition.observation == before and not transition.truncated
-    last = env.step("go east")
-    assert last.truncated and not last.terminated and not last.won
+        assert not transition.valid and transition.observation == before and not transition.terminated
+    assert env.step("go east").valid
+
+
+def test_options_it_does_not_have_are_named() -> None:
+    with pytest.raises(ValueError, match="max_steps"):
+        KeyRoom({"max_steps": 3})
 
 
 @given(choices=st.lists(st.integers(0, 3), min_size=1, max_size=6), index=st.integers(0, 39))
-def test_the_same_actions_give_the_same_episode_and_the_limit_holds(choices: list[int], index: int) -> None:
+def test_the_same_actions_give_the_same_episode(choices: list[int], index: int) -> None:
     task = KeyRoom.tasks("train", OPTIONS)[index]
     played = []
     for _ in range(2):
@@ -58,9 +62,9 @@ def test_the_same_actions_give_the_same_episode_and_the_limit_holds(choices: lis
             transition = env.step(observation.actions[choice % len(observation.actions)])
             record.append(transition)
             observation = transition.observation
-            if transition.terminated or transition.truncated:
+            if transition.terminated:
                 break
         assert all(t.valid for t in record)
-        assert record[-1].truncated == (len(record) == 6 and not record[-1].won)
+        assert record[-1].terminated == record[-1].won
         played.append(record)
     assert played[0] == played[1]

@@ -13,7 +13,7 @@ import pytest
 
 from envs import EnvironmentDied, EnvironmentPool, environment_class, list_tasks
 
-OPTIONS: Mapping[str, object] = {"max_steps": 20}
+OPTIONS: Mapping[str, object] = {}
 
 
 def test_the_pool_answers_as_the_environment_itself() -> None:

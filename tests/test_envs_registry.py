@@ -14,7 +14,7 @@ def test_every_registered_name_leads_to_an_environment() -> None:
     for name in ENVIRONMENTS:
         found = environment_class(name)
         assert all(hasattr(found, method) for method in ("tasks", "reset", "step", "close")), name
-    assert isinstance(environment_class("key_room")({"max_steps": 3}), Environment)
+    assert isinstance(environment_class("key_room")({}), Environment)
 
 
 def test_a_class_of_ones_own_is_found_by_module_and_class() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
 from learner.batch import micro_batches
 from learner.deepspeed_setup import initialize
-from learner.engine import Engine, warmed_up
+from learner.engine import Engine, scheduled
 from learner.policy_model import load_policy
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
@@ -220,8 +220,11 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_next_one_is_not(
 
 
 def test_warm_up_counts_optimizer_updates(make_engine: MakeEngine) -> None:
-    assert [warmed_up(1.0, n_updates=n, warmup_updates=4) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert warmed_up(3.0, n_updates=0, warmup_updates=0) == 3.0
+    warming = LearnerConfig(learning_rate=1.0, warmup_updates=4)
+    assert [scheduled(warming, n_updates=n) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert scheduled(LearnerConfig(learning_rate=3.0), n_updates=0) == 3.0
+    falling = LearnerConfig(learning_rate=1.0, schedule="linear", steps=2, updates_per_step=2)
+    assert [scheduled(falling, n_updates=n) for n in range(5)] == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.1])
     engine = make_engine(learner=dataclasses.replace(LEARNER, warmup_updates=2))
     batches = micro_batches(random_rows(), micro_batch_tokens=CUT)
     assert [engine.update(batches).learning_rate for _ in range(3)] == [0.005, 0.01, 0.01]

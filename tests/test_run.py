@@ -26,7 +26,7 @@ pytestmark = pytest.mark.run
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
-env: {name: key_room, options: {max_steps: 12}, max_steps: 12}
+env: {name: key_room, max_steps: 12}
 prompt: {template: compact, history_length: 1, max_prompt_tokens: 120, admissible_only: true}
 actors: {groups_in_flight: 4, max_response_tokens: 12, max_model_tokens: 132, kv_cache_gib: 0.25}
 model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 2, heads: 2, clone_steps: 20}}
