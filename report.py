@@ -12,7 +12,7 @@ from configs import Config
 from store import open_reader
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
-FIRST_AND_LAST_STEPS = 3  # learner steps averaged at either end of the training curve
+FIRST_AND_LAST_STEPS = 5  # learner steps averaged at either end of the training curve
 
 HELDOUT = """
 SELECT count(*) FILTER (won), count(*) FROM trajectories
