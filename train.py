@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", help="a YAML file, e.g. configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # --dry-run may stand anywhere
     signal.signal(signal.SIGTERM, interrupt)
     console = Console(highlight=False, soft_wrap=True)
     try:
