@@ -18,7 +18,7 @@ from configs import ConfigError
 from envs import EnvironmentFailed
 from progress import Progress
 from session import ComponentFailed, Session, ray_cluster
-from store import RunLayout, StoreError
+from store import RunLayout, StoreError, check_unowned
 
 
 def main(arguments: list[str]) -> int:
@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
     try:
         layout = RunLayout.open(Path(options.run))
         config = replace(configs.from_yaml(layout.info.config_yaml), run_dir=options.run)
+        check_unowned(layout)
         base = Path(options.run) / "base" / "policy"
         model_path = config.model.path or str(base)
         with (

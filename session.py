@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from actors import CoordinatorActor, Status, WorkerActor, WorkerSetup
 from configs import Config
@@ -145,6 +145,11 @@ class Session:
     def _result(self, name: str, reference: Any) -> Any:
         try:
             return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+        except ActorDiedError as error:
+            raise ComponentFailed(
+                f"{name}'s process died: killed, out of memory, or crashed (log: {self.logs / name}.log). "
+                "Nothing that was committed is lost; the same command goes on"
+            ) from error
         except RayError as error:
             cause: BaseException = getattr(error, "cause", None) or error
             while isinstance(cause, BaseExceptionGroup):  # of a worker's loops: the first one is why the others ended

@@ -30,7 +30,7 @@ from gigpo import advantages_macro
 from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer
 from progress import Progress
 from session import ComponentFailed, Session, available_gpus, ray_cluster
-from store import RunLayout, StoreError, write_open_sql
+from store import RunLayout, StoreError, check_unowned, write_open_sql
 
 
 def main(arguments: list[str]) -> int:
@@ -77,10 +77,12 @@ def train(config: Config, console: Console) -> None:
 
 
 def check_same_run(config: Config) -> None:
-    """A run is continued with the config it was made with. Raises ConfigError."""
+    """A run is continued by one process at a time, with the config it was made with. Raises LockedError, ConfigError."""
     root = Path(config.run_dir)
     if RunLayout.exists(root):
-        changed = configs.differences(configs.from_yaml(RunLayout.open(root).info.config_yaml), config)
+        layout = RunLayout.open(root)
+        check_unowned(layout)
+        changed = configs.differences(configs.from_yaml(layout.info.config_yaml), config)
         if changed:
             raise ConfigError(
                 f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def check(config: Config) -> None:
     _check_positive(config)
     _check_staleness(config)
     _check_algorithm(config)
+    _check_cores(config)
     _check_precision(config)
     _check_loss(config)
     _check_tiny_model(config)
@@ -97,6 +99,12 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError("loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true")
     if config.actors.scripted and config.loss.policy != "behaviour_cloning":
         raise ConfigError(f"actors.scripted=true needs loss.policy=behaviour_cloning, not {config.loss.policy!r}")
+
+
+def _check_cores(config: Config) -> None:
+    cores = config.actors.cpu_cores
+    if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
+        raise ConfigError(f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'")
 
 
 def _check_precision(config: Config) -> None:

@@ -73,6 +73,8 @@ def _checked_override(text: str) -> str:
 
 def _check_key(key: str) -> None:
     known = [name for name, _ in flat(Config())]
+    if any(name.startswith(f"{key}.") for name in known):
+        raise ConfigError(f"{key!r} is a section, not a setting; give {key}.<setting>=value, see configs/schema.py")
     if key not in known and not key.startswith("env.options"):
         raise ConfigError(f"unknown key {key!r}{hint(key, known)}; configs/schema.py lists every key")
 

@@ -7,6 +7,7 @@ wrong.
 """
 
 from store.catalog import Catalog
+from store.catalog_database import check_unowned
 from store.catalog_records import (
     Batch,
     CheckpointRecord,
@@ -55,6 +56,7 @@ __all__ = [
     "TrajectoryMeta",
     "VersionRecord",
     "capture_output",
+    "check_unowned",
     "export",
     "from_table",
     "now_us",

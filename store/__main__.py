@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 import os
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import duckdb
-import pyarrow as pa
-import pyarrow.csv as csv
 
 from store.errors import StoreError
 from store.query import run_sql
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
     sql.add_argument("run", type=Path, help="a run directory")
     sql.add_argument("query", help="one SELECT")
     sql.add_argument("--format", choices=("table", "csv", "json"), default="table")
-    sql.add_argument("--limit", type=int, default=DEFAULT_ROWS, help=f"rows of a table (default {DEFAULT_ROWS})")
+    sql.add_argument("--limit", type=whole, default=DEFAULT_ROWS, help=f"rows of a table (default {DEFAULT_ROWS})")
     options = parser.parse_args(arguments)
     try:
         show(run_sql(options.run, options.query), form=options.format, limit=options.limit)
@@ -41,14 +42,32 @@ def show(relation: duckdb.DuckDBPyRelation, *, form: str, limit: int) -> None:
     if form == "table":
         relation.show(max_rows=limit, max_width=terminal_width())
     elif form == "csv":
-        csv.write_csv(printable(relation), sys.stdout.buffer)
+        writer = csv.writer(sys.stdout)
+        writer.writerow(relation.columns)
+        writer.writerows(relation.fetchall())
     else:
-        for row in printable(relation).to_pylist():
-            print(json.dumps(row, default=str, ensure_ascii=False))
+        for row in relation.fetchall():
+            print(json.dumps(dict(zip(relation.columns, map(jsonable, row), strict=True)), ensure_ascii=False))
 
 
-def printable(relation: duckdb.DuckDBPyRelation) -> pa.Table:
-    return relation.to_arrow_table()
+def jsonable(value: object) -> object:
+    """As JSON has it: no NaN, whole numbers of any size as numbers, what it has no type for as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def whole(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number
 
 
 def terminal_width() -> int:

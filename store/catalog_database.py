@@ -153,6 +153,12 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
     return connection
 
 
+def check_unowned(layout: RunLayout) -> None:
+    """Raises LockedError, naming the process, if a live one owns the catalog; takes nothing."""
+    if layout.catalog_lock.exists():
+        os.close(_take_lock(layout.catalog_lock))
+
+
 def _take_lock(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _LOCK_MODE)

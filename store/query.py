@@ -15,6 +15,7 @@ from store.manifest import export_nothing
 VIEWS = Path(__file__).with_name("views.sql")
 RUN_LINE = "SET VARIABLE run = '.';"
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
+READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 
 
 def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
@@ -43,11 +44,14 @@ def open_reader(run: Path) -> duckdb.DuckDBPyConnection:
 
 
 def run_sql(run: Path, sql: str) -> duckdb.DuckDBPyRelation:
-    """The result of one SELECT over the run's views. Raises StoreError with DuckDB's reason for bad SQL."""
+    """The result of one SELECT over the run's views. Raises StoreError for anything else, and with DuckDB's reason for bad SQL.
+
+    This keeps mistakes from changing a run, not attackers: DuckDB's statement types do not tell everything that writes.
+    """
     try:
-        relation = open_reader(run).sql(sql)
+        statements = duckdb.extract_statements(sql)
+        if len(statements) != 1 or statements[0].type not in READING_STATEMENTS:
+            raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
+        return open_reader(run).sql(sql)
     except duckdb.Error as error:
         raise StoreError(f"SQL: {' '.join(str(error).split())}") from error
-    if relation is None:
-        raise StoreError("SQL: only a query that returns rows can be asked; begin with SELECT, FROM, WITH or DESCRIBE")
-    return relation

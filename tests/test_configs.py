@@ -49,6 +49,12 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("actors.scripted=true", ["behaviour_cloning"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),
+        ("learner=3", ["'learner' is a section"]),
+        ("actors.cpu_cores=foo", ["actors.cpu_cores='foo'", "0,2-3"]),
+        ("loss.dual_clip=0.5", ["loss.dual_clip=0.5", "above 1"]),
+        ("model.tiny.heads=3", ["model.tiny.heads=3", "32, 64 or 128"]),
+        ("prompt.template=thnk", ["thnk", "'think'"]),
+        ("learner.learning_rate=nan", ["learner.learning_rate=nan"]),
         ("nonsense", ["'nonsense'", "key=value"]),
     ],
 )

@@ -14,7 +14,20 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from store import Catalog, FormatError, RunLayout, StoreError, export, open_reader, write_open_sql, write_segment
+from store import (
+    Catalog,
+    FormatError,
+    LockedError,
+    RunLayout,
+    StoreError,
+    check_unowned,
+    export,
+    open_reader,
+    run_sql,
+    write_open_sql,
+    write_segment,
+)
+from store.__main__ import main
 from tests.store_samples import make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -151,7 +164,7 @@ def test_a_reader_of_nothing_is_told_so(tmp_path: Path) -> None:
 def test_the_command_line_answers_and_errs_in_one_line(full: RunLayout) -> None:
     root = str(full.root)
     assert "12" in command("sql", root, "SELECT count(*) AS n FROM steps").stdout
-    assert command("sql", root, "SELECT 1 AS a, 'x' AS b", "--format", "csv").stdout.split() == ['"a","b"', '1,"x"']
+    assert command("sql", root, "SELECT 1 AS a, 'x' AS b", "--format", "csv").stdout.split() == ["a,b", "1,x"]
     assert json.loads(command("sql", root, "SELECT 1 AS a", "--format", "json").stdout) == {"a": 1}
     assert command("sql", root, "SELECT * FROM steps", "--format", "json").returncode == 0
     for arguments, named in (
@@ -220,3 +233,30 @@ def test_nothing_acknowledged_is_lost_and_nothing_doubled_by_kill_9(tmp_path: Pa
     assert done <= ordinals
     assert query(layout, "SELECT count(*), count(DISTINCT traj_uid) FROM trajectories") == [(counts.trajectories,) * 2]
     assert query(layout, "SELECT count(*) FROM steps") == [(counts.steps,)]
+
+
+@pytest.mark.parametrize(
+    "sql", ["COPY (SELECT 1) TO '{run}/manifest.json'", "SELECT 1; SELECT 2", "DROP VIEW steps", "CREATE TABLE t AS SELECT 1"]
+)
+def test_what_is_no_single_query_is_refused_and_changes_nothing(layout: RunLayout, sql: str) -> None:
+    write_open_sql(layout, macros=[], max_staleness=0)
+    before = layout.manifest.read_bytes()
+    with pytest.raises(StoreError, match="ask one query that only reads"):
+        run_sql(layout.root, sql.format(run=str(layout.root).replace("'", "''")))
+    assert layout.manifest.read_bytes() == before
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_nested_columns_and_odd_numbers_are_printed(layout: RunLayout, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_open_sql(layout, macros=[], max_staleness=0)
+    assert main(["sql", str(layout.root), "SELECT [1, 2] AS ids, 'nan'::DOUBLE AS bad, 3::HUGEINT AS n", "--format", form]) == 0
+    printed = capsys.readouterr().out
+    expected = {"csv": 'ids,bad,n\r\n"[1, 2]",nan,3\r\n', "json": '{"ids": [1, 2], "bad": null, "n": 3}\n'}
+    assert printed == expected[form]
+
+
+def test_a_run_that_somebody_writes_is_named_before_anything_starts(layout: RunLayout) -> None:
+    check_unowned(layout)
+    with Catalog.open(layout), pytest.raises(LockedError, match=str(os.getpid())):
+        check_unowned(layout)
+    check_unowned(layout)
