@@ -1,7 +1,7 @@
 """The actor: plays leased groups with its own vLLM engine and commits them. It never waits for the learner.
 
 _play_groups     consumes leases, starts one task per group
-                 waits for "admission" (the learner unblocks it by training) or "episodes" (a group of its own ends)
+                 waits for "admission" when it has nothing to play (the learner unblocks it by training)
 _play_group      plays the group's episodes at once, writes one segment, commits it
                  waits for its engine and its environments
 _follow_weights  consumes published versions, once a heartbeat; loads them under the running requests

@@ -128,10 +128,6 @@ class RunLayout:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
     def segment(self, *, worker: str, segment_id: str) -> Path:
         """The file of one segment, in a directory of its own worker."""
         if not _WORKER_NAME.fullmatch(worker):
