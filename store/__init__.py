@@ -1,14 +1,13 @@
 """The trajectory store: queue, dataset, lineage and resume point of a run. Knows no machine learning.
 
 `records.py` (Step, Trajectory, the Arrow schema) and `hashing.py` say what is stored, `layout.py` where, `segments.py` how
-(immutable Parquet). `catalog.py` is the truth about what counts: one SQLite file with one owner, its transactions in
-`catalog_*.py`. `manifest.py` shows it to outside readers, `query.py` and `views.sql` are their SQL, `errors.py` what can go
-wrong.
+(immutable Parquet). `catalog/` is the truth about what counts, `reading/` shows it to outside readers as SQL, `upkeep/`
+keeps it small and whole (compaction, retention, fsck, rebuild), `cli/` is `python -m store`, `errors.py` what can go wrong.
 """
 
-from store.catalog import Catalog
-from store.catalog_database import check_unowned
-from store.catalog_records import (
+from store.catalog.catalog import Catalog
+from store.catalog.database import check_unowned
+from store.catalog.records import (
     Batch,
     CheckpointRecord,
     ClaimedGroup,
@@ -25,8 +24,8 @@ from store.errors import DigestError, FencedError, FormatError, LockedError, Sto
 from store.hashing import state_hash, uid
 from store.layout import FORMAT_VERSION, RunInfo, RunLayout
 from store.logs import capture_output
-from store.manifest import export
-from store.query import open_reader, run_sql, write_open_sql
+from store.reading.manifest import export
+from store.reading.query import open_reader, run_sql, write_open_sql
 from store.records import SEGMENT_SCHEMA, Step, Trajectory, from_table, to_table, uid_text
 from store.segments import SegmentMeta, TrajectoryMeta, read_segment, write_segment
 

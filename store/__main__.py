@@ -14,7 +14,7 @@ from pathlib import Path
 import duckdb
 
 from store.errors import StoreError
-from store.query import run_sql
+from store.reading.query import run_sql
 
 DEFAULT_ROWS = 100  # shown of a table; csv and json give all
 

@@ -39,7 +39,7 @@ def test_two_owners_are_refused_and_a_new_one_fences_the_old(layout: RunLayout) 
 def test_leases_run_out_and_held_out_groups_go_first(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     with Catalog.open(layout) as catalog:
         clock_us = [1_000_000]
-        monkeypatch.setattr("store.catalog_database.now_us", lambda: clock_us[0])
+        monkeypatch.setattr("store.catalog.database.now_us", lambda: clock_us[0])
         open_train_group(catalog, 0)
         catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3)
         first = catalog.lease_open_group(worker="a", lease_s=1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from store.catalog_database import Transaction
-from store.catalog_records import CommitResult, Counts, Evaluation, GroupRecord, SuccessRate
+from store.catalog.database import Transaction
+from store.catalog.records import CommitResult, Counts, Evaluation, GroupRecord, SuccessRate
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
 from store.hashing import uid

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from store.catalog_database import Transaction
-from store.catalog_records import Batch, ClaimedGroup, RollBack
+from store.catalog.database import Transaction
+from store.catalog.records import Batch, ClaimedGroup, RollBack
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta

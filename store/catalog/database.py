@@ -15,7 +15,7 @@ from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError
 from store.layout import FORMAT_VERSION, RunLayout
 
-_SCHEMA = Path(__file__).with_name("catalog_schema.sql")
+_SCHEMA = Path(__file__).with_name("schema.sql")
 _LOCK_MODE = 0o644
 _OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 

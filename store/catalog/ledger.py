@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from store.catalog_database import Transaction
-from store.catalog_records import CheckpointRecord, VersionRecord
+from store.catalog.database import Transaction
+from store.catalog.records import CheckpointRecord, VersionRecord
 from store.errors import StoreError
 
 

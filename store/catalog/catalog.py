@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 
-from store import catalog_batches, catalog_groups, catalog_ledger
-from store.catalog_database import Database
-from store.catalog_records import (
+from store.catalog import batches, groups, ledger
+from store.catalog.database import Database
+from store.catalog.records import (
     Batch,
     CheckpointRecord,
     CommitResult,
@@ -18,8 +18,8 @@ from store.catalog_records import (
     SuccessRate,
     VersionRecord,
 )
-from store.exports import Snapshot, take_snapshot
 from store.layout import RunLayout
+from store.reading.exports import Snapshot, take_snapshot
 from store.segments import SegmentMeta
 
 
@@ -69,7 +69,7 @@ class Catalog:
         `purpose_version` names the evaluation round and is set for split "heldout" only; those are never claimed.
         """
         with self._database.transaction() as tx:
-            return catalog_groups.open_group(
+            return groups.open_group(
                 tx, ordinal=ordinal, task_id=task_id, split=split, size=size, purpose_version=purpose_version
             )
 
@@ -81,11 +81,11 @@ class Catalog:
         with self._database.transaction() as tx:
             for number, task_id in enumerate(task_ids):
                 for episode in range(episodes_per_task):
-                    catalog_groups.open_group(
+                    groups.open_group(
                         tx,
                         ordinal=episode * len(task_ids) + number,
                         task_id=task_id,
-                        split=catalog_groups.HELDOUT,
+                        split=groups.HELDOUT,
                         size=1,
                         purpose_version=version,
                     )
@@ -93,7 +93,7 @@ class Catalog:
     def next_ordinal(self, split: str, *, purpose_version: int | None = None) -> int:
         """The ordinal the next group of the split (and evaluation round) gets; how a restart finds its place."""
         with self._database.transaction() as tx:
-            return catalog_groups.next_ordinal(tx, split=split, purpose_version=purpose_version)
+            return groups.next_ordinal(tx, split=split, purpose_version=purpose_version)
 
     def lease_open_group(self, *, worker: str, lease_s: float, split: str | None = None) -> GroupRecord | None:
         """The oldest open group without a live lease, held-out ones first; None if there is none.
@@ -101,17 +101,17 @@ class Catalog:
         After a crash this hands out what was dispatched but not finished before anything new.
         """
         with self._database.transaction() as tx:
-            return catalog_groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split)
+            return groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split)
 
     def renew_leases(self, worker: str, lease_s: float) -> int:
         """Extend all leases of a living worker; how many it holds."""
         with self._database.transaction() as tx:
-            return catalog_groups.renew_leases(tx, worker=worker, lease_s=lease_s)
+            return groups.renew_leases(tx, worker=worker, lease_s=lease_s)
 
     def commit(self, segment: SegmentMeta, *, epoch: int) -> CommitResult:
         """Make a written segment count. A retry changes nothing; a stale epoch raises FencedError."""
         with self._database.transaction() as tx:
-            return catalog_groups.commit(tx, segment=segment, epoch=epoch)
+            return groups.commit(tx, segment=segment, epoch=epoch)
 
     # Batches: complete → claimed → trained or no_signal; stale on the way.
 
@@ -122,86 +122,86 @@ class Catalog:
         version the learner will have when it trains on the batch: that is what staleness is measured against.
         """
         with self._database.transaction() as tx:
-            return catalog_batches.claim(tx, n_groups=n_groups, current_version=current_version, max_staleness=max_staleness)
+            return batches.claim(tx, n_groups=n_groups, current_version=current_version, max_staleness=max_staleness)
 
     def settle(self, batch_id: int, *, learner_step: int, no_signal: Collection[bytes], version_in: int) -> None:
         """The batch was trained on as `learner_step` by a learner at `version_in`; `no_signal` groups had no gradient."""
         with self._database.transaction() as tx:
-            catalog_batches.settle(tx, batch_id=batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
+            batches.settle(tx, batch_id=batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
 
     def roll_back(self, learner_step: int) -> RollBack:
         """Make all that was claimed or trained after `learner_step` (that of the checkpoint) available again."""
         with self._database.transaction() as tx:
-            return catalog_batches.roll_back(tx, learner_step=learner_step)
+            return batches.roll_back(tx, learner_step=learner_step)
 
     # Ledgers.
 
     def record_version(self, *, version: int, path: str, digest: str, learner_step: int | None) -> None:
         """A published set of weights; StoreError if the number is not new."""
         with self._database.transaction() as tx:
-            catalog_ledger.record_version(tx, version=version, path=path, digest=digest, learner_step=learner_step)
+            ledger.record_version(tx, version=version, path=path, digest=digest, learner_step=learner_step)
 
     def latest_version(self) -> VersionRecord | None:
         """The newest published weights."""
         with self._database.transaction() as tx:
-            return catalog_ledger.latest_version(tx)
+            return ledger.latest_version(tx)
 
     def record_checkpoint(self, *, learner_step: int, path: str, version: int) -> None:
         """A checkpoint that is complete on disk."""
         with self._database.transaction() as tx:
-            catalog_ledger.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
+            ledger.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
 
     def latest_checkpoint(self) -> CheckpointRecord | None:
         """Where a restart begins."""
         with self._database.transaction() as tx:
-            return catalog_ledger.latest_checkpoint(tx)
+            return ledger.latest_checkpoint(tx)
 
     def record_metrics(self, *, learner_step: int, policy_version: int, values: Mapping[str, float]) -> None:
         """Figures of a learner step, by name, for the metrics view."""
         with self._database.transaction() as tx:
-            catalog_ledger.record_metrics(tx, learner_step=learner_step, policy_version=policy_version, values=values)
+            ledger.record_metrics(tx, learner_step=learner_step, policy_version=policy_version, values=values)
 
     def heartbeat(self, component: str, waiting_on: str | None) -> None:
         """`component` is alive, and what it waits for (None: it is working)."""
         with self._database.transaction() as tx:
-            catalog_ledger.heartbeat(tx, component=component, waiting_on=waiting_on)
+            ledger.heartbeat(tx, component=component, waiting_on=waiting_on)
 
     # Questions.
 
     def counts(self) -> Counts:
         """Training groups by state; `counts().outstanding` is what admission bounds."""
         with self._database.transaction() as tx:
-            return catalog_groups.counts(tx)
+            return groups.counts(tx)
 
     def heldout_success(self, *, purpose_version: int) -> SuccessRate:
         """Success of one evaluation round, and whether all its groups are complete."""
         with self._database.transaction() as tx:
-            return catalog_groups.heldout_success(tx, purpose_version=purpose_version)
+            return groups.heldout_success(tx, purpose_version=purpose_version)
 
     def open_heldout(self) -> int:
         """Held-out groups still to be played."""
         with self._database.transaction() as tx:
-            return catalog_groups.open_heldout(tx)
+            return groups.open_heldout(tx)
 
     def finished_evaluations(self) -> list[Evaluation]:
         """Complete evaluation rounds whose success is not among the metrics yet."""
         with self._database.transaction() as tx:
-            return catalog_groups.finished_evaluations(tx)
+            return groups.finished_evaluations(tx)
 
     def latest_metrics(self) -> dict[str, float]:
         """The newest figure of every name."""
         with self._database.transaction() as tx:
-            return catalog_ledger.latest_metrics(tx)
+            return ledger.latest_metrics(tx)
 
     def waiting(self) -> dict[str, str]:
         """Component -> what it waits for; those that work are left out."""
         with self._database.transaction() as tx:
-            return catalog_ledger.waiting(tx)
+            return ledger.waiting(tx)
 
     def learner_step(self) -> int:
         """The last settled learner step."""
         with self._database.transaction() as tx:
-            return catalog_ledger.learner_step(tx)
+            return ledger.learner_step(tx)
 
     def snapshot(self, known: Mapping[str, int]) -> Snapshot:
         """What outside readers may see, as of one moment; tables that did not change since `known` are left out."""

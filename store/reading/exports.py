@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from store.catalog_database import Transaction
+from store.catalog.database import Transaction
 from store.records import UID_TYPE
 
 TIME = pa.timestamp("us")  # UTC; without a zone, so that no reader needs a time zone database

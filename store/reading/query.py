@@ -10,7 +10,7 @@ import duckdb
 from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
-from store.manifest import export_nothing
+from store.reading.manifest import export_nothing
 
 VIEWS = Path(__file__).with_name("views.sql")
 RUN_LINE = "SET VARIABLE run = '.';"

@@ -14,12 +14,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.catalog import Catalog
+from store.catalog.catalog import Catalog
 from store.clock import US_PER_S, now_us
 from store.durable import READ_ONLY, READ_WRITE, write_atomically
 from store.errors import FormatError
-from store.exports import empty_tables
 from store.layout import FORMAT_VERSION, RunLayout
+from store.reading.exports import empty_tables
 from store.records import SEGMENT_SCHEMA
 
 GRACE_S = 60  # a reader opens the exports right after the manifest; nobody takes a minute for that

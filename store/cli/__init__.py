@@ -1,0 +1,1 @@
+"""`python -m store`: one module per command, each with `add(commands)`."""

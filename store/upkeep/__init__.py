@@ -1,0 +1,1 @@
+"""What keeps a run small and whole: compaction, retention, sweeping, fsck, rebuild."""
