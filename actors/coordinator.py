@@ -2,8 +2,9 @@
 
 Consumes  lease requests and commits of workers; claims, settlements and published versions of the learner.
 Produces  leases, batches, the manifest that outside readers follow.
-Waits for nothing: every call is a short transaction on the catalog and returns. Who must wait (a worker without a free group,
-          the learner without a batch) asks again, and says in `heartbeat` what it is waiting for.
+Waits for nothing: every call is a short transaction on the catalog and returns; the maintainer merges files in a thread beside
+          it. Who must wait (a worker without a free group, the learner without a batch) asks again, and says in `heartbeat`
+          what it is waiting for.
 
 It keeps no counter of its own: what is outstanding, which task comes next and which version is the newest are queries on the
 catalog, so a restart has nothing to recover.
@@ -20,15 +21,18 @@ from pathlib import Path
 import ray
 
 from actors.admission import free_groups
-from configs import Config
+from configs import Config, StoreConfig
 from envs import Task, list_tasks
 from store import (
+    COMPACTION_POLICY,
     Batch,
     Catalog,
     CheckpointRecord,
     CommitResult,
     Counts,
     GroupRecord,
+    Maintainer,
+    MaintainerSettings,
     RunLayout,
     SegmentMeta,
     VersionRecord,
@@ -37,6 +41,7 @@ from store import (
 )
 
 EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
+MAINTENANCE_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +84,8 @@ class Coordinator:
         self.tasks = list_tasks(config.env.name, config.env.options)
         self._by_id = {task.id: task for tasks in self.tasks.values() for task in tasks}
         self._exported_at = 0.0
+        self.maintainer = Maintainer(self.catalog, self.layout, maintainer_settings(config.store))
+        self.maintainer.start()
 
     def capture_output(self, name: str) -> None:
         capture_output(self.layout.logs / f"{name}.log")
@@ -110,7 +117,11 @@ class Coordinator:
         return result
 
     def heartbeat(self, component: str, waiting_on: str | None) -> VersionRecord | None:
-        """Called by every component about once a second. Renews its leases and tells it the newest weights."""
+        """Called by every component about once a second. Renews its leases and tells it the newest weights.
+
+        Raises StoreError if the maintainer has failed: whoever calls ends the run, and says why.
+        """
+        self.maintainer.check()
         self.catalog.heartbeat(component, waiting_on=waiting_on)
         self.catalog.renew_leases(component, lease_s=self.config.actors.lease_s)
         self._export_when_due()
@@ -181,9 +192,11 @@ class Coordinator:
         )
 
     def close(self) -> None:
+        self.maintainer.close()
         self._record_finished_evaluations()
         export(self.catalog, self.layout)
         self.catalog.close()
+        self.maintainer.check()
 
     def _learner_has_steps_to_go(self) -> bool:
         return self.learns and self.catalog.learner_step() < self.config.learner.steps
@@ -214,6 +227,17 @@ class Coordinator:
 
 
 CoordinatorActor = ray.remote(Coordinator)
+
+
+def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
+    """What a config says, with None for its "for ever"."""
+    return MaintainerSettings(
+        snapshot_window_s=config.snapshot_window_s,
+        keep_days=config.keep_days or None,
+        keep_versions=config.keep_versions or None,
+        pause_s=MAINTENANCE_PAUSE_S,
+        policy=COMPACTION_POLICY,
+    )
 
 
 def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:

@@ -23,11 +23,11 @@ from actors.coordinator import Lease
 from actors.policy import Policy, ScriptedPolicy
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
-from actors.vllm_policy import EngineLostError, VLLMPolicy
+from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightLoad
 from actors.weight_files import WeightFileError
 from configs import Config
 from envs import EnvironmentPool
-from store import RunLayout, Trajectory, VersionRecord, capture_output, write_segment
+from store import RunLayout, StoreError, Trajectory, VersionRecord, capture_output, local_directory, write_segment
 
 POLL_S = 0.1  # between two requests for a lease while none is free
 HEARTBEAT_S = 0.5  # how soon newer weights are noticed
@@ -147,18 +147,22 @@ class Worker:
             if version.version <= self.engine.version:
                 return
             try:
-                loaded = await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
-            except WeightFileError:
+                loaded = await self._load_files(self.engine, version)
+            except (WeightFileError, StoreError):
                 newest = await self._ask(self.coordinator.heartbeat.remote(self.name, self.waiting_on))
                 if newest == version:
                     raise
                 version = newest  # the file was pruned, because others moved on: so does this worker
-                loaded = await self.engine.load_weights(version=version.version, path=self.layout.root / version.path)
+                loaded = await self._load_files(self.engine, version)
             if loaded.file_digest != version.digest:
                 raise EngineLostError(
                     f"version {version.version} in {version.path} has digest {loaded.file_digest}, "
                     f"published was {version.digest}; its file changed on disk, start again from the last checkpoint"
                 )
+
+    async def _load_files(self, engine: VLLMPolicy, version: VersionRecord) -> WeightLoad:
+        directory = await asyncio.to_thread(local_directory, self.layout, version.path)  # fetched if it is not here
+        return await engine.load_weights(version=version.version, path=directory)
 
     async def _ask(self, call: Any) -> Any:
         """The coordinator's answer. Raises TimeoutError: it answers in milliseconds, or it is gone."""

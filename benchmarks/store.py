@@ -1,159 +1,267 @@
-"""What the store costs: durable commits against bare encoding, verified reads, and GROUP BY over many segments.
+"""What the store costs, side by side in one run: durable ingest, verified reads, and SQL over a million steps.
 
-    python benchmarks/store.py [--quick]
+    python benchmarks/store.py [--quick] [--rows 10M]
 
-Groups of 8 trajectories of 40 steps, 150 prompt and 12 response tokens a step. MB are of the Arrow table, before
-compression. Times are wall clock, one process. The last line is JSON.
+Ingest: 4 writer processes and one owner take turns at (1) encoding only, which a worker must do in any case, (2) the store:
+lease, encode, write, sync, commit, and (3) sending the same rows to the owner of one DuckDB file, an episode when it ends or
+(by_group) only whole groups; the owner commits all that has arrived at once. Ratios are medians of the turns. MB are of the
+Arrow table, before compression; the row model is in support/store_load.py. Times are wall clock. `--rows` goes on after the
+first million. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import math
+import multiprocessing as mp
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-from store import (  # noqa: E402
-    Catalog,
-    GroupRecord,
-    RunLayout,
-    Step,
-    Trajectory,
-    export,
-    open_reader,
-    read_segment,
-    state_hash,
-    to_table,
-    write_open_sql,
-    write_segment,
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import duckdb
+import pyarrow as pa
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support import store_load
+from support.store_load import BATCH_GROUPS, GROUP_SIZE, GROUPS_PER_FILE, Done, Lease, NewGroups, Writer
+
+from store import SEGMENT_SCHEMA, Catalog, GroupRecord, RunLayout, export, read_segments, to_table, write_open_sql
+from store.reading.query import connect
+
+WRITERS, ROUNDS, EXPORT_INTERVAL_S = 4, 3, 1.0
+SIZES = {"100k": 100_000, "1m": 1_000_000}
+QUERIES = {
+    "count": "SELECT count(*) FROM steps",
+    "anchor_group_by": """SELECT count(*), max(n), sum(mean) FROM (
+        SELECT group_uid, state_hash, count(*) AS n, avg(reward) AS mean FROM steps WHERE state_hash NOT NULL GROUP BY ALL)""",
+    "trajectory": "SELECT * FROM steps WHERE traj_uid = '{traj_uid}' ORDER BY step_index",
+}
+REQUIRED = {
+    "ingest_over_encode": ">= 0.6, aim 0.8",
+    "ingest_over_shared_duckdb": ">= 5",
+    "verified_read_gb_s": ">= 0.3",
+    "group_by_exponent": "1 is linear",
+}
+LAST_LINE = (
+    *("ingest_over_encode", "ingest_over_shared_duckdb", "verified_read_gb_s"),
+    *("count_ms_1m", "anchor_group_by_ms_1m", "trajectory_ms_1m", "group_by_exponent"),
 )
 
-GROUP_SIZE, STEPS, PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY, STATES = 8, 40, 150, 12, 2_000, 60
-BATCH_GROUPS = 16
-GROUP_BY = "SELECT count(*), max(n) FROM (SELECT group_uid, state_hash, count(*) AS n FROM steps GROUP BY ALL)"
+Job = Callable[[Writer, int], int]
 
 
-def make_step(index: int, rng: random.Random) -> Step:
-    text = f"You are in room {rng.randrange(STATES)}. There is a door to the north and a key on the table."
-    return Step(
-        step_index=index,
-        prompt_ids=tuple(rng.choices(range(VOCABULARY), k=PROMPT_TOKENS)),
-        response_ids=tuple(rng.choices(range(VOCABULARY), k=RESPONSE_TOKENS)),
-        response_logprobs=tuple(-rng.random() for _ in range(RESPONSE_TOKENS)),
-        version_min=0,
-        version_max=0,
-        finish_reason="stop",
-        obs_text=text,
-        anchor_text=text,
-        state_hash=state_hash(text),
-        action_text="go north",
-        reward=0.0,
-        is_action_valid=True,
-        terminated=index == STEPS - 1,
-        truncated=False,
-        t_start_us=index,
-        gen_us=1,
-        env_us=1,
-    )
+class Store:
+    """The catalog's owner, as the coordinator is: answers leases and commits, exports once a second."""
+
+    def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
+        self.catalog, self.layout, self.exported_at = catalog, layout, 0.0
+
+    def answer(self, requests: list[Any]) -> list[Any]:
+        replies = [self.answer_one(request) for request in requests]
+        if time.perf_counter() - self.exported_at > EXPORT_INTERVAL_S:
+            export(self.catalog, self.layout)
+            self.exported_at = time.perf_counter()
+        return replies
+
+    def answer_one(self, request: Any) -> Any:
+        if isinstance(request, Lease):
+            self.open_group()
+            return self.catalog.lease_open_group(worker=request.worker, lease_s=3_600.0)
+        if isinstance(request, NewGroups):
+            return [self.open_group() for _ in range(request.number)]
+        return self.catalog.commit(request, epoch=self.catalog.epoch)
+
+    def open_group(self) -> GroupRecord:
+        return self.catalog.open_group(ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None)
 
 
-def make_trajectories(group: GroupRecord, pool: list[tuple[Step, ...]]) -> list[Trajectory]:
-    return [
-        Trajectory(
-            traj_uid=traj_uid,
-            group_uid=group.group_uid,
-            env_name="rooms",
-            task_id=group.task_id,
-            split="train",
-            seed=0,
-            member=member,
-            won=True,
-            task_score=None,
-            steps=pool[(group.ordinal + member) % len(pool)],
-        )
-        for member, traj_uid in enumerate(group.traj_uids)
-    ]
+class SharedDuckDB:
+    """The owner of one database file: inserts and commits all that has arrived at once."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self.layout, self.connection = layout, duckdb.connect(str(layout.root / "shared.duckdb"))
+        self.connection.register("arrived", SEGMENT_SCHEMA.empty_table())
+        self.connection.execute("CREATE TABLE steps AS FROM arrived")
+
+    def answer(self, requests: list[bytes]) -> list[None]:
+        arrived = pa.concat_tables([pa.ipc.open_stream(request).read_all() for request in requests])
+        self.connection.register("arrived", arrived)
+        self.connection.execute("BEGIN; INSERT INTO steps FROM arrived; COMMIT")
+        return [None] * len(requests)
 
 
-def median_s(call: Callable[[], object], *, times: int) -> float:
-    durations = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        durations.append(time.perf_counter() - start)
-    return statistics.median(durations)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    n_steps: int
+    seconds: float
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.n_steps / self.seconds
 
 
-def ingest(layout: RunLayout, catalog: Catalog, *, n_groups: int) -> dict[str, float]:
-    """Encoding alone and write + commit, turn by turn, so that a slow moment of the machine meets both."""
-    rng = random.Random(0)
-    pool = [tuple(make_step(index, rng) for index in range(STEPS)) for _ in range(2 * GROUP_SIZE)]
-    table_s, durable_s, commit_s, raw_bytes, disk_bytes = 0.0, 0.0, 0.0, 0, 0
-    for ordinal in range(n_groups):
-        group = catalog.open_group(ordinal=ordinal, task_id=f"t{ordinal}", split="train", size=GROUP_SIZE, purpose_version=None)
-        trajectories = make_trajectories(group, pool)
-        start = time.perf_counter()
-        raw_bytes += to_table(trajectories).nbytes
-        encoded = time.perf_counter()
-        segment = write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch)
-        written = time.perf_counter()
-        catalog.commit(segment, epoch=catalog.epoch)
-        done = time.perf_counter()
-        table_s, commit_s, durable_s = table_s + encoded - start, commit_s + done - written, durable_s + done - encoded
-        disk_bytes += segment.n_bytes
-    return {
-        "group_commits_per_s": n_groups / durable_s,
-        "ingest_mb_per_s": raw_bytes / durable_s / 1e6,
-        "to_table_share": table_s / durable_s,
-        "catalog_commit_ms": 1e3 * commit_s / n_groups,
-        "compression": raw_bytes / disk_bytes,
-    }
-
-
-def consume(layout: RunLayout, catalog: Catalog) -> dict[str, float]:
-    start = time.perf_counter()
-    batch = catalog.claim(n_groups=BATCH_GROUPS, current_version=0, max_staleness=0)
-    claimed = time.perf_counter()
-    assert batch is not None
-    raw_bytes = sum(read_segment(layout, segment).nbytes for segment in batch.segments)
-    done = time.perf_counter()
-    return {"claim_ms": 1e3 * (claimed - start), "claim_and_read_mb_per_s": raw_bytes / (done - start) / 1e6}
-
-
-def ask(layout: RunLayout) -> dict[str, float]:
-    with open_reader(layout.root) as connection:
-        group_by_s = median_s(lambda: connection.sql(GROUP_BY).fetchall(), times=5)
-        count_s = median_s(lambda: connection.sql("SELECT count(*) FROM steps").fetchall(), times=5)
-    shell = [sys.executable, "-m", "store", "sql", str(layout.root), GROUP_BY]
-    command_s = median_s(lambda: subprocess.run(shell, cwd=REPOSITORY, check=True, capture_output=True), times=3)
-    return {"group_by_ms": 1e3 * group_by_s, "count_ms": 1e3 * count_s, "command_line_s": command_s}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="100 segments instead of 500")
-    n_groups = 100 if parser.parse_args().quick else 500
+@contextmanager
+def new_store() -> Iterator[Store]:
     with tempfile.TemporaryDirectory() as directory:
         layout = RunLayout.create(Path(directory) / "run", config_yaml="")
         write_open_sql(layout, macros=(), max_staleness=0)
         with Catalog.open(layout) as catalog:
-            figures = ingest(layout, catalog, n_groups=n_groups)
-            export_s = median_s(lambda: (catalog.heartbeat("benchmark", None), export(catalog, layout)), times=5)
-            figures |= consume(layout, catalog)
-            figures |= {"export_ms": 1e3 * export_s, "segments": n_groups, "steps": catalog.counts().steps}
-            export(catalog, layout)
-        figures |= ask(layout)
+            yield Store(catalog, layout)
+
+
+@contextmanager
+def writers() -> Iterator[list[Connection]]:
+    """The pipes of WRITERS processes that have made their rows and wait for a job."""
+    context, pipes, processes = mp.get_context("spawn"), [], []
+    for number in range(WRITERS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=store_load.work, args=(theirs, f"w{number}"), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    yield pipes
+    for pipe in pipes:
+        pipe.send(None)
+    for process in processes:
+        process.join()
+
+
+def take_turn(pipes: list[Connection], job: Job, amount: int, *, owner: Store | SharedDuckDB) -> Turn:
+    """Every writer does `job`, the owner answers, until the last writer is done."""
+    started = time.perf_counter()
+    for pipe in pipes:
+        pipe.send((job, owner.layout, amount))
+    working, n_steps = list(pipes), 0
+    while working:
+        messages = {pipe: pipe.recv() for pipe in wait(working)}
+        for pipe, message in list(messages.items()):
+            if isinstance(message, Done):
+                n_steps += message.n_steps
+                working.remove(pipe)
+                del messages[pipe]
+        if messages:
+            for pipe, reply in zip(messages, owner.answer(list(messages.values())), strict=True):
+                pipe.send(reply)
+    return Turn(n_steps=n_steps, seconds=time.perf_counter() - started)
+
+
+def ingest(pipes: list[Connection], store: Store, *, n_groups: int) -> dict[str, float]:
+    """The four jobs in turns, so that a slow moment of the machine meets all of them."""
+    batch = store_load.invented(BATCH_GROUPS, store_load.make_pool(seed=0))
+    table = to_table([trajectory for group in batch for trajectory in group])
+    shared = SharedDuckDB(store.layout)
+    jobs = {
+        "parquet": (store_load.parquet_only, n_groups),
+        "encode": (store_load.encode_only, n_groups),
+        "store": (store_load.to_store, n_groups),
+        "duckdb": (store_load.episodes_to_duckdb, n_groups // 4),  # slower, and need not take as long
+        "duckdb_by_group": (store_load.groups_to_duckdb, n_groups // 4),
+    }
+    turns = [
+        {name: take_turn(pipes, *job, owner=shared if "duckdb" in name else store) for name, job in jobs.items()}
+        for _ in range(ROUNDS)
+    ]
+    speed = {name: statistics.median(turn[name].steps_per_s for turn in turns) for name in jobs}
+    mb_per_step = table.nbytes / table.num_rows / 1e6
+
+    def over(name: str) -> float:
+        return statistics.median(turn["store"].steps_per_s / turn[name].steps_per_s for turn in turns)
+
+    return {
+        "bytes_per_step": 1e6 * mb_per_step,
+        **{f"{name}_mb_s": value * mb_per_step for name, value in speed.items()},
+        "ingest_over_encode": over("encode"),
+        "ingest_over_parquet_encode": over("parquet"),
+        "ingest_over_shared_duckdb": over("duckdb"),
+        "ingest_over_duckdb_by_group": over("duckdb_by_group"),
+    }
+
+
+def verified_read(store: Store, *, n_batches: int) -> dict[str, float]:
+    """Claim and read whole batches as the learner does; the pages are in memory, as they are soon after a commit."""
+    speeds, claims_s = [], []
+    for _ in range(n_batches):
+        started = time.perf_counter()
+        batch = store.catalog.claim(n_groups=BATCH_GROUPS, current_version=0, max_staleness=0)
+        assert batch is not None and len(batch.segments) == BATCH_GROUPS
+        claimed = time.perf_counter()
+        rows = read_segments(store.layout, batch.segments)
+        speeds.append(rows.nbytes / (time.perf_counter() - started) / 1e9)
+        claims_s.append(claimed - started)
+    return {"verified_read_gb_s": statistics.median(speeds), "claim_ms": 1e3 * statistics.median(claims_s)}
+
+
+def ask_at(pipes: list[Connection], store: Store, *, n_steps: int, label: str) -> dict[str, float]:
+    """Bring the run to about `n_steps`, export, and ask each query through the views; medians of 5."""
+    missing = n_steps - store.catalog.counts().steps
+    started = time.perf_counter()
+    per_file = GROUPS_PER_FILE * GROUP_SIZE * sum(store_load.EPISODE_STEPS) / 2
+    turn = take_turn(pipes, store_load.in_bulk, max(1, round(missing / per_file / WRITERS)), owner=store)
+    export(store.catalog, store.layout)
+    figures = {
+        f"steps_{label}": float(store.catalog.counts().steps),
+        f"files_{label}": float(len(store.catalog.live_segments())),
+        f"build_steps_per_s_{label}": turn.n_steps / (time.perf_counter() - started),
+    }
+    with connect(store.layout) as connection:
+        some = connection.execute("SELECT DISTINCT traj_uid FROM steps USING SAMPLE 5 ROWS").fetchall()
+        for name, query in QUERIES.items():
+            times = []
+            for (traj_uid,) in some:
+                started = time.perf_counter()
+                connection.execute(query.format(traj_uid=traj_uid)).fetchall()
+                times.append(time.perf_counter() - started)
+            figures[f"{name}_ms_{label}"] = 1e3 * statistics.median(times)
+    return figures
+
+
+def exponent(figures: dict[str, float], labels: list[str]) -> float:
+    """The slope of the group-by's time over the steps, both logarithmic: 1 is linear."""
+    steps = [math.log(figures[f"steps_{label}"]) for label in labels]
+    times = [math.log(figures[f"anchor_group_by_ms_{label}"]) for label in labels]
+    return statistics.linear_regression(steps, times).slope
+
+
+def show(figures: dict[str, float]) -> None:
+    print(f"{'figure':28} {'measured':>14}   required")
     for name, value in figures.items():
-        print(f"{name:26} {value:12.3f}")
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+        print(f"{name:28} {value:14,.3f}   {REQUIRED.get(name, '')}")
+    print(json.dumps({name: round(figures[name], 4) for name in LAST_LINE}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer groups a turn, for a run of under a minute")
+    parser.add_argument("--rows", choices=["1M", "10M"], default="1M", help="10M needs 16 GB of disk")
+    options = parser.parse_args()
+    sizes = {**SIZES, "10m": 10_000_000} if options.rows == "10M" else SIZES
+    print(f"{WRITERS} writers on {os.cpu_count()} cores; groups of {GROUP_SIZE} episodes, batches of {BATCH_GROUPS} groups,")
+    print(
+        f"compacted files of {GROUPS_PER_FILE} groups. {' '.join(str(store_load.__doc__).partition('Row model: ')[2].split())}"
+    )
+    with writers() as pipes:
+        with new_store() as store:
+            figures = ingest(pipes, store, n_groups=24 if options.quick else 60)
+            figures |= verified_read(store, n_batches=4 if options.quick else 10)
+        with new_store() as store:
+            for label, n_steps in sizes.items():
+                figures |= ask_at(pipes, store, n_steps=n_steps, label=label)
+            n_bytes = sum(segment.n_bytes for segment in store.catalog.live_segments())
+            figures["disk_bytes_per_step"] = n_bytes / store.catalog.counts().steps
+    figures["group_by_exponent"] = exponent(figures, list(sizes))
+    show(figures)
 
 
 if __name__ == "__main__":

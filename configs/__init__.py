@@ -15,6 +15,7 @@ from configs.schema import (
     LossConfig,
     ModelConfig,
     PromptConfig,
+    StoreConfig,
     TinyModelConfig,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "PromptConfig",
+    "StoreConfig",
     "TinyModelConfig",
     "check",
     "check_model_path",

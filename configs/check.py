@@ -19,15 +19,29 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "algorithm.gamma": "; the paper uses 0.95",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
+    "algorithm.version_window": "; use 0 to compare within one version",
     "loss.kl_coef": "; use 0 for no reference model",
     "loss.entropy_coef": "",
+    "loss.quadratic_coef": "; use 0 for no pull to the policy that sampled",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
     "learner.zero_stage": "",
     "learner.gpus": "; use 0 for a CPU learner",
     "evaluation.every": "; use 0 to evaluate at the end only",
     "evaluation.temperature": "; use 0 for greedy play",
+    "store.keep_days": "; use 0 to keep trajectories for ever",
+    "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
+ESTIMATORS = ("gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo", "graphgpo")
+NOT_RECORDED = {  # gigpo can, but a run cannot give it what it needs
+    "state_and_actions": "no step has its admissible actions recorded; name them in the environment's Observation.anchor, as "
+    "textworld does, and leave 'state'",
+    "weighted": "weights need a forward pass that comes after the advantages; use 'window', or weigh offline",
+}
+LOSSES = ("behaviour_cloning", "cispo", "dppo_tv", "gspo", "ppo_clip", "reinforce", "sapo", "topr")
+CORRECTIONS = ("geometric_mask", "k3_mask", "m2po", "opsm", "sequence_mask", "sequence_tis", "token_icepop", "token_tis")
+AGGREGATIONS = ("sequence_mean_token_mean", "sequence_mean_token_sum_norm", "token_mean")
+MIN_SNAPSHOT_WINDOW_S = 60.0  # for the learner, or a DuckDB shell, to open a file it was told of
 
 
 class ConfigError(ValueError):
@@ -45,16 +59,23 @@ def check(config: Config) -> None:
     _check_loss(config)
     _check_tiny_model(config)
     _check_lengths(config)
+    _check_store(config)
 
 
 def _check_choices(config: Config) -> None:
     a = config.algorithm
     choices = {
-        "algorithm.estimator": (a.estimator, ("gigpo", "grpo")),
-        "algorithm.normalise": (a.normalise, ("mean", "mean_std")),
+        "algorithm.estimator": (a.estimator, ESTIMATORS),
+        "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
+        "algorithm.signal": (a.signal, ("advantages", "returns")),
+        "algorithm.anchor": (a.anchor, ("state", "suffix", "similar", "state_and_actions")),
+        "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.template": (config.prompt.template, ("compact", "direct", "think")),
-        "loss.policy": (config.loss.policy, ("ppo_clip", "behaviour_cloning")),
+        "loss.policy": (config.loss.policy, LOSSES),
+        "loss.proximal": (config.loss.proximal, ("none", "recomputed", "interpolated")),
+        "loss.aggregation": (config.loss.aggregation, (None, *AGGREGATIONS)),
+        "loss.kl": (config.loss.kl, ("k1", "k2", "k3")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2)),
@@ -62,6 +83,11 @@ def _check_choices(config: Config) -> None:
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             raise ConfigError(f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}{hint(value, allowed)}")
+    for name in config.loss.corrections or ():
+        if name not in CORRECTIONS:
+            raise ConfigError(
+                f"loss.corrections has {name!r}, not one of {', '.join(map(repr, CORRECTIONS))}{hint(name, CORRECTIONS)}"
+            )
 
 
 def _check_positive(config: Config) -> None:
@@ -90,6 +116,13 @@ def _check_algorithm(config: Config) -> None:
     a = config.algorithm
     if a.gamma > 1.0:
         raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
+    if a.similarity >= 1.0:
+        raise ConfigError(f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use algorithm.anchor=state")
+    if a.estimator == "hgpo" and a.anchor != "state":
+        raise ConfigError(f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use 'state'")
+    for key, value in (("anchor", a.anchor), ("anchor_versions", a.anchor_versions)):
+        if value in NOT_RECORDED:
+            raise ConfigError(f"algorithm.{key}={value!r} is not possible in a run: {NOT_RECORDED[value]}")
     if a.group_size == 1 and config.loss.policy != "behaviour_cloning":
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, so no advantage "
@@ -116,17 +149,12 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    loss = config.loss
-    if loss.clip_low > 1.0:
+    """What other sections have to do with it; which losses, corrections and numbers go together, gigpo's Objective says."""
+    if config.loss.proximal == "recomputed" and config.learner.updates_per_step == 1:
         raise ConfigError(
-            f"loss.clip_low={loss.clip_low} is above 1, so no ratio would ever be clipped from below; the usual is 0.2"
+            "loss.proximal='recomputed' with learner.updates_per_step=1 costs a forward pass for a policy that is still the "
+            "one being trained, so its clip would never act; set loss.policy=reinforce, the same without, or more updates"
         )
-    if loss.dual_clip <= 1.0:
-        raise ConfigError(
-            f"loss.dual_clip={loss.dual_clip} must be above 1, or on-policy tokens would not learn; the usual is 3"
-        )
-    if loss.tis_cap < 1.0:
-        raise ConfigError(f"loss.tis_cap={loss.tis_cap} is below 1, so it would shrink on-policy tokens too; the usual is 2")
 
 
 def _check_tiny_model(config: Config) -> None:
@@ -146,6 +174,14 @@ def _check_lengths(config: Config) -> None:
             f"prompt.max_prompt_tokens={config.prompt.max_prompt_tokens} and actors.max_response_tokens="
             f"{actors.max_response_tokens} do not fit into actors.max_model_tokens={actors.max_model_tokens}; "
             f"raise the last to {config.prompt.max_prompt_tokens + actors.max_response_tokens}"
+        )
+
+
+def _check_store(config: Config) -> None:
+    if config.store.snapshot_window_s < MIN_SNAPSHOT_WINDOW_S:
+        raise ConfigError(
+            f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that the learner was just told to "
+            f"read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
         )
 
 

@@ -54,11 +54,11 @@ def from_yaml(text: str) -> Config:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """`key: old -> new` for every setting that differs, the run directory and the end of the run left out.
+    """`key: old -> new` for every setting that differs; where the run lies, its end and how long it keeps data are left out.
 
-    A run may be continued for more steps or from a moved directory; anything else would be another run.
+    A run may be continued for more steps, from a moved directory, or with less on disk; anything else would be another run.
     """
-    free = {"run_dir", "learner.steps"}
+    free = {"run_dir", "learner.steps", "store.snapshot_window_s", "store.keep_days", "store.keep_versions"}
     before, after = dict(flat(old)), dict(flat(new))
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in free and before.get(k) != after.get(k)]

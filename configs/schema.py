@@ -67,25 +67,60 @@ class ActorsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    estimator: str = "gigpo"  # "gigpo" or "grpo"
+    """How episodes become advantages; formulas and sources in gigpo/queries/."""
+
+    estimator: str = "gigpo"  # or grpo, rloo, dr_grpo, reinforce_pp, reinforce_pp_baseline, hgpo, graphgpo
     group_size: int = 8  # episodes per task, G
     gamma: float = 0.95  # discount per step, of the step returns
-    omega: float = 1.0  # weight of the step advantage
-    normalise: str = "mean_std"  # "mean_std" or "mean"
+    omega: float = 1.0  # weight of the step advantage, of gigpo and graphgpo
+    normalise: str = "mean_std"  # "mean_std", "mean" or "leave_one_out"; of gigpo, grpo, hgpo, graphgpo
     weighting: str = "steps"  # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3)
     invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
     penalty_is_signal: bool = True  # train on groups whose episodes differ in nothing but penalties (the authors do)
+    signal: str = "advantages"  # groups left out: all "advantages" are 0, or all "returns" are equal (DAPO)
+    anchor: str = "state"  # steps in the same state: same "state", same "suffix" of states, or "similar" texts
+    anchor_history: int = 3  # states in the longest suffix, of anchor "suffix" and of hgpo (its K + 1)
+    similarity: float = 0.9  # of anchor "similar": two texts' common subsequence as a fraction of them, at least
+    anchor_versions: str = "mixed"  # policy versions in one anchor group: all "mixed", or within a "window"
+    version_window: int = 1  # of anchor_versions "window": versions apart; 0 compares within one version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    policy: str = "ppo_clip"  # "ppo_clip" or "behaviour_cloning"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0
-    tis_cap: float = 2.0  # cap of the token-level importance weight
-    kl_coef: float = 0.0  # weight of the k3 KL to the base model; 0 keeps no reference model
+    """What an update minimises; formulas and sources in gigpo/losses.py, corrections.py, objective.py.
+
+    null is what the loss or correction was published with. A number for one that is not in use is refused.
+    """
+
+    policy: str = "ppo_clip"  # or gspo, cispo, dppo_tv, sapo, topr, reinforce, behaviour_cloning
+    # token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm, m2po; [] for none
+    corrections: list[str] | None = None  # null: [token_tis] for ppo_clip and reinforce, [] for the others
+    proximal: str = "none"  # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
+    # token_mean, sequence_mean_token_mean, sequence_mean_token_sum_norm (Dr.GRPO)
+    aggregation: str | None = None  # null: sequence_mean_token_mean for gspo and sapo, token_mean for the others
+    kl: str = "k3"  # estimator of the KL to the base model: "k2" or "k3"
+    kl_coef: float = 0.0  # its weight; 0 keeps no reference model
     entropy_coef: float = 0.0
+    clip_low: float | None = None  # ppo_clip 0.2, gspo 3e-4, cispo 1
+    clip_high: float | None = None  # ppo_clip 0.2, gspo 4e-4, cispo 4
+    dual_clip: float | None = None  # ppo_clip 3
+    delta_low: float | None = None  # dppo_tv 0.2, a difference of probabilities
+    delta_high: float | None = None  # dppo_tv 0.2
+    ratio_cap: float | None = None  # dppo_tv, no cap
+    quadratic_coef: float | None = None  # dppo_tv 1e-3
+    tau_positive: float | None = None  # sapo 1
+    tau_negative: float | None = None  # sapo 1.05
+    tis_cap: float | None = None  # token_tis and sequence_tis 2
+    icepop_low: float | None = None  # token_icepop 0.5
+    icepop_high: float | None = None  # token_icepop 5
+    sequence_low: float | None = None  # sequence_mask 0.5
+    sequence_high: float | None = None  # sequence_mask 2
+    geometric_low: float | None = None  # geometric_mask 0.999
+    geometric_high: float | None = None  # geometric_mask 1.001
+    k3_max: float | None = None  # k3_mask 0.01
+    opsm_delta: float | None = None  # opsm 1e-4
+    m2_max: float | None = None  # m2po 0.04
+    norm_tokens: float | None = None  # sequence_mean_token_sum_norm: actors.max_response_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +152,14 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig:
+    uri: str = ""  # where segments, exports and weights are, e.g. s3://bucket/prefix; empty: the run directory
+    snapshot_window_s: float = 900.0  # AS OF lsn reaches back this long; replaced files are kept so long
+    keep_days: float = 0.0  # trajectories consumed and older than this are removed; 0 keeps them for ever
+    keep_versions: int = 0  # the same for those of older policy versions than the newest so many; 0 keeps all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     run_dir: str = "runs/default"
     seed: int = 0
@@ -129,3 +172,4 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)

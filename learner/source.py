@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 from ray.actor import ActorHandle
 
-from gigpo import AdvantageSettings, compute_advantages
-from store import Batch, RunLayout, read_segment
+from gigpo import AdvantageSettings, compute_advantages, groups_without_signal, with_anchor_keys
+from store import Batch, RunLayout, read_segments
 
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 
@@ -46,12 +47,13 @@ def next_batch(
     if batch is None:
         return None
     started = time.perf_counter()
-    rows = read_groups(layout, batch)
+    rows = in_batch_order(read_segments(layout, batch.segments), batch)  # digests verified, each trajectory once
     read = time.perf_counter()
-    advantages = compute_advantages(rows, settings)
+    keyed = with_anchor_keys(rows, settings)
+    advantages = compute_advantages(keyed, settings)
     for name in ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size"):
         rows = rows.append_column(name, advantages[name])
-    silent = groups_without_signal(compute_advantages(rows, signal)) if signal else ()
+    silent = tuple(groups_without_signal(compute_advantages(keyed, signal))) if signal else ()
     tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
     success = pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(silent, rows.schema.field("group_uid").type))))
@@ -66,13 +68,16 @@ def next_batch(
     )
 
 
-def read_groups(layout: RunLayout, batch: Batch) -> pa.Table:
-    """The claimed trajectories' rows in the order of the batch, each trajectory once, digests verified."""
-    return pa.concat_tables([read_segment(layout, segment) for segment in batch.segments]).combine_chunks()
-
-
-def groups_without_signal(advantages: pa.Table) -> tuple[bytes, ...]:
-    """Groups in which every advantage is exactly 0: all episodes alike, nothing to learn."""
-    sizes = advantages.append_column("size", pc.abs(advantages["advantage"]))
-    sizes = sizes.group_by("group_uid").aggregate([("size", "max")])
-    return tuple(sizes.filter(pc.equal(sizes["size_max"], 0.0))["group_uid"].to_pylist())
+def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:
+    """The rows by group as claimed, member and step: the same batch is the same tensors, whatever files its rows are in now."""
+    claimed = pa.array([group.group_uid for group in batch.groups], rows.schema.field("group_uid").type)
+    keys = pa.table(
+        {
+            "group": pc.index_in(rows["group_uid"], value_set=claimed),
+            "member": rows["member"],
+            "step": rows["step_index"],
+        }
+    )
+    order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in keys.column_names])
+    in_order = np.array_equal(order.to_numpy(), np.arange(len(rows)))
+    return rows if in_order else rows.take(order).combine_chunks()

@@ -15,21 +15,29 @@ from store.catalog.records import (
     Counts,
     Evaluation,
     GroupRecord,
+    LiveSegment,
     RollBack,
     SuccessRate,
     VersionRecord,
 )
 from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError
+from store.exchange import live_files
 from store.hashing import state_hash, uid
 from store.layout import FORMAT_VERSION, RunInfo, RunLayout
 from store.logs import capture_output
 from store.reading.manifest import export
-from store.reading.query import open_reader, run_sql, write_open_sql
+from store.reading.query import write_open_sql
+from store.reading.reader import Reader, SqlTimeout
+from store.reading.reader import open_run as open
 from store.records import SEGMENT_SCHEMA, Step, Trajectory, from_table, to_table, uid_text
-from store.segments import SegmentMeta, TrajectoryMeta, read_segment, write_segment
+from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
+from store.transfer import local_directory, publish_directory
+from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
+from store.upkeep.maintainer import Maintainer, MaintainerSettings
 
 __all__ = [
+    "COMPACTION_POLICY",
     "FORMAT_VERSION",
     "SEGMENT_SCHEMA",
     "Batch",
@@ -37,17 +45,23 @@ __all__ = [
     "CheckpointRecord",
     "ClaimedGroup",
     "CommitResult",
+    "CompactionPolicy",
     "Counts",
     "DigestError",
     "Evaluation",
     "FencedError",
     "FormatError",
     "GroupRecord",
+    "LiveSegment",
     "LockedError",
+    "Maintainer",
+    "MaintainerSettings",
+    "Reader",
     "RollBack",
     "RunInfo",
     "RunLayout",
     "SegmentMeta",
+    "SqlTimeout",
     "Step",
     "StoreError",
     "SuccessRate",
@@ -58,10 +72,13 @@ __all__ = [
     "check_unowned",
     "export",
     "from_table",
+    "live_files",
+    "local_directory",
     "now_us",
-    "open_reader",
+    "open",
+    "publish_directory",
     "read_segment",
-    "run_sql",
+    "read_segments",
     "state_hash",
     "to_table",
     "uid",

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from store.clock import now_us
-from store.durable import READ_ONLY, write_once
+from store.durable import READ_ONLY, make_directory, write_once
 from store.errors import FormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
+from store.storage import LocalStorage, Storage, open_storage
 
-FORMAT_VERSION = 1  # of the run directory and of every file in it; raised when an older reader would misread it
+FORMAT_VERSION = 2  # of the run directory and of every file in it; raised when an older reader would misread it
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -27,6 +28,7 @@ class RunInfo:
     canonicaliser_version: int
     config_yaml: str  # the resolved configuration, as text
     created_us: int
+    storage_uri: str | None = None  # where segments, exports and weights are, if not in the run directory; see storage.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class RunLayout:
     info: RunInfo
 
     @classmethod
-    def create(cls, root: Path, *, config_yaml: str) -> RunLayout:
+    def create(cls, root: Path, *, config_yaml: str, storage_uri: str | None = None) -> RunLayout:
         """Make the directories and write run.json; StoreError if a run is already there."""
         root = root.absolute()
         info = RunInfo(
@@ -50,12 +52,16 @@ class RunLayout:
             canonicaliser_version=CANONICALISER_VERSION,
             config_yaml=config_yaml,
             created_us=now_us(),
+            storage_uri=storage_uri or None,
         )
         layout = cls(root=root, info=info)
         try:
-            for directory in (layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
-                directory.mkdir(parents=True, exist_ok=True)
-            write_once(layout.run_json, json.dumps(dataclasses.asdict(info), indent=1).encode(), mode=READ_ONLY)
+            for directory in (root, layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
+                make_directory(directory)
+            content = json.dumps(dataclasses.asdict(info), indent=1).encode()
+            if info.storage_uri is not None and not layout.run_json.exists():
+                layout._take_storage(content)
+            write_once(layout.run_json, content, mode=READ_ONLY)
         except FileExistsError as error:
             raise StoreError(f"{root} already holds a run; continue it, or choose another run directory") from error
         except OSError as error:
@@ -68,9 +74,9 @@ class RunLayout:
         return (root / "run.json").is_file()
 
     @classmethod
-    def open(cls, root: Path) -> RunLayout:
+    def open(cls, root: Path | str) -> RunLayout:
         """The run at `root`; FormatError if there is none or this code is too old for it."""
-        root = root.absolute()
+        root = Path(root).absolute()
         path = root / "run.json"
         try:
             content = json.loads(path.read_text())
@@ -88,6 +94,21 @@ class RunLayout:
             raise FormatError(f"{path} lacks a field ({error}); restore it from a backup") from error
         return cls(root=root, info=info)
 
+    def _take_storage(self, run_json: bytes) -> None:
+        if any(file.path != "run.json" for file in self.storage.files("")):  # alone: a start that did not get further
+            raise StoreError(f"{self.storage.locate('')} has files of another run; give each run a store.uri of its own")
+        self.storage.write("run.json", run_json)
+
+    @property
+    def storage(self) -> Storage:
+        """Where the immutable files are."""
+        return LocalStorage(self.root) if self.info.storage_uri is None else open_storage(self.info.storage_uri)
+
+    @property
+    def local(self) -> RunLayout:
+        """The run as its directory here shows it: all of it, or what `mirror` brought of a run whose storage is elsewhere."""
+        return dataclasses.replace(self, info=dataclasses.replace(self.info, storage_uri=None))
+
     @property
     def run_json(self) -> Path:
         return self.root / "run.json"
@@ -102,7 +123,8 @@ class RunLayout:
 
     @property
     def manifest(self) -> Path:
-        return self.root / "manifest.json"
+        """With a storage elsewhere: what was published there. `local.manifest` then names only what was brought here."""
+        return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
 
     @property
     def open_sql(self) -> Path:
@@ -123,6 +145,14 @@ class RunLayout:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def readers(self) -> Path:
+        return self.root / "readers"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
 
     @property
     def logs(self) -> Path:

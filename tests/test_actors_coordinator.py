@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 import configs
 from actors import Coordinator, Lease, free_groups, task_index
+from actors import coordinator as coordinator_module
+from actors.coordinator import maintainer_settings
 from configs import Config
-from store import RunLayout, Step, Trajectory, VersionRecord, open_reader, state_hash, write_open_sql, write_segment
+from store import RunLayout, Step, StoreError, Trajectory, VersionRecord, state_hash, write_open_sql, write_segment
+from store.reading.query import connect
 
 
 def make_config(run_dir: Path, *, max_staleness: int, groups_per_step: int = 2) -> Config:
@@ -136,7 +140,8 @@ def test_whatever_the_order_nothing_is_trained_on_beyond_the_bound(
             version += 1
         assert coordinator.catalog.counts().outstanding <= (max_staleness + 1) * 2
     coordinator.close()
-    assert open_reader(run).execute("SELECT count(*) FROM staleness_violations").fetchall() == [(0,)]
+    with connect(RunLayout.open(run)) as connection:
+        assert connection.sql("FROM staleness_violations").fetchall() == []
 
 
 def test_a_restart_hands_out_the_unfinished_groups_first_with_what_is_missing(tmp_path: Path) -> None:
@@ -169,6 +174,28 @@ def test_held_out_tasks_are_played_first_and_their_success_becomes_a_metric(tmp_
 def test_every_pass_plays_every_task_once_in_its_own_order(n_tasks: int, seed: int) -> None:
     passes = [[task_index(p * n_tasks + i, n_tasks, seed=seed) for i in range(n_tasks)] for p in range(2)]
     assert all(sorted(order) == list(range(n_tasks)) for order in passes)
+
+
+def test_a_heartbeat_says_that_the_maintainer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "MAINTENANCE_PAUSE_S", 0.001)
+    coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
+    coordinator.heartbeat("w", None)
+    monkeypatch.setattr(coordinator.catalog, "live_segments", None)  # whatever it may be
+    deadline = time.monotonic() + 30.0
+    while coordinator.maintainer._failure is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with pytest.raises(StoreError, match="maintainer of .* stopped: TypeError"):
+        coordinator.heartbeat("w", None)
+    with pytest.raises(StoreError, match="maintainer"):
+        coordinator.close()
+    make_coordinator(tmp_path / "run", max_staleness=0).close()  # it had been given back
+
+
+def test_a_limit_of_0_keeps_for_ever() -> None:
+    kept = maintainer_settings(configs.StoreConfig())
+    assert (kept.snapshot_window_s, kept.keep_days, kept.keep_versions) == (900.0, None, None)
+    limited = maintainer_settings(configs.StoreConfig(keep_days=2.5, keep_versions=3))
+    assert (limited.keep_days, limited.keep_versions) == (2.5, 3)
 
 
 def test_free_groups_is_the_formula() -> None:

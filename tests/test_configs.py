@@ -51,9 +51,14 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("model.dtype=bfloat16", ["zero_stage=1"]),
         ("learner=3", ["'learner' is a section"]),
         ("actors.cpu_cores=foo", ["actors.cpu_cores='foo'", "0,2-3"]),
-        ("loss.dual_clip=0.5", ["loss.dual_clip=0.5", "above 1"]),
+        ("loss.policy=gsp", ["loss.policy='gsp'", "did you mean 'gspo'"]),
+        ("loss.corrections=[token_tiss]", ["loss.corrections has 'token_tiss'", "did you mean 'token_tis'"]),
+        ("loss.k3_max=-1", ["loss.k3_max=-1", "above 0"]),
+        ("loss.proximal=recomputed", ["learner.updates_per_step=1", "loss.policy=reinforce"]),
         ("model.tiny.heads=3", ["model.tiny.heads=3", "32, 64 or 128"]),
         ("prompt.template=thnk", ["thnk", "'think'"]),
+        ("store.keep_days=-1", ["store.keep_days=-1", "for ever"]),
+        ("store.snapshot_window_s=5", ["store.snapshot_window_s=5", "60"]),
         ("learner.learning_rate=nan", ["learner.learning_rate=nan"]),
         ("nonsense", ["'nonsense'", "key=value"]),
     ],
@@ -80,7 +85,9 @@ def test_a_missing_file_lists_what_is_there(tmp_path: Path) -> None:
 
 def test_differences_ignore_where_a_run_lies_and_how_long_it_goes_on(empty: Path) -> None:
     config = configs.load(empty)
-    assert configs.differences(config, configs.load(empty, ["run_dir=elsewhere", "learner.steps=500"])) == []
+    assert (
+        configs.differences(config, configs.load(empty, ["run_dir=elsewhere", "learner.steps=500", "store.keep_days=3"])) == []
+    )
     assert configs.differences(config, configs.load(empty, ["algorithm.omega=0.5"])) == ["algorithm.omega: 1.0 -> 0.5"]
 
 

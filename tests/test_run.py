@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,12 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
+import store
 from configs import Config
 from learner.batch import micro_batches
 from learner.engine import Engine
-from store import open_reader
+from store import RunLayout
+from store.reading.query import connect
 
 pytestmark = pytest.mark.run
 
@@ -36,6 +38,7 @@ learner: {steps: 6, groups_per_step: 4, learning_rate: 1.0e-3, checkpoint_every:
 evaluation: {every: 3, final_episodes_per_task: 1}
 """
 START_TIMEOUT_S = 240.0
+DOCUMENTED_QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "sql.md").read_text(), re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,8 @@ def mapped_files() -> str:
 
 
 def rows(run: Path, sql: str) -> list[tuple]:
-    return open_reader(run).execute(sql).fetchall()
+    with connect(RunLayout.open(run)) as connection:
+        return connection.sql(sql).fetchall()
 
 
 def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -126,6 +130,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Leftov
 
 
 @pytest.fixture(scope="module")
+def reader(finished: tuple[Finished, Leftovers, Leftovers]) -> Iterator[store.Reader]:
+    with store.open(finished[0].run) as reader:
+        yield reader
+
+
+@pytest.fixture(scope="module")
 def base(finished: tuple[Finished, Leftovers, Leftovers]) -> str:
     return f"model.path={finished[0].run / 'base' / 'policy'}"
 
@@ -154,6 +164,24 @@ def test_nothing_was_too_stale_and_no_task_is_in_both_splits(finished: tuple[Fin
     assert rows(run, "SELECT count(*) FROM lineage") == [(24,)]  # 6 learner steps of 4 groups
 
 
+@pytest.mark.parametrize("query", DOCUMENTED_QUERIES, ids=range(len(DOCUMENTED_QUERIES)))
+def test_a_documented_query_runs(finished: tuple[Finished, Leftovers, Leftovers], reader: store.Reader, query: str) -> None:
+    answer = reader.sql(query)
+    # Some tasks are always solved in the end, no state is met often enough in so few episodes, nothing was rolled back.
+    may_be_empty = any(word in query for word in ("HAVING", "rolled back"))
+    assert answer.num_columns > 0 and (answer.num_rows > 0 or may_be_empty), query
+
+
+def test_enough_questions_are_documented() -> None:
+    assert len(DOCUMENTED_QUERIES) >= 15
+
+
+def test_fsck_finds_nothing_in_a_finished_run(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    command = [sys.executable, "-m", "store", "fsck", str(finished[0].run)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
 def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
     run = finished[0].run
     found = rows(
@@ -172,14 +200,13 @@ def test_engine_and_learner_give_a_token_the_same_log_probability(finished: tupl
     """Behaviour log-probabilities as recorded by vLLM, against the learner's forward pass on the same published weights."""
     run = finished[0].run
     kept = {int(path.name.removeprefix("v")) for path in (run / "weights").iterdir()}
-    table = (
-        open_reader(run)
-        .sql(
-            f"""SELECT prompt_ids, response_ids, response_logprobs, 0.0::DOUBLE AS advantage, version_min FROM steps
+    with connect(RunLayout.open(run)) as connection:
+        table = connection.sql(
+            f"""SELECT prompt_ids, response_ids, response_logprobs, version_min,
+                0.0::DOUBLE AS advantage, 0::BIGINT AS staleness
+            FROM steps
             WHERE split = 'train' AND version_min = version_max AND version_min IN {tuple(kept)}"""
-        )
-        .to_arrow_table()
-    )
+        ).to_arrow_table()
     version = table["version_min"][0].as_py()
     of_version = table.filter(pc.equal(table["version_min"], version))
     config = Config()

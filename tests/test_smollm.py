@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from store import open_reader
+import store
 
 pytestmark = [pytest.mark.slow, pytest.mark.run]
 
@@ -66,8 +66,8 @@ def test_one_learner_step_of_a_pretrained_model(model_path: Path, tmp_path: Path
         timeout=1500,
     )
     assert done.returncode == 0, done.stdout
-    reader = open_reader(run)
-    assert reader.execute("SELECT count(*) FROM lineage WHERE batch_state = 'trained'").fetchall() == [(1,)]
-    assert reader.execute("SELECT count(*) > 0 FROM steps WHERE len(response_ids) > 0").fetchall() == [(True,)]
-    digests = reader.execute("SELECT count(DISTINCT digest) FROM versions").fetchall()
-    assert digests == [(2,)]  # the learner step changed the weights
+    with store.open(run) as reader:
+        assert reader.sql("SELECT count(*) AS n FROM lineage WHERE batch_state = 'trained'").to_pylist() == [{"n": 1}]
+        assert reader.sql("SELECT count(*) AS n FROM steps WHERE len(response_ids) > 0").to_pylist()[0]["n"] > 0
+        digests = reader.sql("SELECT count(DISTINCT digest) AS n FROM versions").to_pylist()
+    assert digests == [{"n": 2}]  # the learner step changed the weights

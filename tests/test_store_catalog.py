@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from store import Catalog, FencedError, LockedError, RunLayout, StoreError, read_segment, write_segment
 from tests.store_samples import make_trajectory, open_train_group, play
@@ -142,109 +137,3 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
         assert done.complete and (done.n_won, done.n_trajectories) == (2, 2)
         assert catalog.heldout_success(purpose_version=8).rate is None
         assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None  # held-out ones are never claimed
-
-
-GROUP_SIZE = 2
-
-
-class CatalogMachine(RuleBasedStateMachine):
-    """The catalog against a dict: state of each group, members committed, batches by learner step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.root = Path(tempfile.mkdtemp())
-        self.layout = RunLayout.create(self.root / "run", config_yaml="a: 1\n")
-        self.catalog = Catalog.open(self.layout)
-        self.state: dict[int, str] = {}
-        self.members: dict[int, set[int]] = {}
-        self.version: dict[int, int] = {}
-        self.claimed: dict[int, list[int]] = {}
-        self.settled: dict[int, list[int]] = {}
-        self.segments: list = []
-
-    def teardown(self) -> None:
-        self.catalog.close()
-        shutil.rmtree(self.root)
-
-    @rule()
-    def open_one(self) -> None:
-        ordinal = open_train_group(self.catalog, None, size=GROUP_SIZE).ordinal
-        assert ordinal == len(self.state)
-        self.state[ordinal], self.members[ordinal] = "open", set()
-
-    @rule(pick=st.integers(0, 99), members=st.sets(st.integers(0, GROUP_SIZE - 1), min_size=1), age=st.integers(0, 2))
-    def write_and_commit(self, pick: int, members: set[int], age: int) -> None:
-        if not self.state:
-            return
-        ordinal = pick % len(self.state)
-        group = open_train_group(self.catalog, ordinal, size=GROUP_SIZE)
-        trajectories = [make_trajectory(group, member, version=5 - age, n_steps=1) for member in sorted(members)]
-        segment = write_segment(self.layout, trajectories, worker="w", epoch=self.catalog.epoch)
-        new = members - self.members[ordinal]
-        assert set(self.catalog.commit(segment, epoch=self.catalog.epoch).new) >= {group.traj_uids[m] for m in new}
-        self.segments.append((segment, self.catalog.epoch))
-        self.members[ordinal] |= members
-        if new:
-            self.version[ordinal] = min(self.version.get(ordinal, 9), 5 - age)
-        if self.state[ordinal] == "open" and len(self.members[ordinal]) == GROUP_SIZE:
-            self.state[ordinal] = "complete"
-
-    @rule(pick=st.integers(0, 99))
-    def retry(self, pick: int) -> None:
-        if self.segments:
-            segment, epoch = self.segments[pick % len(self.segments)]
-            if epoch == self.catalog.epoch:
-                self.catalog.commit(segment, epoch=epoch)
-            else:
-                with pytest.raises(FencedError):
-                    self.catalog.commit(segment, epoch=epoch)
-
-    @rule(n_groups=st.integers(1, 2), current_version=st.integers(4, 6))
-    def claim(self, n_groups: int, current_version: int) -> None:
-        batch = self.catalog.claim(n_groups=n_groups, current_version=current_version, max_staleness=1)
-        for ordinal, state in self.state.items():
-            if state == "complete" and self.version[ordinal] < current_version - 1:
-                self.state[ordinal] = "stale"
-        ready = sorted((self.version[o], o) for o, state in self.state.items() if state == "complete")
-        if len(ready) < n_groups:
-            assert batch is None
-            return
-        expected = [ordinal for _, ordinal in ready[:n_groups]]
-        assert batch is not None and [group.ordinal for group in batch.groups] == expected
-        listed = sorted(t.traj_uid for segment in batch.segments for t in segment.trajectories)
-        assert len(listed) == len(set(listed)) == n_groups * GROUP_SIZE
-        self.claimed[batch.batch_id] = expected
-        self.state.update(dict.fromkeys(expected, "claimed"))
-
-    @rule()
-    def settle(self) -> None:
-        if self.claimed:
-            batch_id = min(self.claimed)
-            step = max(self.settled, default=0) + 1
-            self.catalog.settle(batch_id, learner_step=step, no_signal=(), version_in=5)
-            self.settled[step] = self.claimed.pop(batch_id)
-            self.state.update(dict.fromkeys(self.settled[step], "trained"))
-
-    @rule()
-    def crash(self) -> None:
-        self.catalog.close()
-        self.catalog = Catalog.open(self.layout)
-
-    @rule(back=st.integers(0, 2))
-    def roll_back(self, back: int) -> None:
-        step = max(0, max(self.settled, default=0) - back)
-        self.catalog.roll_back(step)
-        gone = [*self.claimed.values(), *(groups for s, groups in self.settled.items() if s > step)]
-        self.state.update({ordinal: "complete" for groups in gone for ordinal in groups})
-        self.claimed, self.settled = {}, {s: groups for s, groups in self.settled.items() if s <= step}
-
-    @invariant()
-    def agrees(self) -> None:
-        counts = self.catalog.counts()
-        for name in ("open", "complete", "claimed", "trained", "stale"):
-            assert getattr(counts, name) == list(self.state.values()).count(name), name
-        assert counts.trajectories == counts.steps == sum(map(len, self.members.values()))
-
-
-TestCatalogMachine = CatalogMachine.TestCase
-TestCatalogMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 
 from store import (
@@ -22,12 +24,12 @@ from store import (
     StoreError,
     check_unowned,
     export,
-    open_reader,
-    run_sql,
     write_open_sql,
     write_segment,
 )
 from store.__main__ import main
+from store.reading.query import connect
+from store.reading.reader import open_run
 from tests.store_samples import make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -72,7 +74,7 @@ def full(layout: RunLayout) -> RunLayout:
 
 
 def query(layout: RunLayout, sql: str) -> list[tuple]:
-    with open_reader(layout.root) as connection:
+    with connect(layout) as connection:
         return connection.sql(sql).fetchall()
 
 
@@ -149,16 +151,9 @@ def test_generation_overlap_is_the_covered_part_of_the_training_time(full: RunLa
     assert query(full, "SELECT learner_step, fraction FROM generation_overlap") == [(1, 0.0)]
 
 
-@pytest.mark.parametrize("statement", ["COPY (SELECT 1) TO '/tmp/stolen.csv'", "ATTACH '/tmp/stolen.db'", "FROM '/etc/passwd'"])
-def test_a_reader_cannot_leave_the_run(full: RunLayout, statement: str) -> None:
-    with open_reader(full.root) as connection, pytest.raises(duckdb.Error):
-        connection.execute(statement).fetchall()
-    assert not Path("/tmp/stolen.csv").exists() and not Path("/tmp/stolen.db").exists()
-
-
 def test_a_reader_of_nothing_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="not a run directory"):
-        open_reader(tmp_path)
+        open_run(tmp_path)
 
 
 def test_the_command_line_answers_and_errs_in_one_line(full: RunLayout) -> None:
@@ -200,7 +195,7 @@ def test_a_live_reader_sees_every_trajectory_whole_and_never_less(writer: subpro
     deadline = time.monotonic() + 3.0
     sql = """SELECT count(*), count(*) FILTER (n_steps <> 3), (SELECT sum(n_members)::BIGINT FROM groups) FROM trajectories"""
     while time.monotonic() < deadline:
-        with open_reader(tmp_path / "run") as connection:
+        with connect(RunLayout.open(tmp_path / "run")) as connection:
             trajectories, torn, in_groups = connection.sql(sql).fetchall()[0]
         assert torn == 0
         assert trajectories == in_groups  # segments and exported tables are of one moment
@@ -235,24 +230,71 @@ def test_nothing_acknowledged_is_lost_and_nothing_doubled_by_kill_9(tmp_path: Pa
     assert query(layout, "SELECT count(*) FROM steps") == [(counts.steps,)]
 
 
+ODD = "SELECT [1, 2] AS ids, 'nan'::DOUBLE AS bad, 3::HUGEINT AS n, MAP {'a': [1.5]} AS m, 'x'::BLOB AS b, NULL AS no"
+
+
 @pytest.mark.parametrize(
-    "sql", ["COPY (SELECT 1) TO '{run}/manifest.json'", "SELECT 1; SELECT 2", "DROP VIEW steps", "CREATE TABLE t AS SELECT 1"]
+    ("form", "expected"),
+    [
+        ("csv", 'ids,bad,n,m,b,no\r\n"[1, 2]",nan,3,"{""a"": [1.5]}",78,\r\n'),
+        ("json", '{"ids": [1, 2], "bad": null, "n": 3, "m": {"a": [1.5]}, "b": "78", "no": null}\n'),
+    ],
 )
-def test_what_is_no_single_query_is_refused_and_changes_nothing(layout: RunLayout, sql: str) -> None:
-    write_open_sql(layout, macros=[], max_staleness=0)
-    before = layout.manifest.read_bytes()
-    with pytest.raises(StoreError, match="ask one query that only reads"):
-        run_sql(layout.root, sql.format(run=str(layout.root).replace("'", "''")))
-    assert layout.manifest.read_bytes() == before
+def test_nested_columns_and_odd_values_are_printed(
+    layout: RunLayout, form: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sql", str(layout.root), ODD, "--format", form]) == 0
+    assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("form", ["csv", "json"])
-def test_nested_columns_and_odd_numbers_are_printed(layout: RunLayout, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_open_sql(layout, macros=[], max_staleness=0)
-    assert main(["sql", str(layout.root), "SELECT [1, 2] AS ids, 'nan'::DOUBLE AS bad, 3::HUGEINT AS n", "--format", form]) == 0
-    printed = capsys.readouterr().out
-    expected = {"csv": 'ids,bad,n\r\n"[1, 2]",nan,3\r\n', "json": '{"ids": [1, 2], "bad": null, "n": 3}\n'}
-    assert printed == expected[form]
+def test_a_table_says_when_it_is_not_all(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, n_rows, said in (
+        (["FROM range(100)"], 100, ""),
+        (["FROM range(101)"], 100, "only the first 100 rows; --limit shows more\n"),
+        (["FROM range(7)", "--limit", "2", "--format", "csv"], 2, "only the first 2 rows; --limit shows more\n"),
+    ):
+        assert main(["sql", str(layout.root), *arguments]) == 0
+        printed = capsys.readouterr()
+        assert sum(line.strip(" │").isdigit() for line in printed.out.splitlines()) == n_rows
+        assert printed.err == said
+
+
+def test_a_result_goes_to_a_new_file_outside_the_run(
+    full: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "steps.parquet"
+    monkeypatch.setattr("sys.stdin", io.StringIO("FROM steps"))
+    arguments = ["sql", str(full.root), "--format", "parquet", "-"]
+    assert main([*arguments, "--output", str(out)]) == 0
+    written = pq.read_table(out)
+    assert written.num_rows == 12 and "prompt_ids" in written.column_names
+    (tmp_path / "link.parquet").symlink_to(full.root / "new.parquet")
+    for output, named in (
+        (out, "exists"),
+        (full.root / "new.parquet", "inside the run"),
+        (tmp_path / "link.parquet", "inside the run"),
+        (full.root / "export" / ".." / "manifest.json", "inside the run"),
+        (tmp_path / "no" / "such" / "directory", "cannot be written"),
+        (None, "--output"),
+    ):
+        assert main([*arguments[:-1], "SELECT 1", *(["--output", str(output)] if output is not None else [])]) == 2
+        assert named in capsys.readouterr().err
+    assert pq.read_table(out).num_rows == 12 and not (full.root / "new.parquet").exists()
+    assert main([*arguments[:-1], "SELECT INTERVAL 1 MONTH", "--output", str(tmp_path / "i.parquet")]) == 2
+    assert not (tmp_path / "i.parquet").exists()  # nothing half-written
+
+
+def test_an_earlier_moment_is_asked_by_its_lsn(full: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_run(full.root) as reader:
+        now = reader.lsn
+    assert now is not None
+    sql = "SELECT count(*) AS n FROM lineage WHERE batch_state = 'trained'"
+    counts = []
+    for lsn in range(1, now + 1, max(1, now // 3)):
+        assert main(["sql", str(full.root), sql, "--format", "csv", "--as-of", str(lsn)]) == 0
+        counts.append(int(capsys.readouterr().out.split()[1]))
+    assert counts == sorted(counts) and counts[0] == 0
+    assert main(["sql", str(full.root), sql, "--as-of", str(now + 1_000)]) == 2
 
 
 def test_a_run_that_somebody_writes_is_named_before_anything_starts(layout: RunLayout) -> None:

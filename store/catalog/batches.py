@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from store.catalog.database import Transaction
+from store.catalog.files import segment_meta
 from store.catalog.records import Batch, ClaimedGroup, RollBack
+from store.catalog.sums import reopen
 from store.errors import StoreError
 from store.records import uid_text
-from store.segments import SegmentMeta, TrajectoryMeta
+from store.segments import SegmentMeta
 
 COMPONENT = "catalog"
 
@@ -43,7 +45,7 @@ def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness
             batch_id=batch_id,
             group_uid=row["group_uid"],
         )
-        _set_state(tx, row["group_uid"], state="claimed", reason=None)
+        _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
     return Batch(
         batch_id=batch_id,
@@ -86,7 +88,7 @@ def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Coll
     without_signal = set(no_signal)
     for group_uid in groups:
         outcome = "no_signal" if group_uid in without_signal else "trained"
-        reason = f"no advantage differs from 0 (learner step {learner_step})" if outcome == "no_signal" else None
+        reason = f"learner step {learner_step}" + (": no advantage differs from 0" if outcome == "no_signal" else "")
         tx.run(
             "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = :group_uid",
             outcome=outcome,
@@ -110,15 +112,8 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
             step=learner_step,
         )
     ]
-    n_groups = 0
-    for batch_id in batches:
-        n_groups += tx.run(
-            """UPDATE grp SET state = 'complete', reason = NULL
-               WHERE group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
-            batch_id=batch_id,
-        )
-        tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
-        tx.run("UPDATE batch SET state = 'rolled_back' WHERE batch_id = :batch_id", batch_id=batch_id)
+    why = f"rolled back to learner step {learner_step}"
+    n_groups = sum(release(tx, batch_id, why=why) for batch_id in batches)
     n_checkpoints = tx.run("UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
     n_metrics = tx.run("UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
     # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
@@ -134,6 +129,34 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
     return RollBack(batches=len(batches), groups=n_groups, checkpoints=n_checkpoints)
+
+
+def release(tx: Transaction, batch_id: int, *, why: str) -> int:
+    """Make the groups of one batch available again; how many. The batch and its rows stay in the ledgers.
+
+    A group that lost trajectories since (fsck) is to be played again first: half of it cannot be trained on.
+    """
+    halves = tx.rows(
+        """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
+           WHERE batch_id = :batch_id AND live = 1 AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory)""",
+        batch_id=batch_id,
+    )
+    n_groups = tx.run(
+        """UPDATE grp SET state = 'complete', reason = 'batch ' || :batch_id || ' was ' || :why
+           WHERE group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
+        batch_id=batch_id,
+        why=why,
+    )
+    tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
+    tx.run(
+        "UPDATE batch SET state = 'rolled_back', rolled_back_lsn = :lsn WHERE batch_id = :batch_id",
+        lsn=tx.lsn,
+        batch_id=batch_id,
+    )
+    for row in halves:
+        reopen(tx, row["group_uid"], reason=f"batch {batch_id} was {why}, and trajectories of it were lost")
+    tx.touch("groups", "lineage")
+    return n_groups
 
 
 def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> None:
@@ -152,7 +175,7 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
         tx.touch("groups")
 
 
-def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str | None) -> None:
+def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
     tx.run(
         "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid",
         state=state,
@@ -171,17 +194,4 @@ def _segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...
     of_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         of_segment.setdefault(row["segment_id"], []).append(dict(row))
-    return tuple(_segment_meta(rows_of_one) for rows_of_one in of_segment.values())
-
-
-def _segment_meta(rows: Sequence[dict[str, Any]]) -> SegmentMeta:
-    names = TrajectoryMeta.__slots__
-    return SegmentMeta(
-        segment_id=rows[0]["segment_id"],
-        path=rows[0]["path"],
-        digest=rows[0]["digest"],
-        n_steps=rows[0]["file_steps"],
-        n_bytes=rows[0]["n_bytes"],
-        worker=rows[0]["worker"],
-        trajectories=tuple(TrajectoryMeta(**{**{name: row[name] for name in names}, "won": bool(row["won"])}) for row in rows),
-    )
+    return tuple(segment_meta({**rows[0], "n_steps": rows[0]["file_steps"]}, rows) for rows in of_segment.values())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 
-from store.catalog import batches, groups, ledger
+from store.catalog import batches, files, groups, imports, ledger, repairs, sums
 from store.catalog.database import Database
+from store.catalog.imports import ImportedGroup
 from store.catalog.records import (
     Batch,
     CheckpointRecord,
@@ -14,12 +15,15 @@ from store.catalog.records import (
     Counts,
     Evaluation,
     GroupRecord,
+    LiveSegment,
     RollBack,
+    SetAside,
     SuccessRate,
     VersionRecord,
 )
+from store.catalog.snapshot import Part, Snapshot, take_snapshot
 from store.layout import RunLayout
-from store.reading.exports import Snapshot, take_snapshot
+from store.records import uid_text
 from store.segments import SegmentMeta
 
 
@@ -79,16 +83,7 @@ class Catalog:
         What is there of the round already stays: asking again with more episodes adds the missing ones.
         """
         with self._database.transaction() as tx:
-            for number, task_id in enumerate(task_ids):
-                for episode in range(episodes_per_task):
-                    groups.open_group(
-                        tx,
-                        ordinal=episode * len(task_ids) + number,
-                        task_id=task_id,
-                        split=groups.HELDOUT,
-                        size=1,
-                        purpose_version=version,
-                    )
+            groups.open_round(tx, task_ids, episodes_per_task=episodes_per_task, version=version)
 
     def next_ordinal(self, split: str, *, purpose_version: int | None = None) -> int:
         """The ordinal the next group of the split (and evaluation round) gets; how a restart finds its place."""
@@ -112,6 +107,16 @@ class Catalog:
         """Make a written segment count. A retry changes nothing; a stale epoch raises FencedError."""
         with self._database.transaction() as tx:
             return groups.commit(tx, segment=segment, epoch=epoch)
+
+    def known_trajectories(self, traj_uids: Collection[bytes]) -> frozenset[bytes]:
+        """Those of them that the run has or had."""
+        with self._database.transaction() as tx:
+            return imports.known_trajectories(tx, traj_uids)
+
+    def import_groups(self, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str) -> None:
+        """Make a segment of another run's trajectories, or of lost ones of this run, count. See catalog/imports.py."""
+        with self._database.transaction() as tx:
+            imports.import_groups(tx, segment=segment, groups=groups, source=source)
 
     # Batches: complete → claimed → trained or no_signal; stale on the way.
 
@@ -155,6 +160,11 @@ class Catalog:
         """Where a restart begins."""
         with self._database.transaction() as tx:
             return ledger.latest_checkpoint(tx)
+
+    def live_checkpoints(self) -> tuple[CheckpointRecord, ...]:
+        """Every checkpoint that no roll-back went behind; its directory may have been removed since."""
+        with self._database.transaction() as tx:
+            return ledger.live_checkpoints(tx)
 
     def record_metrics(self, *, learner_step: int, policy_version: int, values: Mapping[str, float]) -> None:
         """Figures of a learner step, by name, for the metrics view."""
@@ -203,7 +213,84 @@ class Catalog:
         with self._database.transaction() as tx:
             return ledger.learner_step(tx)
 
-    def snapshot(self, known: Mapping[str, int]) -> Snapshot:
-        """What outside readers may see, as of one moment; tables that did not change since `known` are left out."""
+    def snapshot(self, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
+        """What outside readers may see, as of one moment; of the tables only what `known` parts do not have."""
         with self._database.transaction() as tx:
             return take_snapshot(tx, known=known)
+
+    # Files: live → retired → removed.
+
+    def live_segments(self) -> tuple[LiveSegment, ...]:
+        """The files that readers see, oldest first."""
+        with self._database.transaction() as tx:
+            return files.live_segments(tx)
+
+    def segment_metas(self, segment_ids: Sequence[str]) -> tuple[SegmentMeta, ...]:
+        """What `read_segment` needs to read all rows of these files that count."""
+        with self._database.transaction() as tx:
+            return files.segment_metas(tx, segment_ids)
+
+    def replace_segments(self, *, old: Collection[str], new: SegmentMeta, level: int) -> None:
+        """Compaction: the rows of `old` are read from `new` from now on."""
+        with self._database.transaction() as tx:
+            files.replace_segments(tx, old=old, new=new, level=level)
+
+    def expirable(
+        self, *, completed_before_us: int | None, below_version: int | None, oldest_checkpoint: int
+    ) -> tuple[str, ...]:
+        """Files that retention may take: nothing in them is younger, unconsumed, or trained on after that learner step."""
+        with self._database.transaction() as tx:
+            return files.expirable(
+                tx,
+                completed_before_us=completed_before_us,
+                below_version=below_version,
+                oldest_checkpoint=oldest_checkpoint,
+            )
+
+    def expire(self, segment_ids: Collection[str]) -> None:
+        """Retention: readers no longer see these files. The catalog keeps what it knows of their groups."""
+        with self._database.transaction() as tx:
+            files.retire(tx, segment_ids, why="expired")
+
+    def removable(self, *, retired_before_us: int, pinned_lsn: int | None) -> dict[str, str]:
+        """Segment id → path of retired files that no snapshot in the window and no reader needs."""
+        with self._database.transaction() as tx:
+            return files.removable(tx, retired_before_us=retired_before_us, pinned_lsn=pinned_lsn)
+
+    def mark_removed(self, segment_ids: Collection[str]) -> None:
+        """To be called before the files are removed: a crash in between leaves orphans, never promises."""
+        with self._database.transaction() as tx:
+            files.mark_removed(tx, segment_ids)
+
+    def known_paths(self) -> frozenset[str]:
+        """Files that are committed and not removed; others beneath segments/ are orphans."""
+        with self._database.transaction() as tx:
+            return files.known_paths(tx)
+
+    # Repairs, for upkeep/repair.py.
+
+    def retired_files(self) -> Mapping[str, frozenset[bytes]]:
+        """Path → rows that never counted, of files that compaction replaced and nobody removed yet."""
+        with self._database.transaction() as tx:
+            return repairs.retired_files(tx)
+
+    def set_aside(self, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
+        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is read from there."""
+        with self._database.transaction() as tx:
+            return repairs.set_aside(tx, path=path, why=why, rescued=rescued)
+
+    def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
+        """Of these trajectories, those a live file holds and that are not counted from it are no longer seen."""
+        with self._database.transaction() as tx:
+            return repairs.exclude(tx, path=path, traj_uids=traj_uids)
+
+    def recompute(self, group_uid: bytes) -> None:
+        """Set a group's figures to those of its trajectories."""
+        with self._database.transaction() as tx:
+            sums.recompute(tx, group_uid)
+            tx.log(component=repairs.COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")
+
+    def log(self, *, component: str, what: str, detail: str) -> None:
+        """One more line in the events view."""
+        with self._database.transaction() as tx:
+            tx.log(component=component, what=what, detail=detail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sqlite3
 import threading
@@ -11,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from store.catalog.migrate import migrate
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError
 from store.layout import FORMAT_VERSION, RunLayout
 
-_SCHEMA = Path(__file__).with_name("schema.sql")
+SCHEMA = Path(__file__).with_name("schema.sql")
 _LOCK_MODE = 0o644
 _OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 
@@ -74,10 +76,14 @@ class Database:
         self._path = layout.catalog
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
-        self._lock_fd = _take_lock(layout.catalog_lock)
+        self._lock_fd = take_lock(layout.catalog_lock)
         try:
+            _check_not_lost(layout)
             self._connection = _connect(layout)
-            self.epoch = self._take_over()
+            self.epoch = self._take_over(shown_lsn=_shown_lsn(layout))
+        except sqlite3.OperationalError as error:
+            os.close(self._lock_fd)
+            raise _no_room(self._path, error) from error
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -123,16 +129,21 @@ class Database:
                 [(name, transaction.lsn) for name in sorted(transaction.touched)],
             )
 
-    def _take_over(self) -> int:
+    def _take_over(self, *, shown_lsn: int) -> int:
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute(
             "INSERT OR IGNORE INTO meta (id, run_id, format_version, epoch, lsn) VALUES (1, ?, ?, 0, 0)",
             (self._run_id, FORMAT_VERSION),
         )
-        meta = self._connection.execute("SELECT run_id, epoch FROM meta").fetchone()
+        meta = self._connection.execute("SELECT run_id, epoch, lsn FROM meta").fetchone()
         if meta["run_id"] != self._run_id:
             raise FormatError(
                 f"{self._path} belongs to run {meta['run_id']}, run.json says {self._run_id}; put the right catalog back"
+            )
+        if meta["lsn"] < shown_lsn:  # going on would lose what was committed since: its files would pass for orphans
+            raise FormatError(
+                f"{self._path} is at lsn {meta['lsn']}, but readers were already shown {shown_lsn}: it is an older copy; "
+                f"put the newest back, or: python -m store rebuild --force {self._path.parent}"
             )
         self._connection.execute("UPDATE meta SET epoch = epoch + 1")
         self._connection.execute("UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker NOT NULL")
@@ -140,26 +151,56 @@ class Database:
         return int(meta["epoch"]) + 1
 
 
+def _shown_lsn(layout: RunLayout) -> int:
+    """That of the manifest, which is written after the commits it shows; 0 without a readable one."""
+    try:
+        return int(json.loads(layout.manifest.read_text())["lsn"])
+    except (OSError, ValueError, KeyError, TypeError):  # export and fsck say what is wrong with it
+        return 0
+
+
 def _connect(layout: RunLayout) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(layout.catalog, isolation_level=None, timeout=_OTHER_OWNER_WAIT_S, check_same_thread=False)
         connection.row_factory = sqlite3.Row
+        connection.create_function("now_us", 0, lambda: now_us())  # the ledger's triggers ask for it
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
+        migrate(connection, path=layout.catalog)
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.executescript(_SCHEMA.read_text())
+        connection.executescript(SCHEMA.read_text())
+    except sqlite3.OperationalError as error:
+        raise _no_room(layout.catalog, error) from error
     except sqlite3.Error as error:
-        raise FormatError(f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup") from error
+        raise FormatError(
+            f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup, "
+            f"or python -m store rebuild {layout.root}"
+        ) from error
     return connection
+
+
+def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
+    return StoreError(f"catalog {path}: {error}; it was not changed. Check free space and permissions, then retry")
+
+
+def _check_not_lost(layout: RunLayout) -> None:
+    """A new catalog is for a new run: in another one all segments would be orphans, and be swept."""
+    if layout.catalog.is_file() and layout.catalog.stat().st_size > 0:
+        return
+    if next(iter(layout.storage.files(layout.relative(layout.segments))), None) is not None:
+        raise StoreError(
+            f"{layout.catalog} is missing or empty, and the run has segments; put it back, "
+            f"or python -m store rebuild {layout.root}"
+        )
 
 
 def check_unowned(layout: RunLayout) -> None:
     """Raises LockedError, naming the process, if a live one owns the catalog; takes nothing."""
     if layout.catalog_lock.exists():
-        os.close(_take_lock(layout.catalog_lock))
+        os.close(take_lock(layout.catalog_lock))
 
 
-def _take_lock(path: Path) -> int:
+def take_lock(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _LOCK_MODE)
     except OSError as error:

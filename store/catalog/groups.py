@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 
 from store.catalog.database import Transaction
+from store.catalog.files import insert_segment
 from store.catalog.records import CommitResult, Counts, Evaluation, GroupRecord, SuccessRate
+from store.catalog.sums import recompute
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
 from store.hashing import uid
@@ -51,6 +54,13 @@ def open_group(
         group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
         assert group is not None
     return _record(tx, group)
+
+
+def open_round(tx: Transaction, task_ids: Sequence[str], *, episodes_per_task: int, version: int) -> None:
+    """Every held-out task, `episodes_per_task` groups of one episode each; what is there already stays."""
+    for ordinal in range(episodes_per_task * len(task_ids)):
+        task_id = task_ids[ordinal % len(task_ids)]
+        open_group(tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, purpose_version=version)
 
 
 def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) -> int:
@@ -106,9 +116,9 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
     home = {trajectory.traj_uid: _segment_of(tx, trajectory.traj_uid) for trajectory in segment.trajectories}
     new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
     if new:
-        _insert_segment(tx, segment, epoch=epoch)
+        insert_segment(tx, segment, epoch=epoch, level=0)
         for trajectory in new:
-            _insert_trajectory(tx, trajectory, segment_id=segment.segment_id)
+            insert_trajectory(tx, trajectory, segment_id=segment.segment_id)
         for traj_uid, segment_id in home.items():
             if segment_id is not None:
                 tx.run(
@@ -118,8 +128,8 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
                 )
                 tx.touch("excluded")
         for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
-            _complete_if_whole(tx, group_uid)
-        tx.touch("segments", "groups")
+            recompute(tx, group_uid)  # once a group: its triggers cost more than all else here
+            complete_if_whole(tx, group_uid)
     counted = {trajectory.traj_uid for trajectory in new} | {
         traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
     }
@@ -241,23 +251,8 @@ def _segment_of(tx: Transaction, traj_uid: bytes) -> str | None:
     return None if row is None else row["segment_id"]
 
 
-def _insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> None:
-    tx.run(
-        """INSERT INTO segment (segment_id, path, digest, n_steps, n_bytes, worker, epoch, lsn, committed_us)
-           VALUES (:segment_id, :path, :digest, :n_steps, :n_bytes, :worker, :epoch, :lsn, :now_us)""",
-        segment_id=segment.segment_id,
-        path=segment.path,
-        digest=segment.digest,
-        n_steps=segment.n_steps,
-        n_bytes=segment.n_bytes,
-        worker=segment.worker,
-        epoch=epoch,
-        lsn=tx.lsn,
-        now_us=tx.now_us,
-    )
-
-
-def _insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_id: str) -> None:
+def insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_id: str) -> None:
+    """The trajectory counts, and is read from this segment. Its group's sums are the caller's business."""
     values = {
         "traj_uid": trajectory.traj_uid,
         "group_uid": trajectory.group_uid,
@@ -273,20 +268,13 @@ def _insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_i
         "lsn": tx.lsn,
     }
     tx.run(f"INSERT INTO trajectory ({', '.join(values)}) VALUES ({', '.join(':' + name for name in values)})", **values)
-    tx.run(
-        """UPDATE grp SET n_members = n_members + 1, n_steps = n_steps + :n_steps, n_won = n_won + :won,
-                          return_sum = return_sum + :episode_return,
-                          version_min = min(coalesce(version_min, :version_min), :version_min),
-                          version_max = max(coalesce(version_max, :version_max), :version_max)
-           WHERE group_uid = :group_uid""",
-        **values,
-    )
 
 
-def _complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
+def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
+    """An open group that has all its members is complete."""
     tx.run(
-        """UPDATE grp SET state = 'complete', completed_lsn = :lsn, completed_us = :now_us,
-                          lease_worker = NULL, lease_until_us = NULL
+        """UPDATE grp SET state = 'complete', reason = 'all ' || size || ' trajectories committed',
+                          completed_lsn = :lsn, completed_us = :now_us, lease_worker = NULL, lease_until_us = NULL
            WHERE group_uid = :group_uid AND state = 'open' AND n_members = size""",
         lsn=tx.lsn,
         now_us=tx.now_us,

@@ -58,6 +58,12 @@ def latest_checkpoint(tx: Transaction) -> CheckpointRecord | None:
     return None if row is None else CheckpointRecord(**row)
 
 
+def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
+    """Every checkpoint that no roll-back went behind, whether or not its directory is still there; oldest step first."""
+    rows = tx.rows("SELECT learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY learner_step, lsn")
+    return tuple(CheckpointRecord(**row) for row in rows)
+
+
 def record_metrics(tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]) -> None:
     """Figures of one learner step by name; the same name again replaces the figure in the view."""
     for name, value in values.items():

@@ -120,3 +120,26 @@ class Evaluation:
     version: int  # the weights it was asked for
     learner_step: int
     success: SuccessRate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveSegment:
+    """A file that readers see."""
+
+    segment_id: str
+    level: int  # how often its rows were merged; 0: as a worker wrote it
+    n_bytes: int
+    n_steps: int
+    lsn: int
+    committed_us: int
+    settled: bool  # no group of it is still to be played or trained on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetAside:
+    """What a damaged file meant."""
+
+    rescued: int  # trajectories that another file still holds
+    lost: tuple[bytes, ...]  # traj_uids of the others
+    reopened: tuple[bytes, ...]  # groups that are played again
+    released: tuple[int, ...]  # claimed batches whose groups are available again

@@ -1,12 +1,14 @@
 -- The catalog: what exists and what happened to it. Times are UTC epoch microseconds; order is always the lsn.
--- Ledgers (batch, batch_group, version, checkpoint, metric, event) are append-only: a roll-back sets live = 0.
+-- Ledgers (group_state, batch, batch_group, version, checkpoint, metric, event) are append-only: a roll-back sets live = 0,
+-- and triggers refuse every DELETE. changed_lsn is kept by triggers too: exports ask for what changed since the last one.
 
 CREATE TABLE IF NOT EXISTS meta (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     run_id TEXT NOT NULL,
     format_version INTEGER NOT NULL,
     epoch INTEGER NOT NULL,  -- +1 for every owner; older owners and their leases are fenced
-    lsn INTEGER NOT NULL     -- +1 for every transaction that changes what readers may see
+    lsn INTEGER NOT NULL,    -- +1 for every transaction that changes what readers may see
+    horizon_lsn INTEGER NOT NULL DEFAULT 0  -- files that older snapshots need were removed
 ) STRICT;
 
 CREATE TABLE IF NOT EXISTS changed (  -- lsn of the last change of each exported table
@@ -23,14 +25,20 @@ CREATE TABLE IF NOT EXISTS segment (
     worker TEXT NOT NULL,
     epoch INTEGER NOT NULL,
     lsn INTEGER NOT NULL,
-    retired_lsn INTEGER,  -- set when compaction or retention replaced it
-    committed_us INTEGER NOT NULL
+    retired_lsn INTEGER,  -- from then on readers do not see it; the file stays for older snapshots
+    committed_us INTEGER NOT NULL,
+    level INTEGER NOT NULL DEFAULT 0,  -- how often its rows were merged: 0 is as a worker wrote it
+    retired_us INTEGER,
+    retired_why TEXT CHECK (retired_why IN ('compacted', 'expired', 'quarantined')),
+    removed_us INTEGER  -- the file is gone
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS segment_by_lsn ON segment (lsn);
+CREATE INDEX IF NOT EXISTS segment_live ON segment (level, lsn) WHERE retired_lsn IS NULL;
+CREATE INDEX IF NOT EXISTS segment_retired ON segment (retired_lsn) WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
 
 CREATE TABLE IF NOT EXISTS grp (
     group_uid BLOB PRIMARY KEY,
-    split TEXT NOT NULL CHECK (split IN ('train', 'heldout')),
+    split TEXT NOT NULL CHECK (split IN ('train', 'heldout', 'imported')),  -- imported ones are only read
     ordinal INTEGER NOT NULL,
     task_id TEXT NOT NULL,
     size INTEGER NOT NULL,
@@ -50,13 +58,40 @@ CREATE TABLE IF NOT EXISTS grp (
     completed_us INTEGER,
     lease_worker TEXT,
     lease_until_us INTEGER,
+    changed_lsn INTEGER NOT NULL DEFAULT 0,
     CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
 CREATE INDEX IF NOT EXISTS grp_by_ordinal ON grp (split, purpose_version, ordinal);
 CREATE INDEX IF NOT EXISTS grp_by_completion ON grp (completed_lsn);
+CREATE INDEX IF NOT EXISTS grp_by_change ON grp (changed_lsn);
 CREATE INDEX IF NOT EXISTS grp_open ON grp (opened_lsn) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS grp_leased ON grp (lease_worker) WHERE lease_worker IS NOT NULL;
+
+-- Every state a group was ever in, with the reason. Written by the triggers below and by nothing else.
+CREATE TABLE IF NOT EXISTS group_state (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_uid BLOB NOT NULL REFERENCES grp,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    lsn INTEGER NOT NULL,
+    at_us INTEGER NOT NULL
+) STRICT;
+CREATE INDEX IF NOT EXISTS group_state_by_group ON group_state (group_uid, seq);
+CREATE INDEX IF NOT EXISTS group_state_by_lsn ON group_state (lsn);
+
+CREATE TRIGGER IF NOT EXISTS grp_inserted AFTER INSERT ON grp BEGIN
+    UPDATE grp SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE group_uid = NEW.group_uid;
+    INSERT INTO group_state (group_uid, state, reason, lsn, at_us)
+    VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, 'dispatched'), (SELECT lsn + 1 FROM meta), now_us());
+END;
+CREATE TRIGGER IF NOT EXISTS grp_changed AFTER UPDATE OF state, reason, n_members, n_steps ON grp BEGIN
+    UPDATE grp SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE group_uid = NEW.group_uid;
+END;
+CREATE TRIGGER IF NOT EXISTS grp_state_changed AFTER UPDATE OF state ON grp WHEN OLD.state <> NEW.state BEGIN
+    INSERT INTO group_state (group_uid, state, reason, lsn, at_us)
+    VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, NEW.state), (SELECT lsn + 1 FROM meta), now_us());
+END;
 
 CREATE TABLE IF NOT EXISTS trajectory (
     traj_uid BLOB PRIMARY KEY,  -- fixed before generation: a retry collides here
@@ -75,6 +110,16 @@ CREATE TABLE IF NOT EXISTS trajectory (
 CREATE UNIQUE INDEX IF NOT EXISTS trajectory_by_member ON trajectory (group_uid, member);
 CREATE INDEX IF NOT EXISTS trajectory_by_segment ON trajectory (segment_id);
 
+CREATE TABLE IF NOT EXISTS lost_trajectory (  -- was committed, then its file was found damaged or missing
+    traj_uid BLOB NOT NULL,
+    group_uid BLOB NOT NULL REFERENCES grp,
+    member INTEGER NOT NULL,
+    segment_id TEXT NOT NULL REFERENCES segment,
+    reason TEXT NOT NULL,
+    lsn INTEGER NOT NULL,
+    PRIMARY KEY (traj_uid, lsn)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE IF NOT EXISTS duplicate (  -- rows of a segment that do not count
     segment_id TEXT NOT NULL REFERENCES segment,
     traj_uid BLOB NOT NULL,
@@ -91,7 +136,8 @@ CREATE TABLE IF NOT EXISTS batch (
     claimed_us INTEGER NOT NULL,
     trained_us INTEGER,
     claimed_lsn INTEGER NOT NULL,
-    trained_lsn INTEGER
+    trained_lsn INTEGER,
+    rolled_back_lsn INTEGER
 ) STRICT;
 CREATE UNIQUE INDEX IF NOT EXISTS batch_by_step ON batch (learner_step) WHERE state = 'trained';
 
@@ -100,8 +146,10 @@ CREATE TABLE IF NOT EXISTS batch_group (
     group_uid BLOB NOT NULL REFERENCES grp,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
     outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'no_signal')),
+    changed_lsn INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS batch_group_by_change ON batch_group (changed_lsn);
 CREATE UNIQUE INDEX IF NOT EXISTS batch_group_once ON batch_group (group_uid) WHERE live = 1;
 
 CREATE TABLE IF NOT EXISTS version (
@@ -120,7 +168,8 @@ CREATE TABLE IF NOT EXISTS checkpoint (
     path TEXT NOT NULL,
     version INTEGER NOT NULL,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
-    saved_us INTEGER NOT NULL
+    saved_us INTEGER NOT NULL,
+    changed_lsn INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE IF NOT EXISTS metric (
@@ -130,8 +179,10 @@ CREATE TABLE IF NOT EXISTS metric (
     value REAL NOT NULL,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
     lsn INTEGER NOT NULL,
+    changed_lsn INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (learner_step, policy_version, name, lsn)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS metric_by_change ON metric (changed_lsn);
 
 CREATE TABLE IF NOT EXISTS component (
     name TEXT PRIMARY KEY,
@@ -147,3 +198,33 @@ CREATE TABLE IF NOT EXISTS event (
     what TEXT NOT NULL,
     detail TEXT NOT NULL
 ) STRICT;
+
+-- Change numbers, and ledgers that only grow.
+CREATE TRIGGER IF NOT EXISTS batch_group_inserted AFTER INSERT ON batch_group BEGIN
+    UPDATE batch_group SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE batch_id = NEW.batch_id AND group_uid = NEW.group_uid;
+END;
+CREATE TRIGGER IF NOT EXISTS batch_group_changed AFTER UPDATE OF live, outcome ON batch_group BEGIN
+    UPDATE batch_group SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE batch_id = NEW.batch_id AND group_uid = NEW.group_uid;
+END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_inserted AFTER INSERT ON checkpoint BEGIN
+    UPDATE checkpoint SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE lsn = NEW.lsn;
+END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_changed AFTER UPDATE OF live ON checkpoint BEGIN
+    UPDATE checkpoint SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE lsn = NEW.lsn;
+END;
+CREATE TRIGGER IF NOT EXISTS metric_inserted AFTER INSERT ON metric BEGIN
+    UPDATE metric SET changed_lsn = (SELECT lsn + 1 FROM meta)
+    WHERE (learner_step, policy_version, name, lsn) = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
+END;
+CREATE TRIGGER IF NOT EXISTS metric_changed AFTER UPDATE OF live ON metric BEGIN
+    UPDATE metric SET changed_lsn = (SELECT lsn + 1 FROM meta)
+    WHERE (learner_step, policy_version, name, lsn) = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
+END;
+CREATE TRIGGER IF NOT EXISTS group_state_only_grows BEFORE DELETE ON group_state BEGIN SELECT RAISE(ABORT, 'group_state is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS batch_only_grows BEFORE DELETE ON batch BEGIN SELECT RAISE(ABORT, 'batch is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS batch_group_only_grows BEFORE DELETE ON batch_group BEGIN SELECT RAISE(ABORT, 'batch_group is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS version_only_grows BEFORE DELETE ON version BEGIN SELECT RAISE(ABORT, 'version is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_only_grows BEFORE DELETE ON checkpoint BEGIN SELECT RAISE(ABORT, 'checkpoint is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS event_only_grows BEFORE DELETE ON event BEGIN SELECT RAISE(ABORT, 'event is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS lost_trajectory_only_grows BEFORE DELETE ON lost_trajectory BEGIN SELECT RAISE(ABORT, 'lost_trajectory is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS group_state_is_history BEFORE UPDATE ON group_state BEGIN SELECT RAISE(ABORT, 'group_state is append-only'); END;

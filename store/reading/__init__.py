@@ -1,1 +1,1 @@
-"""What outside readers see: the manifest and the exported tables behind it, the SQL views over them, and the sandboxed reader."""
+"""What outside readers see: the manifest, the exported tables behind it, the SQL views over them, the sandboxed reader."""

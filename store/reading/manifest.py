@@ -9,118 +9,170 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.catalog.catalog import Catalog
+from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
-from store.durable import READ_ONLY, READ_WRITE, write_atomically
+from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
 from store.layout import FORMAT_VERSION, RunLayout
-from store.reading.exports import empty_tables
+from store.reading import open_sql
+from store.reading.pins import oldest_pinned_lsn
 from store.records import SEGMENT_SCHEMA
 
-GRACE_S = 60  # a reader opens the exports right after the manifest; nobody takes a minute for that
-EMPTY_STEPS = "empty_steps.parquet"  # no rows: gives the steps view its types before the first segment
+GRACE_S = 60.0  # a shell opens the exports right after the manifest; Python readers are pinned and need no grace
+MANIFEST_NAME = "manifest.json"  # in the storage
+EMPTY_STEPS = "empty_steps.parquet"  # no rows: gives the steps view its columns before the first segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Superseded:
+    """An exported file that the manifest of `lsn` no longer names."""
+
+    lsn: int
+    at_us: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """The content of manifest.json; paths are relative to the run's root."""
 
+    run_id: str
     lsn: int
     format_version: int
-    segments: tuple[str, ...]  # the first has no rows, only the schema
-    exports: Mapping[str, str]  # table name → file
-    export_lsns: Mapping[str, int]
-    superseded_us: Mapping[str, int]  # file in export/ → when it was replaced; removed GRACE_S later
+    segments: tuple[str, ...]  # the first has no rows, only the columns
+    tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
+    superseded: Mapping[str, Superseded]  # by path; removed after GRACE_S, and when no reader is pinned to an older lsn
 
 
 def read_manifest(layout: RunLayout) -> Manifest | None:
-    """The current manifest, None before the first export."""
+    """The current manifest; None before the first export and where one of an older format is still to be replaced."""
     try:
-        content = json.loads(layout.manifest.read_text())
+        return parse_manifest(layout.manifest.read_bytes(), name=str(layout.manifest))
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise FormatError(f"{layout.manifest} is damaged ({error}); delete it, the running coordinator rewrites it") from error
-    content["segments"] = tuple(content["segments"])
-    return Manifest(**content)
+
+
+def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
+    """The manifest in `data`; None if it is of an older format. Raises FormatError naming the file."""
+    try:
+        content = json.loads(data)
+        if content["format_version"] < FORMAT_VERSION:
+            return None
+        return Manifest(
+            run_id=content["run_id"],
+            lsn=content["lsn"],
+            format_version=content["format_version"],
+            segments=tuple(content["segments"]),
+            tables={name: tuple(Part(**part) for part in parts) for name, parts in content["tables"].items()},
+            superseded={path: Superseded(**entry) for path, entry in content["superseded"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(
+            f"{name} is damaged ({error!r}); remove it: the next start, or fsck --repair, writes it anew"
+        ) from error
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
-    """Bring manifest.json up to the catalog's lsn, which is returned. Costs nothing if nothing changed.
+    """Bring manifest.json up to the catalog's lsn, which is returned. Costs what changed, nothing if nothing did.
 
-    Meant to be called at most once a second by the owner of the catalog. Tables that did not change keep their file.
+    Meant to be called at most once a second by the owner of the catalog.
     """
     previous = read_manifest(layout)
-    whole = previous is not None and all((layout.root / path).is_file() for path in previous.exports.values())
-    snapshot = catalog.snapshot(previous.export_lsns if previous is not None and whole else {})
-    if previous is not None and whole and previous.lsn == snapshot.lsn:
+    if previous is not None and not _is_whole(layout, previous):
+        previous = None
+    known = previous.tables if previous is not None else {}
+    snapshot = catalog.snapshot(known)
+    if previous is not None and previous.lsn == snapshot.lsn:
         return snapshot.lsn
-    exports = dict(previous.exports) if previous is not None else {}
-    for name, table in snapshot.tables.items():
-        exports[name] = _write_table(layout, table, name=f"{name}-{snapshot.table_lsns[name]}.parquet")
-    _write_manifest(
-        layout,
-        Manifest(
-            lsn=snapshot.lsn,
-            format_version=FORMAT_VERSION,
-            segments=(_empty_steps(layout), *snapshot.segments),
-            exports=exports,
-            export_lsns=snapshot.table_lsns,
-            superseded_us=_sweep(layout, current=exports, superseded_us=previous.superseded_us if previous else {}),
-        ),
+    tables = {**known, **{name: _with(layout, name, part, known, snapshot.lsn) for name, part in snapshot.new_parts.items()}}
+    manifest = Manifest(
+        run_id=layout.info.run_id,
+        lsn=snapshot.lsn,
+        format_version=FORMAT_VERSION,
+        segments=(_empty_steps(layout) if previous is None else previous.segments[0], *snapshot.segments),
+        tables=tables,
+        superseded=_sweep(layout, tables, superseded=previous.superseded if previous is not None else {}, lsn=snapshot.lsn),
     )
+    if previous is None:
+        open_sql.upgrade(layout)  # before the manifest: after a crash in between it is done again
+    _write_manifest(layout, manifest)
     return snapshot.lsn
 
 
 def export_nothing(layout: RunLayout) -> None:
     """A manifest of a run without any commit, so that readers find typed, empty views from the start."""
-    exports = {name: _write_table(layout, table, name=f"{name}-0.parquet") for name, table in empty_tables().items()}
+    tables = {
+        name: (_write_part(layout, name, NewPart(since=0, table=table), until=0),) for name, table in empty_tables().items()
+    }
     _write_manifest(
         layout,
         Manifest(
+            run_id=layout.info.run_id,
             lsn=0,
             format_version=FORMAT_VERSION,
             segments=(_empty_steps(layout),),
-            exports=exports,
-            export_lsns=dict.fromkeys(exports, 0),
-            superseded_us={},
+            tables=tables,
+            superseded={},
         ),
     )
 
 
+def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
+    there = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
+    paths = {manifest.segments[0], *(part.path for parts in manifest.tables.values() for part in parts)}
+    return manifest.tables.keys() >= EXPORTS.keys() and paths <= there
+
+
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
-    write_atomically(layout.manifest, json.dumps(dataclasses.asdict(manifest)).encode(), mode=READ_WRITE)
+    data = json.dumps(dataclasses.asdict(manifest)).encode()
+    if layout.info.storage_uri is not None:  # first there: after a crash in between it is done again
+        layout.storage.write(MANIFEST_NAME, data)
+    write_atomically(layout.manifest, data, mode=READ_WRITE)
+
+
+def _with(layout: RunLayout, name: str, part: NewPart, known: Mapping[str, tuple[Part, ...]], until: int) -> tuple[Part, ...]:
+    kept = tuple(old for old in known.get(name, ()) if old.until <= part.since)
+    return (*kept, _write_part(layout, name, part, until=until))
+
+
+def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> Part:
+    path = _write_table(layout, part.table, name=f"{name}-{part.since}-{until}.parquet")
+    return Part(path=path, since=part.since, until=until, n_rows=part.table.num_rows)
 
 
 def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
-    path = layout.exports / name
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomically(path, memoryview(sink.getvalue()), mode=READ_ONLY)
-    return layout.relative(path)
+    pq.write_table(table.replace_schema_metadata({"format_version": str(FORMAT_VERSION)}), sink, compression="zstd")
+    path = layout.relative(layout.exports / name)
+    layout.storage.write(path, sink.getvalue())
+    return path
 
 
 def _empty_steps(layout: RunLayout) -> str:
-    path = layout.exports / EMPTY_STEPS
-    return layout.relative(path) if path.is_file() else _write_table(layout, SEGMENT_SCHEMA.empty_table(), name=EMPTY_STEPS)
+    path = layout.exports / f"{FORMAT_VERSION}-{EMPTY_STEPS}"
+    relative = layout.relative(path)
+    if layout.storage.exists(relative):
+        return relative
+    return _write_table(layout, SEGMENT_SCHEMA.empty_table(), name=path.name)
 
 
-def _sweep(layout: RunLayout, *, current: Mapping[str, str], superseded_us: Mapping[str, int]) -> dict[str, int]:
-    """Remove the export files nobody can still be opening; the others, with the moment they were superseded."""
-    now = now_us()
-    keep = {Path(path).name for path in current.values()} | {EMPTY_STEPS}
-    waiting: dict[str, int] = {}
-    for path in layout.exports.glob("*.parquet"):
-        if path.name in keep:
+def _sweep(
+    layout: RunLayout, tables: Mapping[str, tuple[Part, ...]], *, superseded: Mapping[str, Superseded], lsn: int
+) -> dict[str, Superseded]:
+    """Remove the exported files that nobody can still be reading; the others, with when they were superseded."""
+    now, pinned = now_us(), oldest_pinned_lsn(layout)
+    keep = {part.path for parts in tables.values() for part in parts}
+    waiting: dict[str, Superseded] = {}
+    for file in layout.storage.files(layout.relative(layout.exports)):
+        if file.path in keep or file.path.endswith(EMPTY_STEPS):
             continue
-        since_us = superseded_us.get(path.name, now)
-        if now - since_us > GRACE_S * US_PER_S:
-            path.unlink(missing_ok=True)
+        entry = superseded.get(file.path, Superseded(lsn=lsn, at_us=now))
+        if now - entry.at_us > GRACE_S * US_PER_S and (pinned is None or pinned >= entry.lsn):
+            layout.storage.remove(file.path)
         else:
-            waiting[path.name] = since_us
+            waiting[file.path] = entry
     return waiting

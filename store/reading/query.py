@@ -2,56 +2,99 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import duckdb
 
-from store.durable import READ_WRITE, write_atomically
-from store.errors import FormatError, StoreError
+from store.catalog.as_of import read_as_of
+from store.errors import FormatError
 from store.layout import RunLayout
+from store.reading import open_sql
 from store.reading.manifest import export_nothing
-
-VIEWS = Path(__file__).with_name("views.sql")
-RUN_LINE = "SET VARIABLE run = '.';"
-STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
-READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+from store.reading.mirror import mirror
+from store.reading.open_sql import RUN_LINE, VIEWS_MARK, compose
 
 
 def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
     """Writes `<run>/open.sql`, the views and then `macros`, and an empty manifest for it to read until the first commit."""
-    views = VIEWS.read_text().replace(STALENESS_LINE, f"SET VARIABLE max_staleness = {max_staleness};")
     if not layout.manifest.exists():
         export_nothing(layout)
-    write_atomically(layout.open_sql, "\n".join([views, *macros]).encode(), mode=READ_WRITE)
+    open_sql.write(layout, compose(macros=macros, max_staleness=max_staleness))
 
 
-def open_reader(run: Path) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with the run's views, as of now. It can read the run's files and nothing else.
+def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with the run's views as of now, or of the lsn `as_of`. It may do anything: not for users' SQL.
 
-    Raises FormatError if `run` is no run directory. Take a new reader to see newer data.
+    Damaged segments that cannot be opened are left out, each with a warning; `left_out` names them. Raises FormatError if the
+    run has no views yet or they cannot be made, StoreError if files that `as_of` needs were removed.
     """
-    layout = RunLayout.open(run)
+    layout = mirror(layout, as_of=as_of)
     if not layout.open_sql.is_file():
         raise FormatError(f"{layout.root} has no open.sql; it was made by an incomplete start, start the run again")
-    root = str(layout.root).replace("'", "''")
+    # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and all of it is `sources`.
+    sources, mark, views = layout.open_sql.read_text().partition(VIEWS_MARK)
+    if as_of is not None and not mark:
+        raise FormatError(f"{layout.root} is of an older format without snapshots; `python -m store compact` upgrades it")
     connection = duckdb.connect()
-    connection.execute(layout.open_sql.read_text().replace(RUN_LINE, f"SET VARIABLE run = '{root}';"))
-    connection.execute(f"SET allowed_directories = ['{root}']")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
+    try:
+        connection.execute(sources.replace(RUN_LINE, f"SET VARIABLE run = {_quoted(layout.root)};"))
+        if as_of is not None:
+            _show_as_of(connection, layout, as_of)
+        try:
+            connection.execute(views)
+        except duckdb.Error:  # one file that cannot be opened, and there would be no view at all
+            if not _leave_out_unreadable(connection):
+                raise
+            connection.execute(views)
+    except duckdb.Error as error:
+        connection.close()
+        why = " ".join(str(error).split())
+        raise FormatError(
+            f"the views of {layout.root} cannot be made ({why}); python -m store fsck --repair {layout.root}"
+        ) from error
+    for path in left_out(connection):
+        warn_left_out(path, layout)
     return connection
 
 
-def run_sql(run: Path, sql: str) -> duckdb.DuckDBPyRelation:
-    """The result of one SELECT over the run's views. Raises StoreError for anything else, and with DuckDB's reason for bad SQL.
+def left_out(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    """The segments that `connect` could not open, and whose rows the views therefore lack."""
+    return connection.execute("SELECT coalesce(getvariable('left_out'), []::VARCHAR[])").fetchall()[0][0]
 
-    This keeps mistakes from changing a run, not attackers: DuckDB's statement types do not tell everything that writes.
-    """
-    try:
-        statements = duckdb.extract_statements(sql)
-        if len(statements) != 1 or statements[0].type not in READING_STATEMENTS:
-            raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
-        return open_reader(run).sql(sql)
-    except duckdb.Error as error:
-        raise StoreError(f"SQL: {' '.join(str(error).split())}") from error
+
+def warn_left_out(path: str, layout: RunLayout) -> None:
+    """Say so: the views have fewer rows than were committed."""
+    remedy = f"restore it from a backup, or python -m store fsck --repair {layout.root}"
+    warnings.warn(f"{path} cannot be read, its rows are left out; {remedy}", stacklevel=3)
+
+
+def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection) -> bool:
+    """Whether there were any. Slow with many files, but then something is broken."""
+    paths = connection.execute("SELECT getvariable('segments')").fetchall()[0][0] or []
+    broken = []
+    for path in paths:
+        try:
+            connection.execute(f"FROM read_parquet({_quoted(path)}) LIMIT 0").fetchall()
+        except duckdb.Error:
+            broken.append(path)
+    whole = [path for path in paths if path not in broken]
+    for name, some in (("segments", whole), ("left_out", broken)):
+        connection.execute(f"SET VARIABLE {name} = [{', '.join(map(_quoted, some))}]::VARCHAR[]")
+    return bool(broken)
+
+
+def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int) -> None:
+    """Replace what sources.sql took from the manifest by what the catalog says of `lsn`."""
+    snapshot = read_as_of(layout, lsn)
+    empty = connection.execute("SELECT getvariable('segments')[1]").fetchall()[0][0]
+    files = [_quoted(empty), *(_quoted(layout.root / path) for path in snapshot.segments)]
+    connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
+    for name, table in snapshot.tables.items():
+        connection.register("arriving", table)
+        connection.execute(f"DROP VIEW exported.{name}; CREATE TABLE exported.{name} AS FROM arriving")
+        connection.unregister("arriving")
+
+
+def _quoted(text: object) -> str:
+    return "'" + str(text).replace("'", "''") + "'"

@@ -1,23 +1,10 @@
--- Views over one run, for `duckdb -init open.sql` started in the run directory, and for `python -m store sql`.
--- They show the moment of the manifest that was read; `.read open.sql` moves on to a newer one.
--- Elsewhere: change the next line to the run directory's path.
-SET VARIABLE run = '.';
-SET VARIABLE max_staleness = 0;
-
-SET VARIABLE manifest = (SELECT m FROM read_json(getvariable('run') || '/manifest.json',
-    columns = {lsn: 'BIGINT', segments: 'VARCHAR[]', exports: 'MAP(VARCHAR, VARCHAR)'}) AS m);
-SET VARIABLE segments = list_transform(getvariable('manifest').segments, lambda path: getvariable('run') || '/' || path);
-SET VARIABLE exports = map_from_entries(list_transform(map_entries(getvariable('manifest').exports),
-    lambda entry: {key: entry.key, value: getvariable('run') || '/' || entry.value}));
-
 -- One row per step of every committed trajectory. A segment may hold trajectories that another committed first: excluded.
 CREATE OR REPLACE VIEW steps AS
 SELECT s.* EXCLUDE (filename)
        REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.state_hash::UUID AS state_hash,
                 make_timestamp(epoch_us(s.t_start)) AS t_start) -- UTC without a zone, as in the exports
 FROM read_parquet(getvariable('segments'), union_by_name = true, filename = true) AS s
-ANTI JOIN (SELECT getvariable('run') || '/' || path AS filename, traj_uid
-           FROM read_parquet(getvariable('exports')['excluded'])) AS e
+ANTI JOIN (SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
     ON s.filename = e.filename AND s.traj_uid = e.traj_uid;
 
 CREATE OR REPLACE VIEW trajectories AS
@@ -31,7 +18,12 @@ SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_n
 FROM steps GROUP BY traj_uid;
 
 CREATE OR REPLACE VIEW groups AS
-SELECT * REPLACE (group_uid::UUID AS group_uid) FROM read_parquet(getvariable('exports')['groups']);
+SELECT * EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.groups
+QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY changed_lsn DESC) = 1;
+
+-- Every state each group was ever in: when, since which lsn, and why.
+CREATE OR REPLACE VIEW ledger AS
+SELECT group_uid::UUID AS group_uid, state, reason, lsn, "at" AS entered_at FROM exported.ledger;
 
 -- Steps of one group taken in the same state: GiGPO's anchor groups. Steps without an anchor are in none.
 CREATE OR REPLACE VIEW anchor_groups AS
@@ -40,15 +32,24 @@ SELECT group_uid, state_hash, any_value(anchor_text) AS anchor_text, any_value(t
        min(version_min) AS version_min, max(version_max) AS version_max
 FROM steps WHERE state_hash IS NOT NULL GROUP BY group_uid, state_hash;
 
--- Which groups each learner step consumed, what became of them, and the digest of the oldest weights that wrote them.
-CREATE OR REPLACE VIEW lineage AS
-SELECT * REPLACE (group_uid::UUID AS group_uid) FROM read_parquet(getvariable('exports')['lineage']);
+CREATE OR REPLACE VIEW versions AS FROM exported.versions;
+CREATE OR REPLACE VIEW checkpoints AS FROM exported.checkpoints;
+CREATE OR REPLACE VIEW components AS FROM exported.component;
+CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM exported.events;
 
-CREATE OR REPLACE VIEW versions AS SELECT * FROM read_parquet(getvariable('exports')['versions']);
-CREATE OR REPLACE VIEW checkpoints AS SELECT * FROM read_parquet(getvariable('exports')['checkpoints']);
-CREATE OR REPLACE VIEW metrics AS SELECT * FROM read_parquet(getvariable('exports')['metrics']);
-CREATE OR REPLACE VIEW components AS SELECT * FROM read_parquet(getvariable('exports')['component']);
-CREATE OR REPLACE VIEW events AS SELECT * FROM read_parquet(getvariable('exports')['events']);
+-- Which groups each learner step consumed, what became of them, and the digests of the weights that wrote them.
+CREATE OR REPLACE VIEW lineage AS
+SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid), o.digest AS oldest_weights_digest,
+       n.digest AS newest_weights_digest
+FROM (FROM exported.lineage QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1) AS l
+LEFT JOIN versions AS o ON o.version = l.version_min
+LEFT JOIN versions AS n ON n.version = l.version_max;
+
+CREATE OR REPLACE VIEW metrics AS
+SELECT * EXCLUDE (live, lsn, changed_lsn)
+FROM (FROM exported.metrics
+      QUALIFY row_number() OVER (PARTITION BY learner_step, policy_version, name, lsn ORDER BY changed_lsn DESC) = 1)
+WHERE live QUALIFY row_number() OVER (PARTITION BY learner_step, policy_version, name ORDER BY lsn DESC) = 1;
 
 -- Must be empty: trained on although older than the run allows.
 CREATE OR REPLACE VIEW staleness_violations AS
@@ -56,7 +57,7 @@ SELECT * FROM lineage WHERE batch_state = 'trained' AND staleness > getvariable(
 
 -- Must be empty: tasks that were both trained on and held out.
 CREATE OR REPLACE VIEW task_overlap AS
-SELECT task_id FROM groups GROUP BY task_id HAVING count(DISTINCT split) > 1;
+SELECT task_id FROM groups WHERE split IN ('train', 'heldout') GROUP BY task_id HAVING count(DISTINCT split) > 1;
 
 -- Per learner step: the part of the time from claim to settlement in which some request was being generated.
 CREATE OR REPLACE VIEW generation_overlap AS

@@ -1,0 +1,97 @@
+"""Trajectories that come from elsewhere: other runs' groups, which are only read, and this run's own, lost or not yet here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from store.catalog import sums
+from store.catalog.database import Transaction
+from store.catalog.files import insert_segment
+from store.catalog.groups import complete_if_whole, insert_trajectory
+from store.errors import StoreError
+from store.hashing import uid
+from store.records import uid_text
+from store.segments import SegmentMeta
+
+IMPORTED = "imported"  # the split of other runs' groups: never leased, claimed or counted as outstanding
+COMPONENT = "import"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportedGroup:
+    group_uid: bytes
+    task_id: str
+    size: int  # of the group where it was played, whether all its members are here or not
+
+
+def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
+    """Those that the run has or had, also where retention dropped their rows."""
+    found = (tx.row("SELECT traj_uid FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=name) for name in traj_uids)
+    return frozenset(row["traj_uid"] for row in found if row is not None)
+
+
+def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str) -> None:
+    """Make a segment count whose trajectories the run does not have. `groups` are all of its groups, `source` a run id.
+
+    A group that is not here is entered as imported; one that is takes its missing members in, and is complete when it is whole.
+    """
+    sizes = {group.group_uid: group.size for group in groups}
+    for trajectory in segment.trajectories:
+        expected = uid(trajectory.group_uid, trajectory.member)
+        if trajectory.traj_uid != expected or not 0 <= trajectory.member < sizes[trajectory.group_uid]:
+            raise StoreError(
+                f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of group "
+                f"{uid_text(trajectory.group_uid)} (size {sizes[trajectory.group_uid]}); import what `export` wrote"
+            )
+    row = tx.row("SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = :split", split=IMPORTED)
+    assert row is not None
+    for ordinal, group in enumerate(groups, start=row["next"]):
+        _enter(tx, group, ordinal=ordinal, source=source)
+    insert_segment(tx, segment, epoch=tx.epoch, level=0)
+    for trajectory in segment.trajectories:
+        insert_trajectory(tx, trajectory, segment_id=segment.segment_id)
+    for group in groups:
+        _take_in(tx, group, source=source)
+    n = len(segment.trajectories)
+    tx.log(component=COMPONENT, what="imported", detail=f"{n} trajectories of {len(groups)} groups from run {source}")
+    tx.touch("groups", "lineage")
+
+
+def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) -> None:
+    tx.run(
+        """INSERT INTO grp (group_uid, split, ordinal, task_id, size, state, reason,
+                            n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
+           VALUES (:group_uid, :split, :ordinal, :task_id, :size, 'abandoned', :reason, 0, 0, 0, 0.0, :lsn, :now_us)
+           ON CONFLICT DO NOTHING""",
+        group_uid=group.group_uid,
+        split=IMPORTED,
+        ordinal=ordinal,
+        task_id=group.task_id,
+        size=group.size,
+        reason=f"imported incomplete from run {source}",
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+    )
+
+
+def _take_in(tx: Transaction, group: ImportedGroup, *, source: str) -> None:
+    """The group's sums and state, now that more of its members are here."""
+    row = tx.row(
+        """SELECT n_members, (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
+           FROM grp g WHERE group_uid = :group_uid""",
+        group_uid=group.group_uid,
+    )
+    assert row is not None
+    if row["here"] >= row["n_members"]:  # a consumed group that lost members keeps the sums of what the learner saw
+        sums.recompute(tx, group.group_uid)
+    complete_if_whole(tx, group.group_uid)
+    tx.run(
+        """UPDATE grp SET state = 'complete', reason = :reason, completed_lsn = :lsn, completed_us = :now_us
+           WHERE group_uid = :group_uid AND split = :split AND state = 'abandoned' AND n_members = size""",
+        group_uid=group.group_uid,
+        split=IMPORTED,
+        reason=f"imported from run {source}",
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+    )

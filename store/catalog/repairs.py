@@ -1,0 +1,124 @@
+"""Files that turned out damaged or missing, and figures that disagree: functions of one transaction each, for upkeep/repair.py.
+
+Nothing is deleted: a file that does not count any more is retired as 'quarantined', its trajectories are listed as lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from store.catalog.batches import release
+from store.catalog.database import Transaction
+from store.catalog.files import insert_segment, mark_removed, retire
+from store.catalog.records import SetAside
+from store.catalog.sums import reopen
+from store.errors import StoreError
+from store.segments import SegmentMeta
+
+COMPONENT = "fsck"
+# Consumed groups keep their state: what was trained on, was. A held-out group is consumed once its round has a figure.
+STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
+    OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
+        SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
+
+
+def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
+    """Path → rows that never counted, of every file that compaction replaced and nobody removed yet."""
+    excluded: dict[str, set[bytes]] = {
+        row["path"]: set()
+        for row in tx.rows("SELECT path FROM segment WHERE retired_why = 'compacted' AND removed_us IS NULL ORDER BY lsn")
+    }
+    for row in tx.rows("SELECT path, traj_uid FROM duplicate JOIN segment USING (segment_id)"):
+        if row["path"] in excluded:
+            excluded[row["path"]].add(row["traj_uid"])
+    return {path: frozenset(uids) for path, uids in excluded.items()}
+
+
+def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | None) -> SetAside:
+    """The file no longer counts. Trajectories that `rescued` does not hold are lost: unconsumed groups of them are open again.
+
+    A claimed batch with such a group is rolled back: its other groups are complete again, and settling it is refused.
+    """
+    segment = tx.row("SELECT * FROM segment WHERE path = :path AND removed_us IS NULL", path=path)
+    if segment is None:
+        raise StoreError(f"{path} is not a file the catalog counts on; run fsck again")
+    segment_id = segment["segment_id"]
+    if rescued is not None:
+        insert_segment(tx, rescued, epoch=tx.epoch, level=segment["level"])
+        for trajectory in rescued.trajectories:
+            tx.run(
+                "UPDATE trajectory SET segment_id = :new WHERE traj_uid = :traj_uid AND segment_id = :old",
+                new=rescued.segment_id,
+                traj_uid=trajectory.traj_uid,
+                old=segment_id,
+            )
+    if segment["retired_lsn"] is None:
+        retire(tx, [segment_id], why="quarantined")
+        lost = _lose_trajectories(tx, segment_id, why=why)
+    else:  # only older snapshots miss it
+        lost = ()
+    mark_removed(tx, [segment_id])
+    reopened, released = _give_back(tx, traj_uids=lost, why=f"{path}: {why}")
+    n_rescued = 0 if rescued is None else len(rescued.trajectories)
+    detail = f"{path}: {why}; {len(lost)} trajectories lost, {n_rescued} rescued, {len(reopened)} groups open again" + "".join(
+        f", batch {batch_id} rolled back" for batch_id in released
+    )
+    tx.log(component=COMPONENT, what="quarantine", detail=detail)
+    return SetAside(rescued=n_rescued, lost=lost, reopened=reopened, released=released)
+
+
+def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
+    """Rows of a live file that were never counted from it: readers no longer see them. How many trajectories."""
+    segment = tx.row("SELECT segment_id FROM segment WHERE path = :path AND retired_lsn IS NULL", path=path)
+    if segment is None:
+        raise StoreError(f"{path} is not a live segment; run fsck again")
+    n = 0
+    for traj_uid in traj_uids:
+        n += tx.run(
+            """INSERT OR IGNORE INTO duplicate (segment_id, traj_uid) SELECT :segment_id, :traj_uid
+               WHERE NOT EXISTS (SELECT 1 FROM trajectory WHERE (traj_uid, segment_id) = (:traj_uid, :segment_id))""",
+            segment_id=segment["segment_id"],
+            traj_uid=traj_uid,
+        )
+    tx.log(component=COMPONENT, what="exclude", detail=f"{path}: {n} trajectories in it do not count")
+    tx.touch("excluded")
+    return n
+
+
+def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[bytes, ...]:
+    lost = tx.rows("SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id)
+    tx.run(
+        """INSERT INTO lost_trajectory (traj_uid, group_uid, member, segment_id, reason, lsn)
+           SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory WHERE segment_id = :segment_id""",
+        why=why,
+        lsn=tx.lsn,
+        segment_id=segment_id,
+    )
+    tx.run("DELETE FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id)
+    return tuple(row["traj_uid"] for row in lost)
+
+
+def _give_back(tx: Transaction, *, traj_uids: Collection[bytes], why: str) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    groups = dict.fromkeys(
+        row["group_uid"]
+        for traj_uid in traj_uids
+        for row in tx.rows("SELECT group_uid FROM lost_trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid)
+    )
+    wanted = [
+        group_uid
+        for group_uid in groups
+        if tx.row(f"SELECT 1 FROM grp WHERE group_uid = :group_uid AND {STILL_TO_BE_CONSUMED}", group_uid=group_uid)
+    ]
+    claimed = dict.fromkeys(
+        row["batch_id"]
+        for group_uid in wanted
+        for row in tx.rows(
+            "SELECT batch_id FROM batch_group WHERE group_uid = :group_uid AND live = 1 AND outcome = 'claimed'",
+            group_uid=group_uid,
+        )
+    )
+    for batch_id in claimed:
+        release(tx, batch_id, why="rolled back: a file of it is damaged")
+    for group_uid in wanted:
+        reopen(tx, group_uid, reason=f"to be played again: {why}")
+    return tuple(wanted), tuple(claimed)

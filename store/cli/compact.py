@@ -1,0 +1,81 @@
+"""python -m store compact RUN: merges small files, drops old trajectories if asked, and removes what nobody needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from store.errors import StoreError
+
+DEFAULT_WINDOW_S = 900.0
+DESCRIPTION = """Does for a run that nobody is writing what a running one does by itself.
+
+Files that were replaced stay for the snapshot window, for shells and readers that were told of them; call it again later, or
+give --snapshot-window 0 where nobody reads. A run of an older format is upgraded."""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "compact",
+        help="merge small files, drop old trajectories if asked, remove what nobody needs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "--keep-days", type=_above_zero, metavar="D", help="drop what was consumed and is older (default: keep all)"
+    )
+    parser.add_argument(
+        "--keep-versions",
+        type=int,
+        metavar="N",
+        help="drop what was consumed and is of none of the newest N policy versions (default: keep all)",
+    )
+    parser.add_argument(
+        "--snapshot-window",
+        type=float,
+        metavar="S",
+        default=DEFAULT_WINDOW_S,
+        help="seconds that replaced files are kept (default: %(default)g)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from store.catalog.catalog import Catalog  # and with it Arrow
+    from store.clock import now_us
+    from store.layout import RunLayout
+    from store.reading.manifest import export
+    from store.upkeep.compact import COMPACTION_POLICY, compact_once
+    from store.upkeep.retention import expire_old
+    from store.upkeep.sweep import sweep_orphans, sweep_retired
+
+    if options.snapshot_window < 0 or (options.keep_versions is not None and options.keep_versions < 1):
+        raise StoreError("--snapshot-window must be 0 or more and --keep-versions 1 or more; leave them out for the defaults")
+    layout = RunLayout.open(options.run_dir)
+    with Catalog.open(layout) as catalog:
+        opened_us, before = now_us(), catalog.live_segments()
+        expired = expire_old(catalog, layout, keep_days=options.keep_days, keep_versions=options.keep_versions)
+        damaged: frozenset[str] = frozenset()
+        while (result := compact_once(catalog, layout, policy=COMPACTION_POLICY, skip=damaged)) is not None:
+            damaged |= {*result.damaged}
+        export(catalog, layout)  # only what the manifest no longer shows may be removed
+        removed = sweep_retired(catalog, layout, window_s=options.snapshot_window)
+        foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=())
+        export(catalog, layout)
+        after = catalog.live_segments()
+    print(f"live files    {len(before)} -> {len(after)}")
+    print(f"live bytes    {sum(file.n_bytes for file in before):,} -> {sum(file.n_bytes for file in after):,}")
+    print(f"expired files {len(expired)}")
+    print(f"removed files {len(removed)}")
+    for text, paths in (("damaged, left out (see the events view)", sorted(damaged)), ("not ours, left alone", foreign)):
+        for path in paths:
+            print(f"{text}: {path}")
+    return 0
+
+
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0; leave it out to keep all")
+    return number

@@ -1,0 +1,52 @@
+"""python -m store export RUN DIR [--where SQL] [--as-of LSN], and python -m store import RUN DIR"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EXPORT = """Writes whole trajectories as plain Parquet files that any tool reads, with their digests in dataset.json.
+
+The condition is SQL on the columns of the view `trajectories`, and of `groups` where the names differ:
+
+    --where "won AND n_steps < 20"
+    --where "state = 'trained' AND version_min >= 10"
+    --where "group_uid IN (SELECT group_uid FROM lineage WHERE learner_step BETWEEN 5 AND 9)"
+
+DIR is a new directory, or a URI such as s3://bucket/name?region=eu-central-1."""
+IMPORT = """Takes a directory that `export` wrote into a run that nobody is writing. SQL sees its trajectories, under their own
+uids; they are never played, trained on or counted as outstanding. What the run has already stays as it is."""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    exporter = commands.add_parser("export", help="some trajectories as a dataset", description=EXPORT, formatter_class=form)
+    exporter.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    exporter.add_argument("dest", metavar="DIR", help="a new directory, or a URI")
+    exporter.add_argument("--where", metavar="SQL", help="which trajectories (default: all)")
+    exporter.add_argument("--as-of", type=int, metavar="LSN", help="as the run was then (default: now)")
+    exporter.set_defaults(run=run_export)
+    importer = commands.add_parser("import", help="such a dataset into a run", description=IMPORT, formatter_class=form)
+    importer.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    importer.add_argument("source", metavar="DIR", help="what `export` wrote")
+    importer.set_defaults(run=run_import)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    from store.exchange import export_selection  # and with it Arrow
+
+    dataset = export_selection(options.run_dir, options.dest, where=options.where, as_of=options.as_of)
+    n_bytes = sum(part.n_bytes for part in dataset.parts)
+    print(
+        f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, {dataset.n_steps:,} steps: "
+        f"{len(dataset.parts)} files, {n_bytes:,} bytes in {options.dest}"
+    )
+    return 0
+
+
+def run_import(options: argparse.Namespace) -> int:
+    from store.exchange import import_selection
+
+    report = import_selection(options.run_dir, options.source)
+    print(f"{report.n_trajectories:,} trajectories, {report.n_steps:,} steps are new; {report.n_known:,} were known")
+    return 0

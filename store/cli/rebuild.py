@@ -1,0 +1,39 @@
+"""python -m store rebuild RUN: a new catalog from the segments and the exported tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """Makes a new catalog when catalog.sqlite is lost or unreadable: trajectories and groups from the segment files,
+everything else from the tables exported about once a second. Says what was recovered and what could not be. The old catalog
+and files that cannot be used are moved to quarantine/, nothing is deleted."""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "rebuild",
+        help="make a lost catalog anew",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("--force", action="store_true", help="also where the catalog can be read")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from store.errors import StoreError  # the others bring Arrow
+    from store.layout import RunLayout
+    from store.upkeep.fsck import CATALOG, FATAL, check
+    from store.upkeep.rebuild import rebuild
+
+    layout = RunLayout.open(options.run_dir)
+    if not options.force and not FATAL.intersection(finding.what for finding in check(layout, level=CATALOG)):
+        raise StoreError(f"{layout.catalog} can be read; a rebuild would lose what is not exported (--force does it anyway)")
+    report = rebuild(layout)
+    for line in report.recovered:
+        print(f"recovered  {line}")
+    for line in report.lost:
+        print(f"lost       {line}")
+    return 0

@@ -1,0 +1,278 @@
+"""A selection of a run's trajectories as a dataset directory of plain Parquet files, and such a dataset back into a run.
+
+    export_selection(Path("runs/a"), "datasets/won", where="won AND n_steps < 20", as_of=None)
+    import_selection(Path("runs/b"), "datasets/won")
+
+The directory may be a URI as well: s3://bucket/won?region=eu-central-1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from store.catalog.catalog import Catalog
+from store.catalog.imports import ImportedGroup
+from store.clock import now_us
+from store.errors import DigestError, FormatError, StoreError
+from store.hashing import file_digest
+from store.layout import FORMAT_VERSION, RunLayout
+from store.reading.manifest import export, read_manifest
+from store.reading.mirror import mirror
+from store.reading.reader import Reader, open_run
+from store.records import UID_TYPE
+from store.segments import decode, encode, write_rows
+from store.storage import Storage, open_storage
+from store.upkeep import rows
+
+DATASET_JSON = "dataset.json"
+WORKER = "import"  # the directory of imported segments
+PART_BYTES = 256 * 1024**2  # of decoded rows; 40 to 60 MB as a file, and what an import holds in memory
+SELECT_TIMEOUT_S = 3600.0
+# The columns a condition may use: those of `trajectories`, and those of `groups` that `trajectories` does not have.
+SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps FROM (
+    SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
+    FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid) AS selection
+WHERE (
+{where}
+)"""
+README = """# {n_trajectories} trajectories, {n_steps} steps
+
+From run {run_id} at lsn {lsn}; condition: {where}. One row per step, whole trajectories only; `dataset.json` has the details.
+`traj_uid`, `group_uid` and `state_hash` are 16 bytes each. Load it with any of
+
+    pandas.read_parquet("{here}/data")
+    polars.scan_parquet("{here}/data/*.parquet")
+    datasets.load_dataset("parquet", data_dir="{here}/data").with_format("torch")
+    duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
+
+or take it into another run: `python -m store import RUN {here}`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One file of a dataset."""
+
+    path: str
+    digest: str
+    n_bytes: int
+    n_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """The content of dataset.json. It is written last: a directory without it is not a whole dataset."""
+
+    format_version: int
+    run_id: str
+    lsn: int
+    where: str | None
+    created_us: int
+    n_trajectories: int
+    n_steps: int
+    groups: Mapping[str, int]  # group_uid in hex → size where it was played, whether all members are here or not
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportReport:
+    n_trajectories: int  # that the run did not have
+    n_steps: int
+    n_known: int  # trajectories that it had, and that stay as they are
+
+
+def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: int | None) -> Dataset:
+    """Write the trajectories for which `where` holds, now or at the lsn `as_of`, as a dataset. None: all of them.
+
+    `where` is an SQL condition on the columns of `trajectories`, and of `groups` where the names differ; it may ask the views:
+
+        won AND n_steps < 20
+        state = 'trained' AND version_min >= 10
+        group_uid IN (SELECT group_uid FROM lineage WHERE learner_step BETWEEN 5 AND 9)
+
+    Raises StoreError if it selects nothing, or `dest` is not empty or in the run; DigestError for a damaged segment.
+    """
+    layout = RunLayout.open(run)
+    storage = _empty_place(layout, dest)
+    with open_run(run, as_of=as_of) as reader:
+        if reader.lsn is None:
+            raise FormatError(f"{layout.root} is of an older format; `python -m store compact {layout.root}` upgrades it")
+        chosen = reader.sql(SELECTION.format(where=where or "true"), timeout_s=SELECT_TIMEOUT_S)
+        if not chosen.num_rows:
+            raise StoreError(f"no trajectory of {layout.root} has {where or 'rows'}; nothing was written, change the condition")
+        n_steps = pc.sum(chosen["n_steps"]).as_py()
+        parts = tuple(_write_parts(layout, storage, _selected(layout, reader, _uids(chosen["traj_uid"]))))
+    written = sum(part.n_steps for part in parts)
+    if written != n_steps:
+        raise StoreError(f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck")
+    dataset = Dataset(
+        format_version=FORMAT_VERSION,
+        run_id=layout.info.run_id,
+        lsn=reader.lsn,
+        where=where,
+        created_us=now_us(),
+        n_trajectories=chosen.num_rows,
+        n_steps=n_steps,
+        groups={uuid.UUID(row["group_uid"]).hex: row["size"] for row in chosen.select(["group_uid", "size"]).to_pylist()},
+        parts=parts,
+    )
+    facts = {**dataclasses.asdict(dataset), "where": where or "none, all of it", "here": storage.locate("").rstrip("/")}
+    storage.write("README.md", README.format(**facts).encode())
+    storage.write(DATASET_JSON, json.dumps(dataclasses.asdict(dataset), indent=1).encode())
+    return dataset
+
+
+def import_selection(run: Path, source: Path | str) -> ImportReport:
+    """Take a dataset into a run that nobody is writing: its groups are then seen by SQL, and never played or trained on.
+
+    What the run has already stays as it is, so a second import changes nothing; into the run it came from it brings back what
+    was lost. Raises LockedError if the run has an owner, DigestError or FormatError if the dataset is not as it was written.
+    """
+    storage = open_storage(str(source))
+    dataset = _read_dataset(storage)
+    layout = RunLayout.open(run)
+    n_trajectories = n_steps = n_known = 0
+    with Catalog.open(layout) as catalog:
+        for part in dataset.parts:
+            new, steps, known = _import_part(catalog, layout, storage, dataset=dataset, part=part)
+            n_trajectories, n_steps, n_known = n_trajectories + new, n_steps + steps, n_known + known
+        export(catalog, layout)
+    return ImportReport(n_trajectories=n_trajectories, n_steps=n_steps, n_known=n_known)
+
+
+def live_files(run: Path | str) -> tuple[Path, ...]:
+    """The Parquet files that hold the run's steps now, for tools that read files; a run that goes on replaces them in time.
+
+    Raises StoreError if some of their rows do not count, as after a crash between two commits of one group, until compaction.
+    """
+    layout = mirror(RunLayout.open(run))
+    manifest = read_manifest(layout)
+    if manifest is None:
+        raise FormatError(f"{layout.root} has no manifest of this format; `python -m store compact` upgrades the run")
+    if sum(part.n_rows for part in manifest.tables["excluded"]):
+        raise StoreError(f"files of {layout.root} hold duplicates; read it with SQL, or export it: python -m store export")
+    return tuple(layout.root / path for path in manifest.segments[1:])
+
+
+def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
+    storage = open_storage(str(dest))
+    place, homes = storage.locate(""), [layout.local.storage.locate(""), layout.storage.locate("")]
+    if any(f"{place.rstrip('/')}/".startswith(f"{home.rstrip('/')}/") for home in homes):
+        raise StoreError(f"{dest} is in the run {layout.root}; choose a directory outside of it")
+    if storage.exists("") or next(storage.files(""), None) is not None:
+        raise StoreError(f"{dest} is not empty; choose a new directory")
+    return storage
+
+
+def _selected(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
+    """The rows of the selected trajectories, file by file, from the very files the reader sees."""
+    files = reader.sql("SELECT unnest(getvariable('segments')) AS file")["file"].to_pylist()
+    excluded: dict[str, list[bytes]] = {}
+    for row in reader.sql("SELECT path, hex(traj_uid) AS uid FROM exported.excluded").to_pylist():
+        excluded.setdefault(row["path"], []).append(bytes.fromhex(row["uid"]))
+    for file in files[1:]:  # the first has no rows, only the columns
+        path = str(file).split(f"{layout.root}/", maxsplit=1)[1]
+        if not _may_hold(layout.root / path, uids):
+            continue
+        data = layout.local.storage.read(path)
+        if file_digest(data) != Path(path).stem:
+            raise DigestError(f"segment {layout.root / path} was changed on disk; python -m store fsck {layout.root}")
+        table = decode(data, path=path)
+        wanted = pc.is_in(table["traj_uid"], value_set=uids)
+        without = pa.array(excluded.get(path, []), uids.type)
+        yield table.filter(pc.and_(wanted, pc.invert(pc.is_in(table["traj_uid"], value_set=without))))
+
+
+def _may_hold(path: Path, uids: pa.Array) -> bool:
+    """Whether to read the file, from one narrow column of it. A damaged one is read, and so found out by its digest."""
+    try:
+        return bool(pc.any(pc.is_in(pq.read_table(path, columns=["traj_uid"])["traj_uid"], value_set=uids)).as_py())
+    except (OSError, pa.ArrowException):
+        return True
+
+
+def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]) -> Iterator[Part]:
+    metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}  # so that a part is a segment like others
+    for number, table in enumerate(_together(tables)):
+        data = encode(table, metadata=metadata)
+        path = f"data/part-{number:05d}.parquet"  # apart from the other files, so that every tool takes the directory
+        storage.write(path, data)
+        yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
+
+
+def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of about PART_BYTES."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(held.nbytes for held in waiting) >= PART_BYTES:
+            yield pa.concat_tables(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _read_dataset(storage: Storage) -> Dataset:
+    name = storage.locate(DATASET_JSON)
+    if not storage.exists(DATASET_JSON):
+        raise FormatError(f"{name} is not there: no dataset, or one that was not written to its end; export it again")
+    try:
+        content = json.loads(storage.read(DATASET_JSON).to_pybytes())
+        version = int(content["format_version"])
+        if version > FORMAT_VERSION:
+            raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+        return Dataset(**{**content, "parts": tuple(Part(**part) for part in content["parts"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{name} is damaged ({error!r}); export it again") from error
+
+
+def _import_part(
+    catalog: Catalog, layout: RunLayout, storage: Storage, *, dataset: Dataset, part: Part
+) -> tuple[int, int, int]:
+    """Trajectories and steps that are new, and trajectories that were known."""
+    name = storage.locate(part.path)
+    data = storage.read(part.path)
+    if file_digest(data) != part.digest:
+        raise DigestError(f"{name} is not the file that was exported; copy it again, or export again")
+    held = rows.open_rows(data, path=Path(name))
+    for _, detail in rows.malformed(held):
+        raise FormatError(f"{name}: {detail}; export it again")
+    played = rows.trajectories(held)
+    known = catalog.known_trajectories([trajectory.meta.traj_uid for trajectory in played])
+    new = [trajectory for trajectory in played if trajectory.meta.traj_uid not in known]
+    if new:
+        table = decode(data, path=name)
+        uids = pa.array([trajectory.meta.traj_uid for trajectory in new], UID_TYPE)
+        segment = write_rows(
+            layout,
+            table.filter(pc.is_in(table["traj_uid"], value_set=uids)),
+            trajectories=tuple(trajectory.meta for trajectory in new),
+            worker=WORKER,
+            epoch=catalog.epoch,
+        )
+        catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=dataset.run_id)
+    return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
+
+
+def _groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[ImportedGroup, ...]:
+    task_ids = {trajectory.meta.group_uid: trajectory.task_id for trajectory in played}
+    strangers = [group_uid.hex() for group_uid in task_ids if group_uid.hex() not in dataset.groups]
+    if strangers:
+        raise FormatError(f"dataset.json does not tell the size of group {strangers[0]}; export it again")
+    return tuple(
+        ImportedGroup(group_uid=group_uid, task_id=task_id, size=dataset.groups[group_uid.hex()])
+        for group_uid, task_id in task_ids.items()
+    )
+
+
+def _uids(texts: pa.ChunkedArray) -> pa.Array:
+    return pa.array([uuid.UUID(text).bytes for text in texts.to_pylist()], UID_TYPE)

@@ -1,0 +1,95 @@
+"""The exported tables read back: what is left of the catalog when the catalog is gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from store.catalog.snapshot import EXPORTS
+from store.errors import StoreError
+from store.layout import RunLayout
+from store.reading.manifest import Manifest, read_manifest
+
+Row = Mapping[str, Any]  # one row of an exported table by column; times are UTC epoch microseconds
+PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?:(?P<since>\d+)-)?(?P<until>\d+)\.parquet")  # format 1 had no `since`
+KEYS: Mapping[str, tuple[str, ...]] = {  # of tables in which a row that changed later is in two parts
+    "groups": ("group_uid",),
+    "lineage": ("batch_id", "group_uid"),
+    "metrics": ("learner_step", "policy_version", "name", "lsn"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """The newest exports of a run."""
+
+    lsn: int  # of the newest part; 0 if there is none
+    segments: tuple[str, ...] | None  # the live files, oldest first; None without a readable manifest
+    tables: Mapping[str, Sequence[Row]]  # each of EXPORTS; empty where nothing could be read
+    unreadable: tuple[str, ...]  # one line for each file that could not be
+
+
+def read_exported(layout: RunLayout) -> Exported:
+    """As the manifest says; without a readable one, from whatever parts are there."""
+    unreadable: list[str] = []
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(layout)
+    except StoreError as error:
+        unreadable.append(str(error))
+    if manifest is not None and manifest.run_id != layout.info.run_id:
+        raise StoreError(f"{layout.manifest} is of run {manifest.run_id}; move it and export/ away, or put the right ones back")
+    if manifest is not None:
+        paths = {name: [part.path for part in parts] for name, parts in manifest.tables.items()}
+        lsn, segments = manifest.lsn, manifest.segments[1:]
+    else:
+        lsn, paths = _all_parts(layout)
+        segments = None
+    tables = {}
+    for name in EXPORTS:
+        rows: list[dict[str, Any]] = []
+        for path in paths.get(name, ()):
+            try:
+                rows += _rows(layout, path)
+            except (StoreError, pa.ArrowException, OSError) as error:
+                unreadable.append(f"{path} cannot be read ({' '.join(str(error).split())}); what only it held is lost")
+        tables[name] = _newest(name, rows)
+    return Exported(lsn=lsn, segments=segments, tables=tables, unreadable=tuple(unreadable))
+
+
+def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for file in layout.storage.files(layout.relative(layout.exports)):
+        match = PART_NAME.fullmatch(file.path.rpartition("/")[2])
+        if match is not None and match["table"] in EXPORTS:
+            found.setdefault(match["table"], []).append((int(match["until"]), int(match["since"] or 0), file.path))
+    paths = {
+        name: [path for _, _, path in sorted(parts)] if EXPORTS[name].in_parts else [max(parts)[2]]
+        for name, parts in found.items()
+    }
+    return max((until for parts in found.values() for until, _, _ in parts), default=0), paths
+
+
+def _rows(layout: RunLayout, path: str) -> list[dict[str, Any]]:
+    table = pq.read_table(pa.BufferReader(layout.storage.read(path)))
+    for position, field in enumerate(table.schema):
+        if pa.types.is_timestamp(field.type):  # a datetime would lose the unit
+            table = table.set_column(position, field.name, table[field.name].cast(pa.int64()))
+    return table.to_pylist()
+
+
+def _newest(name: str, rows: list[dict[str, Any]]) -> Sequence[Row]:
+    """Parts overlap where a row changed, and where old parts were read for want of a manifest."""
+    if name not in KEYS:
+        return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
+    newest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(row.get(column) for column in KEYS[name])
+        if key not in newest or row.get("changed_lsn", 0) >= newest[key].get("changed_lsn", 0):
+            newest[key] = row
+    return list(newest.values())

@@ -1,0 +1,42 @@
+"""The text of `<run>/open.sql`: where the data is (sources.sql), the views over it (views.sql), then the run's macros."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from store.durable import READ_WRITE, write_atomically
+from store.layout import RunLayout
+
+SOURCES = Path(__file__).with_name("sources.sql")
+VIEWS = Path(__file__).with_name("views.sql")
+RUN_LINE = "SET VARIABLE run = '.';"
+STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
+VIEWS_MARK = "-- The views."
+MACROS_MARK = "-- The macros."
+FORMAT_1_VIEWS_END = "GROUP BY t.learner_step, t.begin_us, t.end_us;\n"
+
+
+def compose(*, macros: Sequence[str], max_staleness: int) -> str:
+    """The whole text. `macros` are statements, among them advantages(...), which this package knows nothing of."""
+    sources = SOURCES.read_text().replace(STALENESS_LINE, f"SET VARIABLE max_staleness = {max_staleness};")
+    return "\n".join([sources, VIEWS_MARK, VIEWS.read_text(), MACROS_MARK, *macros])
+
+
+def write(layout: RunLayout, text: str) -> None:
+    """Write `<run>/open.sql`, and beside the segments if they are elsewhere."""
+    write_atomically(layout.open_sql, text.encode(), mode=READ_WRITE)
+    if layout.info.storage_uri is not None:
+        layout.storage.write(layout.open_sql.name, text.encode())
+
+
+def upgrade(layout: RunLayout) -> None:
+    """Give a run of an older code today's views, with its own macros and bound; the catalog was upgraded already."""
+    if not layout.open_sql.is_file():
+        return
+    text = layout.open_sql.read_text()
+    macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
+    staleness = re.search(r"SET VARIABLE max_staleness = (\d+);", text)
+    new = compose(macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0)
+    write(layout, new)

@@ -1,0 +1,60 @@
+"""Pins: a reader says which snapshot it reads, so that no file of it is removed while it does.
+
+A pin is a file in `<run>/readers/` that its process holds locked. The lock goes with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+
+from store.layout import RunLayout
+
+
+class Pin:
+    """One reader's pin. Where the run directory is not writable there is no pin, and the files' grace has to do."""
+
+    def __init__(self, layout: RunLayout, lsn: int) -> None:
+        self._path = layout.readers / f"{lsn}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._descriptor = -1
+        try:
+            layout.readers.mkdir(exist_ok=True)
+            unlocked = self._path.with_name(f".{self._path.name}")  # not seen, and so not swept, before it is locked
+            self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+            unlocked.rename(self._path)
+        except OSError:  # a read-only run: nobody compacts it either
+            self.close()
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def oldest_pinned_lsn(layout: RunLayout) -> int | None:
+    """The oldest lsn that a living reader reads, None if there is none. Pins of dead readers are removed."""
+    pinned: list[int] = []
+    for path in layout.readers.glob("[0-9]*-*-*") if layout.readers.is_dir() else ():
+        if _is_held(path):
+            pinned.append(int(path.name.partition("-")[0]))
+        else:
+            path.unlink(missing_ok=True)
+    return min(pinned, default=None)
+
+
+def _is_held(path: os.PathLike[str]) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # its reader has just finished
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

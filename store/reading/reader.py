@@ -1,0 +1,234 @@
+"""The Python reader: SQL over one snapshot of a run, in a child process that can do no harm (see sandbox.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+
+from store import errors
+from store.errors import StoreError
+from store.layout import RunLayout
+from store.reading import landlock, wire
+from store.reading.manifest import read_manifest
+from store.reading.mirror import mirror
+from store.reading.pins import Pin
+from store.reading.query import warn_left_out
+from store.reading.sandbox import FILESYSTEM, LANDLOCK
+
+TIMEOUT_S = 60.0
+START_S = 60.0  # for a child to import DuckDB and read the manifest, on a machine that trains
+MAX_ROWS = 100_000_000
+MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
+_BOOT = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from store.reading.sandbox import serve
+serve(int(sys.argv[2]))"""
+# Threads that libraries start on import would not be locked in; the child clears its environment before it takes a query.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters do not start without
+
+
+class SqlTimeout(StoreError):
+    """A query gave no result within its time; it was stopped."""
+
+
+def open_run(
+    run: Path | str, *, as_of: int | None = None, protection: str | None = None, memory_limit: str | None = None
+) -> Reader:
+    """A reader of the run as it is now, or as it was at the lsn `as_of`.
+
+    `protection` is "landlock" where the kernel has it, else "filesystem". `memory_limit` is DuckDB's, as in "2GB"; by default
+    about half the machine. Raises FormatError if `run` is no run this code can read, StoreError if `as_of` is too old.
+    """
+    layout = mirror(RunLayout.open(Path(run)), as_of=as_of)
+    if protection is None:
+        protection = LANDLOCK if landlock.abi() > 0 else FILESYSTEM
+    return Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit)
+
+
+class Reader:
+    """One snapshot of a run, fixed when it was opened, in a child process that is kept for the next query.
+
+    with store.open("runs/a") as reader:
+        table = reader.sql("SELECT task_id, avg(won::INT) FROM trajectories GROUP BY ALL")
+
+    After a time-out or a crash the next query starts a fresh child on the same snapshot. Threads may share a reader; they take
+    turns. Files of the snapshot stay on disk until `close`, as long as the run directory is writable.
+    """
+
+    def __init__(self, layout: RunLayout, *, as_of: int | None, protection: str, memory_limit: str | None) -> None:
+        self.protection = protection
+        self._layout = layout
+        self._memory_limit = memory_limit
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        manifest = read_manifest(layout) if as_of is None else None
+        self._pin = Pin(layout, as_of if as_of is not None else manifest.lsn if manifest is not None else 0)
+        weakref.finalize(self, self._pin.close)  # also of a reader that nobody closes
+        self._closed = False
+        self.lsn = as_of  # of the snapshot; None stays None for a run of an older format
+        try:
+            self._ready_child()
+        except BaseException:
+            self.close()
+            raise
+
+    def sql(
+        self, query: str, *, timeout_s: float = TIMEOUT_S, max_rows: int = MAX_ROWS, max_bytes: int = MAX_BYTES
+    ) -> pa.Table:
+        """The whole result of one SELECT. SqlTimeout after `timeout_s`, StoreError with DuckDB's reason or the limit passed."""
+        return self._ask(query, timeout_s=timeout_s, max_rows=max_rows, max_bytes=max_bytes, cut=False)[0]
+
+    def first(self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S) -> tuple[pa.Table, bool]:
+        """At most the first `n_rows` rows, and whether there are more. Errors as in `sql`."""
+        return self._ask(query, timeout_s=timeout_s, max_rows=n_rows, max_bytes=MAX_BYTES, cut=True)
+
+    def close(self) -> None:
+        """End the child and let go of the snapshot's files. Idempotent."""
+        self._discard()
+        self._pin.close()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, query: str, *, timeout_s: float, max_rows: int, max_bytes: int, cut: bool) -> tuple[pa.Table, bool]:
+        if timeout_s <= 0:
+            raise StoreError(f"timeout_s is {timeout_s}; give more than 0 seconds")
+        asked = {"sql": query, "max_rows": max_rows, "max_bytes": max_bytes, "cut": cut}
+        with self._lock:
+            if self._closed:
+                raise StoreError("this reader is closed; open another")
+            child = self._ready_child()
+            deadline = time.monotonic() + timeout_s
+            try:
+                wire.send(child.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline)
+                return child.table(deadline)
+            except TimeoutError as error:
+                self._discard()
+                raise SqlTimeout(
+                    f"SQL: no result within {timeout_s:g} s; ask for less, or give it more time (timeout_s, --timeout)"
+                ) from error
+            except (EOFError, OSError) as error:
+                why = child.why_it_died()
+                self._discard()
+                raise StoreError(f"SQL: {why}") from error
+            except StoreError:
+                raise
+            except BaseException:  # Ctrl-C: the answer that is under way must not meet the next question
+                self._discard()
+                raise
+
+    def _ready_child(self) -> _Child:
+        if self._child is None or self._child.process.poll() is not None:
+            self._discard()
+            order = {
+                "run": str(self._layout.root),
+                "lsn": self.lsn,
+                "protection": self.protection,
+                "memory_limit": self._memory_limit,
+                "parent": os.getpid(),
+                "die_with_thread": threading.current_thread() is threading.main_thread(),
+            }
+            self._child = _Child()
+            self.lsn, left_out = self._child.start(order)
+            for path in left_out:
+                warn_left_out(path, self._layout)
+        return self._child
+
+    def _discard(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+
+class _Child:
+    """The process and the channel to it. A socket and not pipes: no path in /proc opens a socket."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = socket.socketpair()
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = [package_root, *(os.path.abspath(entry) for entry in sys.path)]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(path), str(theirs.fileno())],
+                env=_ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the parent, which then ends the child
+            )
+        self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
+
+    def start(self, order: dict) -> tuple[int | None, list[str]]:
+        """Tell it what to open; the lsn it shows, if it has one, and files it cannot read. StoreError if it cannot at all."""
+        try:
+            deadline = time.monotonic() + START_S
+            wire.send(self.channel, wire.ASK, json.dumps(order).encode(), deadline=deadline)
+            kind, content = wire.receive(self.channel, deadline=deadline)
+        except TimeoutError as error:
+            self.end()
+            raise StoreError(f"SQL: the query process did not start within {START_S:g} s; try again later") from error
+        except (EOFError, OSError) as error:
+            why = self.why_it_died()
+            self.end()
+            raise StoreError(f"SQL: the query process did not start: {why}") from error
+        if kind == wire.ERROR:
+            self.end()
+            raise _error(content)
+        ready = json.loads(content)
+        return ready["lsn"], ready["left_out"]
+
+    def table(self, deadline: float) -> tuple[pa.Table, bool]:
+        """The answer to the question that was sent, and whether it was cut. EOFError, TimeoutError, the child's StoreError."""
+        parts: list[pa.Table] = []
+        while True:
+            kind, content = wire.receive(self.channel, deadline=deadline)
+            if kind == wire.ERROR:
+                raise _error(content)
+            if kind == wire.END:
+                return pa.concat_tables(parts), json.loads(content)["more"]
+            parts.append(pa.ipc.open_stream(pa.py_buffer(content)).read_all())
+
+    def end(self) -> None:
+        self._finalizer()
+
+    def why_it_died(self) -> str:
+        """After the channel broke: what became of the process."""
+        try:
+            status = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "its process does not answer; ask again"
+        if status in (-signal.SIGKILL, -signal.SIGABRT):
+            return "its process was killed, probably out of memory; ask for less at once"
+        name = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return f"DuckDB's process ended with {name}; ask in another way"
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    channel.close()
+    process.kill()
+    process.wait()
+
+
+def _error(content: bytearray) -> StoreError:
+    answer = json.loads(content)
+    kind = getattr(errors, answer["type"], None)
+    return (kind if isinstance(kind, type) and issubclass(kind, StoreError) else StoreError)(answer["message"])

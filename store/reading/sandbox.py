@@ -1,0 +1,258 @@
+"""The child process in which users' SQL runs: it first gives up the right to do harm, then takes queries one by one.
+
+What a statement does is never guessed from its text: a COPY may hide in a CTE. Two protections, the first where there is one:
+
+landlock    the kernel refuses this process every write, every read outside the run directory (but a few facts about the
+            machine that DuckDB needs, see MACHINE) and TCP. It holds whatever DuckDB does, so also against its faults, and
+            for the run's own open.sql: a run that came from a stranger can be opened.
+filesystem  DuckDB's file system is switched off; it reads through a Python one that has no write and does not leave the run.
+            Other systems and old kernels. It holds as long as DuckDB keeps to it, and trusts open.sql. Scans are slower.
+
+In both: no environment, no files of size, no core dumps, an end with the parent's, and DuckDB set to neither load extensions
+nor spill nor let its settings be changed. The first lines of a statement are looked at only for a clearer error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import resource
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import duckdb
+import pyarrow as pa
+
+from store.errors import StoreError
+from store.layout import RunLayout
+from store.reading import landlock, wire
+from store.reading.manifest import read_manifest
+from store.reading.query import connect, left_out
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+LANDLOCK, FILESYSTEM = "landlock", "filesystem"
+MACHINE = ("/proc/self/cgroup", "/sys/fs/cgroup")  # how much memory there is; DuckDB aborts if these exist but are closed
+READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+SHARE_OF_DEFAULT_MEMORY = 0.6  # DuckDB takes 80% of the machine unasked; a run may be training beside it
+MEMORY_BESIDE_DUCKDB = 2 << 30  # bytes: the interpreter, Arrow batches and what DuckDB does not count
+BATCH_ROWS = 16_384
+CONNECT_TRIES = 5
+SETTINGS = (
+    "temp_directory = ''",
+    "max_temp_directory_size = '0B'",
+    "allow_community_extensions = false",
+    "autoinstall_known_extensions = false",
+    "autoload_known_extensions = false",
+    "allow_persistent_secrets = false",
+    "python_enable_replacements = false",
+    "python_scan_all_frames = false",
+    "enable_progress_bar = false",
+    "parquet_metadata_cache = true",  # files never change; saves a third of a small query over many
+)
+# The variables that hold the paths the views read, led through the read-only file system. `exports` is of format 1.
+REROUTED = {
+    "run": "'{prefix}' || getvariable('run')",
+    "segments": "list_transform(getvariable('segments'), lambda path: '{prefix}' || path)",
+    "parts": """map_from_entries(list_transform(map_entries(getvariable('parts')), lambda entry:
+        {{key: entry.key, value: list_transform(entry.value, lambda path: '{prefix}' || path)}}))""",
+    "exports": """map_from_entries(list_transform(map_entries(getvariable('exports')), lambda entry:
+        {{key: entry.key, value: '{prefix}' || entry.value}}))""",
+}
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(descriptor: int) -> None:
+    """The life of the child: `descriptor` is a socket, its first message says what to open, each further one is a query."""
+    channel = socket.socket(fileno=descriptor)
+    try:
+        _, content = wire.receive(channel)
+    except EOFError:  # the parent is already gone
+        return
+    try:
+        connection, ready = _open(json.loads(content))
+    except Exception as error:  # noqa: BLE001  a process border: passed on with its identity
+        _send_error(channel, error)
+        return
+    wire.send(channel, wire.READY, json.dumps(ready).encode())
+    asked: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
+    while True:
+        try:
+            _answer(channel, connection, json.loads(asked.get()))
+        except Exception as error:  # noqa: BLE001  the same
+            _send_error(channel, error)
+
+
+def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
+    """Consumes the parent's messages; unblocked by each, and by the parent's end, which also ends a query that runs."""
+    try:
+        while True:
+            asked.put(wire.receive(channel)[1])
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
+    _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
+    os.environ.clear()
+    layout = RunLayout.open(Path(order["run"])).local  # the parent has fetched what is stored elsewhere
+    files = _read_only_files(layout) if order["protection"] == FILESYSTEM else None
+    sys.path.clear()  # whoever would import more now hears that it is not there, which is expected, not that it is closed
+    if files is None:
+        landlock.restrict([layout.root, *(Path(path) for path in MACHINE if os.path.exists(path))])
+    connection, lsn = _connect(layout, order["lsn"])
+    ready = {"lsn": lsn, "left_out": left_out(connection)}
+    _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])
+    return connection, ready
+
+
+def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
+    from store.reading.read_only_files import ReadOnlyFiles  # fsspec takes its time
+
+    return ReadOnlyFiles(layout.root)
+
+
+def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
+    """No files, no core dumps, first to go when memory runs out, and no life after the parent's.
+
+    The kernel's signal comes at the end of the *thread* that started the child, so only a main thread asks for it; the end
+    of the channel tells the rest.
+    """
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):  # it only improves the kernel's choice
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if die_with_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _connect(layout: RunLayout, lsn: int | None) -> tuple[duckdb.DuckDBPyConnection, int | None]:
+    """The run's views at `lsn`, by default now, and the lsn they show; None for a run of an older format.
+
+    The manifest serves if it is the same before and after; where it changes faster than it is read, the catalog does.
+    """
+    for _ in range(CONNECT_TRIES):
+        before = read_manifest(layout)
+        if before is None or lsn not in (None, before.lsn):
+            break
+        connection = connect(layout)
+        after = read_manifest(layout)
+        if after is not None and before.lsn == after.lsn:
+            return connection, before.lsn
+    if lsn is None and before is not None:
+        lsn = before.lsn
+    return connect(layout, as_of=lsn), lsn
+
+
+def _lock_settings(
+    connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, files: AbstractFileSystem | None, memory_limit: str | None
+) -> None:
+    if memory_limit is None:
+        size, unit = connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0].split()
+        memory_limit = f"{float(size) * SHARE_OF_DEFAULT_MEMORY:.1f} {unit}"
+    root = str(layout.root).replace("'", "''")
+    prefix = ""
+    if files is not None:
+        prefix = f"{files.protocol}://"
+        connection.register_filesystem(files)
+        for (name,) in connection.sql("SELECT name FROM duckdb_variables()").fetchall():
+            if name in REROUTED:
+                connection.execute(f"SET VARIABLE {name} = {REROUTED[name].format(prefix=prefix)}")
+    threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    settings = [
+        *SETTINGS,
+        f"threads = {threads}",
+        f"memory_limit = '{memory_limit}'",
+        f"allowed_directories = ['{prefix}{root}']",
+        "enable_external_access = false",
+        *(["disabled_filesystems = 'LocalFileSystem'"] if files is not None else []),
+        "lock_configuration = true",
+    ]
+    for setting in settings:
+        connection.execute(f"SET {setting}")
+    limit_bytes = _bytes(connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0]) + MEMORY_BESIDE_DUCKDB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+
+
+def _bytes(text: str) -> int:
+    """
+    >>> _bytes("1.5 KiB")
+    1536
+    """
+    number, unit = text.split()
+    return int(float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit))
+
+
+def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked: dict) -> None:
+    """Sends the rows and END. StoreError for what is not one query, and if there are more than `max_rows` or `max_bytes`."""
+    sql = asked["sql"]
+    if not _is_one_query(sql):
+        raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
+    connection.execute("BEGIN TRANSACTION READ ONLY")
+    try:
+        with connection.sql(sql).to_arrow_reader(BATCH_ROWS) as batches:
+            more = _send_rows(channel, batches, asked)
+    finally:
+        connection.execute("ROLLBACK")
+    wire.send(channel, wire.END, json.dumps({"more": more}).encode())
+
+
+def _is_one_query(sql: str) -> bool:
+    statements = duckdb.extract_statements(sql)
+    try:
+        return len(statements) == 1 and statements[0].type in READING_STATEMENTS
+    except ValueError:  # a type that DuckDB has and its Python package does not know
+        return False
+
+
+def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:
+    """Each batch as a small Arrow stream of its own, the first without rows. Whether there are more than were sent."""
+    max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
+    _send_batch(channel, batches.schema, None)
+    n_rows = n_bytes = 0
+    for batch in batches:
+        n_bytes += batch.nbytes
+        if n_bytes > max_bytes:
+            raise StoreError(f"SQL: the result is over {max_bytes:,} bytes; ask for fewer columns or rows, or raise max_bytes")
+        if n_rows + batch.num_rows > max_rows:
+            if not asked["cut"]:
+                raise StoreError(f"SQL: the result has more than {max_rows:,} rows; aggregate, add LIMIT or raise max_rows")
+            _send_batch(channel, batch.schema, batch.slice(0, max_rows - n_rows))
+            return True
+        n_rows += batch.num_rows
+        _send_batch(channel, batch.schema, batch)
+    return False
+
+
+def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch | None) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        if batch is not None:
+            writer.write_batch(batch)
+    wire.send(channel, wire.ROWS, memoryview(sink.getvalue()))
+
+
+def _send_error(channel: socket.socket, error: Exception) -> None:
+    """In one line; of an error inside the read-only file system only the last of its traceback."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
+    if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's advice is settings that are locked
+        text = (
+            "SQL: the query needs more memory than it may have; ask for fewer columns or groups at once, or raise memory_limit"
+        )
+    elif not isinstance(error, StoreError):
+        text = f"SQL: {text}" if isinstance(error, duckdb.Error) else f"SQL: {type(error).__name__}: {text}"
+    wire.send(channel, wire.ERROR, json.dumps({"type": type(error).__name__, "message": text}).encode())

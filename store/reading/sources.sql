@@ -1,0 +1,23 @@
+-- Views over one run, for `duckdb -init open.sql` started in the run directory. They show the moment of the manifest that was
+-- read; `.read open.sql` moves on to a newer one. Elsewhere: change the next line to the run directory's path.
+SET VARIABLE run = '.';
+SET VARIABLE max_staleness = 0;
+
+SET VARIABLE manifest = (SELECT m FROM read_json(getvariable('run') || '/manifest.json',
+    columns = {segments: 'VARCHAR[]', tables: 'MAP(VARCHAR, STRUCT(path VARCHAR)[])'}) AS m);
+SET VARIABLE segments = list_transform(getvariable('manifest').segments, lambda path: getvariable('run') || '/' || path);
+SET VARIABLE parts = map_from_entries(list_transform(map_entries(getvariable('manifest').tables), lambda entry:
+    {key: entry.key, value: list_transform(entry.value, lambda part: getvariable('run') || '/' || part.path)}));
+
+-- The catalog's tables as exported: a row that changed later is in more than one part.
+CREATE SCHEMA IF NOT EXISTS exported;
+CREATE OR REPLACE VIEW exported.groups AS FROM read_parquet(getvariable('parts')['groups'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.ledger AS FROM read_parquet(getvariable('parts')['ledger'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.lineage AS FROM read_parquet(getvariable('parts')['lineage'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.versions AS FROM read_parquet(getvariable('parts')['versions'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.checkpoints AS FROM read_parquet(getvariable('parts')['checkpoints'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.metrics AS FROM read_parquet(getvariable('parts')['metrics'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.component AS FROM read_parquet(getvariable('parts')['component'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.events AS FROM read_parquet(getvariable('parts')['events'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.excluded AS FROM read_parquet(getvariable('parts')['excluded'], union_by_name = true);
+

@@ -1,0 +1,213 @@
+"""Where the immutable files of a run are: segments, exports and weights. Each is absent or whole, and never changes.
+
+LocalStorage   the run directory, or another one: file:///mnt/shared/run
+RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// and abfs://
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from store.durable import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
+from store.errors import StoreError
+
+OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")  # their PUT shows an object whole or not at all
+DEADLINE_S = 30.0  # for one file and all retries; the coordinator is waited for twice as long
+RETRY_AFTER_S = 0.5
+# What asking again does not change, in the words of Arrow's errors.
+FINAL = re.compile(r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT|HTTP status 40[0134]")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFile:
+    path: str  # relative to the run's root
+    n_bytes: int
+    modified_us: int  # UTC epoch
+
+
+class Storage(Protocol):
+    """Paths are relative to the run's root, with '/'. Errors are StoreError, naming file and remedy."""
+
+    def write(self, path: str, data: pa.Buffer | bytes) -> None:
+        """Durable when it returns; before that, readers see nothing of it. Writing the same file again is harmless."""
+
+    def read(self, path: str) -> pa.Buffer:
+        """The whole file."""
+
+    def exists(self, path: str) -> bool:
+        """Whether the file is there."""
+
+    def remove(self, path: str) -> None:
+        """Remove the file if it is there."""
+
+    def files(self, directory: str) -> Iterator[StoredFile]:
+        """Everything beneath a directory, unfinished writes left out; nothing if it does not exist."""
+
+    def locate(self, path: str) -> str:
+        """The file's name for people: a path or a URI."""
+
+
+@functools.cache
+def open_storage(where: str) -> Storage:
+    """The storage a URI or a path names, one client for the whole process; nothing is asked of it yet.
+
+    Raises StoreError for a scheme whose writes are not atomic, and for a URI that has credentials in it.
+    """
+    parts = urllib.parse.urlsplit(where)
+    if "://" not in where:
+        return LocalStorage(Path(where).absolute())
+    if parts.username or parts.password or re.search(r"access_key|secret|token", parts.query):
+        raise StoreError(f"a {parts.scheme} URI with credentials would be stored in the run; set them in the environment")
+    if parts.scheme == "file":
+        return LocalStorage(Path(urllib.parse.unquote(parts.path)).absolute())
+    if parts.scheme not in OBJECT_STORES:
+        raise StoreError(f"storage {where}: {parts.scheme} is not one of file, {', '.join(OBJECT_STORES)}; use one of them")
+    return RemoteStorage(where)
+
+
+class LocalStorage:
+    """Files in the run directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, path: str, data: pa.Buffer | bytes) -> None:
+        target = self.root / path
+        make_directory(target.parent)
+        write_atomically(target, memoryview(data), mode=READ_ONLY)
+
+    def read(self, path: str) -> pa.Buffer:
+        try:
+            return pa.py_buffer((self.root / path).read_bytes())
+        except OSError as error:
+            raise StoreError(f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup") from error
+
+    def exists(self, path: str) -> bool:
+        return (self.root / path).is_file()
+
+    def locate(self, path: str) -> str:
+        return str(self.root / path)
+
+    def remove(self, path: str) -> None:
+        try:
+            (self.root / path).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot remove {self.root / path}: {error.strerror}; fix the permissions") from error
+
+    def files(self, directory: str) -> Iterator[StoredFile]:
+        for path in sorted((self.root / directory).rglob("*")):
+            if path.is_file() and not path.name.endswith(TEMPORARY_SUFFIX):
+                status = path.stat()
+                yield StoredFile(
+                    path=path.relative_to(self.root).as_posix(),
+                    n_bytes=status.st_size,
+                    modified_us=status.st_mtime_ns // 1_000,
+                )
+
+
+class RemoteStorage:
+    """Objects below a URI. Every call ends within DEADLINE_S, whatever the server does; the client is made at the first."""
+
+    def __init__(self, uri: str) -> None:
+        parts = urllib.parse.urlsplit(uri)
+        self._name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        # One PUT for a file of up to 5 MB instead of the three requests of a multipart upload, which is atomic too.
+        options = "&".join(filter(None, [parts.query, "allow_delayed_open=true"])) if parts.scheme == "s3" else parts.query
+        self._uri = f"{self._name}?{options}" if options else self._name
+
+    def write(self, path: str, data: pa.Buffer | bytes) -> None:
+        def put() -> None:
+            filesystem, base = self._client
+            with filesystem.open_output_stream(f"{base}/{path}", compression=None) as stream:
+                stream.write(data)
+
+        self._ask("write", path, put)
+
+    def read(self, path: str) -> pa.Buffer:
+        def get() -> pa.Buffer:
+            filesystem, base = self._client
+            with filesystem.open_input_file(f"{base}/{path}") as file:
+                return file.read_buffer()
+
+        return self._ask("read", path, get)
+
+    def exists(self, path: str) -> bool:
+        def look() -> bool:
+            filesystem, base = self._client
+            return bool(filesystem.get_file_info(f"{base}/{path}").type == pafs.FileType.File)
+
+        return self._ask("look for", path, look)
+
+    def remove(self, path: str) -> None:
+        def delete() -> None:
+            filesystem, base = self._client
+            try:
+                filesystem.delete_file(f"{base}/{path}")
+            except FileNotFoundError:
+                return
+
+        self._ask("remove", path, delete)
+
+    def files(self, directory: str) -> Iterator[StoredFile]:
+        def list_all() -> tuple[str, list[pafs.FileInfo]]:
+            filesystem, base = self._client
+            selector = pafs.FileSelector(f"{base}/{directory}".rstrip("/"), recursive=True, allow_not_found=True)
+            return base, filesystem.get_file_info(selector)
+
+        base, found = self._ask("list", directory, list_all)
+        for info in sorted(found, key=lambda info: info.path):
+            if info.type == pafs.FileType.File:
+                path = info.path.removeprefix(f"{base}/")
+                yield StoredFile(path=path, n_bytes=info.size, modified_us=info.mtime_ns // 1_000)
+
+    def locate(self, path: str) -> str:
+        return f"{self._name}/{path}"
+
+    @functools.cached_property
+    def _client(self) -> tuple[pafs.FileSystem, str]:
+        return pafs.FileSystem.from_uri(self._uri)  # may ask the network where the bucket is
+
+    def _ask(self, doing: str, path: str, call: Callable[[], Answer]) -> Answer:
+        """The answer of `call`, tried again until DEADLINE_S. In a thread of its own: Arrow waits 100 s for a silent server."""
+        deadline = time.monotonic() + DEADLINE_S
+        reason = "no answer"
+        while (left_s := deadline - time.monotonic()) > 0:
+            answer: Future[Answer] = Future()
+            threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
+            try:
+                return answer.result(timeout=left_s)
+            except FileNotFoundError as error:
+                raise StoreError(f"cannot {doing} {self.locate(path)}: it is not there; restore it from a backup") from error
+            except TimeoutError:
+                break
+            except (OSError, ValueError, pa.ArrowException) as error:
+                reason = " ".join(str(error).split())
+                if FINAL.search(reason) or isinstance(error, ValueError):
+                    raise StoreError(
+                        f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the credentials in the environment"
+                    ) from error
+                time.sleep(min(RETRY_AFTER_S, left_s))
+        raise StoreError(
+            f"cannot {doing} {self.locate(path)} within {DEADLINE_S:g} s: {reason}; nothing committed is lost, "
+            "start again when the storage is back"
+        )
+
+
+def _settle(answer: Future[Answer], call: Callable[[], Answer]) -> None:
+    try:
+        answer.set_result(call())
+    except (OSError, ValueError, pa.ArrowException) as error:
+        answer.set_exception(error)

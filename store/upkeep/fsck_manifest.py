@@ -1,0 +1,89 @@
+"""fsck of what outside readers read: the manifest, and the exported tables it names."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
+from store.durable import TEMPORARY_SUFFIX
+from store.errors import FormatError, StoreError
+from store.layout import RunLayout
+from store.reading.manifest import Manifest, read_manifest
+from store.upkeep.finding import Finding, error, warning
+from store.upkeep.fsck_segments import GRACE_S, Opener
+
+CODES = frozenset(
+    {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"}
+    | {"export_missing", "export_damaged"}
+)
+
+
+def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> list[Finding]:
+    """The manifest against the catalog, and its files. It is read first: the catalog can only be ahead of it."""
+    repair = f"python -m store fsck --repair {layout.root}"
+    name = layout.relative(layout.manifest)
+    if not layout.manifest.is_file():
+        if not layout.open_sql.is_file():  # nothing was ever shown of this run
+            return []
+        return [error("manifest_missing", name, "open.sql has nothing to read", remedy=repair)]
+    try:
+        manifest = read_manifest(layout)
+    except FormatError as unreadable:
+        return [error("manifest_damaged", name, str(unreadable), remedy=repair)]
+    if manifest is None:  # of an older format: the next owner replaces it
+        return []
+    if manifest.run_id != layout.info.run_id:
+        return [error("manifest_foreign", name, f"it is of run {manifest.run_id}", remedy=repair)]
+    with catalog() as connection:
+        lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
+        known = {row[0] for row in connection.execute("SELECT path FROM segment WHERE removed_us IS NULL")}
+    if manifest.lsn > lsn:
+        detail = f"it shows lsn {manifest.lsn}, the catalog is at {lsn}: an older catalog was put back"
+        newest = f"put the newest catalog back, or: python -m store rebuild --force {layout.root}"
+        return [error("manifest_ahead", name, detail, remedy=newest)]
+    found = [
+        error("manifest_segment", path, "the manifest names it, the catalog has no such file", remedy=repair)
+        for path in manifest.segments[1:]
+        if path not in known
+    ]
+    return found + _check_exports(layout, manifest, contents=contents)
+
+
+def check_unfinished(layout: RunLayout) -> list[Finding]:
+    """What dead writers left beside the files they did not finish."""
+    oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
+    name = f".*{TEMPORARY_SUFFIX}"
+    places = [*layout.root.glob(name), *layout.segments.rglob(name), *layout.exports.rglob(name)]
+    remedy = "the running job or `python -m store compact` sweeps it"
+    found = []
+    for path in sorted(places):
+        try:
+            left = path.stat().st_mtime_ns < oldest_ns
+        except FileNotFoundError:  # its writer was not dead
+            continue
+        if left:
+            found.append(warning("unfinished", layout.relative(path), "its writer did not finish it", remedy=remedy))
+    return found
+
+
+def _check_exports(layout: RunLayout, manifest: Manifest, *, contents: bool) -> list[Finding]:
+    remedy = f"python -m store fsck --repair {layout.root}"
+    listed = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
+    expected = {manifest.segments[0]: 0} | {part.path: part.n_rows for parts in manifest.tables.values() for part in parts}
+    found = []
+    for path, n_rows in expected.items():
+        if path not in listed:
+            found.append(error("export_missing", path, "the manifest names it", remedy=remedy))
+        elif contents:
+            try:
+                held = pq.read_table(io.BytesIO(layout.storage.read(path))).num_rows
+            except (pa.ArrowException, OSError, StoreError) as unreadable:
+                detail = f"it cannot be read: {' '.join(str(unreadable).split())}"
+                found.append(error("export_damaged", path, detail, remedy=remedy))
+                continue
+            if held != n_rows:
+                found.append(error("export_damaged", path, f"it has {held} rows instead of {n_rows}", remedy=remedy))
+    return found

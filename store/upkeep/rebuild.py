@@ -1,0 +1,287 @@
+"""`python -m store rebuild`: a new catalog for a run whose own is lost, from its segments and its exported tables.
+
+Nothing is deleted: the old catalog and files that cannot be used go to quarantine/. The new catalog appears in one rename, so
+that a rebuild that is interrupted is begun again. Memory: about 1 KB per trajectory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from store.catalog.catalog import Catalog
+from store.catalog.database import take_lock
+from store.catalog.imports import IMPORTED
+from store.catalog.restore import COMPONENT, Found, FoundGroup, FoundSegment, Restored, restore
+from store.clock import now_us
+from store.durable import TEMPORARY_SUFFIX
+from store.errors import StoreError
+from store.hashing import file_digest, uid
+from store.layout import RunLayout
+from store.reading.exported import Exported, read_exported
+from store.reading.manifest import export
+from store.segments import SegmentMeta
+from store.storage import StoredFile
+from store.upkeep.compact import WORKER as COMPACTED
+from store.upkeep.repair import quarantine
+from store.upkeep.rows import Played, open_rows, trajectories
+from store.upkeep.sweep import SEGMENT_PATH
+
+EPOCHS_WITHOUT_TRACE = 1000  # owners that committed nothing; their workers must stay fenced too
+ORDINALS_TRIED = 100_000  # beyond the largest exported one: groups dispatched since the last export
+ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
+WEIGHTS_NAME = re.compile(r"v(\d{6,})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """In plain lines, for people."""
+
+    recovered: tuple[str, ...]
+    lost: tuple[str, ...]  # or may be: what nobody can know any more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """A readable segment file."""
+
+    stored: StoredFile
+    worker: str
+    epoch: int
+    played: tuple[Played, ...]
+
+
+def rebuild(layout: RunLayout) -> Report:
+    """Replaces the catalog. LockedError while somebody owns it; StoreError if the run is not what it seems."""
+    lock = take_lock(layout.catalog_lock)
+    try:
+        exported = read_exported(layout)
+        files, rejected = _scan(layout)
+        found, unknown = _put_together(layout, exported, files)
+        restored = _write(layout, found)
+    finally:
+        os.close(lock)
+    report = _report(exported, files, found, restored, lost=[*exported.unreadable, *rejected, *unknown])
+    with Catalog.open(layout) as catalog:
+        for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
+            for line in lines:
+                catalog.log(component=COMPONENT, what=what, detail=line)
+        if layout.manifest.exists():
+            quarantine(layout, layout.relative(layout.manifest))
+        export(catalog, layout)
+    return report
+
+
+def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
+    """Every file beneath segments/ that is what its name says; the others are set aside, one line each."""
+    files, rejected = [], []
+    for stored in list(layout.storage.files(layout.relative(layout.segments))):
+        path = stored.path
+        if not SEGMENT_PATH.fullmatch(path):
+            continue
+        try:
+            data = layout.storage.read(path)
+            digest = file_digest(data)
+            if digest != PurePosixPath(path).stem:
+                raise StoreError(f"{path} has digest {digest}, its name is that of another content")
+            rows = open_rows(data, path=layout.root / path)
+            if rows.run_id != layout.info.run_id:
+                raise StoreError(f"{path} was written for run {rows.run_id}")
+        except StoreError as error:
+            rejected.append(f"{error}: moved to {quarantine(layout, path)}")
+            continue
+        files.append(_File(stored=stored, worker=rows.worker, epoch=rows.epoch, played=trajectories(rows)))
+    return files, rejected
+
+
+def _put_together(layout: RunLayout, exported: Exported, files: Sequence[_File]) -> tuple[Found, list[str]]:
+    known = {row["group_uid"]: int(row["size"]) for row in exported.tables["groups"]}
+    groups = {group.group_uid: group for group in _new_groups(layout, exported, files, known=known)}
+    sizes = known | {group_uid: group.size for group_uid, group in groups.items()}
+    excluded = {(row["path"], row["traj_uid"]) for row in exported.tables["excluded"]}
+    order = {path: number for number, path in enumerate(exported.segments or ())}
+    segments, strangers, counted = [], 0, set()
+
+    def preference(file: _File) -> tuple[int, bool, int, str]:  # what readers saw, then what was merged, then the larger
+        return order.get(file.stored.path, len(order)), file.worker != COMPACTED, -file.stored.n_bytes, file.stored.path
+
+    for file in sorted(files, key=preference):
+        metas, others = [], []
+        for meta in (played.meta for played in file.played):
+            belongs = meta.traj_uid == uid(meta.group_uid, meta.member) and meta.member < sizes.get(meta.group_uid, 0)
+            strangers += not belongs
+            if belongs and meta.traj_uid not in counted and (file.stored.path, meta.traj_uid) not in excluded:
+                counted.add(meta.traj_uid)
+                metas.append(meta)
+            else:
+                others.append(meta.traj_uid)
+        segment = SegmentMeta(
+            segment_id=PurePosixPath(file.stored.path).stem,
+            path=file.stored.path,
+            digest=PurePosixPath(file.stored.path).stem,
+            n_steps=sum(played.meta.n_steps for played in file.played),
+            n_bytes=file.stored.n_bytes,
+            worker=file.worker,
+            trajectories=tuple(metas),
+        )
+        segments.append(
+            FoundSegment(
+                meta=segment,
+                epoch=file.epoch,
+                level=int(file.worker == COMPACTED),
+                excluded=tuple(others) if metas else (),
+                written_us=file.stored.modified_us,
+            )
+        )
+    epochs = [file.epoch for file in files] + [int(row["epoch"]) for row in exported.tables["versions"]]
+    found = Found(
+        run_id=layout.info.run_id,
+        epoch=max(epochs, default=0) + EPOCHS_WITHOUT_TRACE,
+        lsn=max(exported.lsn, 1),
+        tables=exported.tables,
+        groups=tuple(groups.values()),
+        segments=segments,
+        versions=_new_versions(layout, exported, files),
+    )
+    missing = [path for path in exported.segments or () if path not in {file.stored.path for file in files}]
+    lost = [f"{path} was live at the last export and is not there or not readable" for path in missing]
+    if strangers:
+        lost.append(f"{strangers} trajectories are no members of any group that could be recovered; their rows are left out")
+    return found, lost
+
+
+def _new_groups(
+    layout: RunLayout, exported: Exported, files: Sequence[_File], *, known: Mapping[bytes, int]
+) -> Iterator[FoundGroup]:
+    """Groups that the exports do not know. Their ordinals are found by trying: the uid is made of them."""
+    members: dict[bytes, list[Played]] = {}
+    for file in files:
+        for played in file.played:
+            if played.meta.group_uid not in known:
+                members.setdefault(played.meta.group_uid, []).append(played)
+    wanted = {group_uid: rows[0].split for group_uid, rows in members.items()}
+    places = dict(_places(layout.info.run_id, exported, wanted))
+    usual = {
+        split: Counter(row["size"] for row in exported.tables["groups"] if row["split"] == split).most_common(1)
+        for split in ("train", "heldout")
+    }
+    largest = {
+        split: max((row.meta.member + 1 for rows in members.values() for row in rows if row.split == split), default=1)
+        for split in usual
+    }
+    taken = max((row["ordinal"] for row in exported.tables["groups"] if row["split"] == IMPORTED), default=-1)
+    for group_uid, rows in members.items():
+        # No group of this run has such a uid: it was imported. Only the members that are here are ever expected.
+        split, ordinal, round_ = places.get(group_uid, (IMPORTED, -1, None))
+        if split == IMPORTED:
+            ordinal = taken = taken + 1
+            size = max(row.meta.member for row in rows) + 1
+        else:
+            size = usual[split][0][0] if usual[split] else largest[split]
+        yield FoundGroup(
+            group_uid=group_uid,
+            split=split,
+            ordinal=ordinal,
+            task_id=rows[0].task_id,
+            size=max(size, *(row.meta.member + 1 for row in rows)),
+            purpose_version=round_,
+        )
+
+
+def _places(
+    run_id: str, exported: Exported, wanted: Mapping[bytes, str]
+) -> Iterator[tuple[bytes, tuple[str, int, int | None]]]:
+    """(group, (split, ordinal, round)) of those wanted groups that are of this run."""
+    left = {group_uid for group_uid, split in wanted.items() if split == "train"}
+    ordinals = [row["ordinal"] for row in exported.tables["groups"] if row["split"] == "train"]
+    for ordinal in range(max(ordinals, default=-1) + 1 + ORDINALS_TRIED):
+        if not left:
+            break
+        group_uid = uid(run_id, "train", ordinal, None)
+        if group_uid in left:
+            left.remove(group_uid)
+            yield group_uid, ("train", ordinal, None)
+    left = {group_uid for group_uid, split in wanted.items() if split == "heldout"}
+    rounds = [row["purpose_version"] for row in exported.tables["groups"] if row["split"] == "heldout"]
+    newest = max([0, *rounds, *(row["version"] for row in exported.tables["versions"])]) + ROUNDS_TRIED
+    per_round = max(2 * max(Counter(rounds).values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
+    for version in range(newest, -1, -1):
+        for ordinal in range(per_round if left else 0):
+            group_uid = uid(run_id, "heldout", ordinal, version)
+            if group_uid in left:
+                left.remove(group_uid)
+                yield group_uid, ("heldout", ordinal, version)
+
+
+def _new_versions(layout: RunLayout, exported: Exported, files: Sequence[_File]) -> dict[int, str]:
+    """Versions that left a trace and are not exported: their numbers must not be used again."""
+    known = {row["version"] for row in exported.tables["versions"]}
+    seen = {played.meta.version_max for file in files for played in file.played} if known else set()
+    for path in layout.weights.iterdir() if layout.weights.is_dir() else ():
+        match = WEIGHTS_NAME.fullmatch(path.name)
+        if match is not None:
+            seen.add(int(match[1]))
+    return {version: layout.relative(layout.weights_dir(version)) for version in sorted(seen - known)}
+
+
+def _write(layout: RunLayout, found: Found) -> Restored:
+    """The new catalog beside the old one, then in its place."""
+    new = layout.catalog.with_name(f".{layout.catalog.name}{TEMPORARY_SUFFIX}")
+    for leftover in new.parent.glob(f"{new.name}*"):
+        leftover.unlink()
+    try:
+        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+            connection.row_factory = sqlite3.Row
+            connection.create_function("now_us", 0, now_us)
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            restored = restore(connection, found)
+    except sqlite3.Error as error:
+        raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
+    for suffix in ("-wal", "-shm", ""):  # the log first: it belongs to no other catalog
+        old = layout.catalog.with_name(layout.catalog.name + suffix)
+        if old.exists():
+            quarantine(layout, layout.relative(old))
+    os.rename(new, layout.catalog)
+    return restored
+
+
+def _report(exported: Exported, files: Sequence[_File], found: Found, restored: Restored, *, lost: Sequence[str]) -> Report:
+    tables = exported.tables
+    live = [segment.meta for segment in found.segments if segment.meta.trajectories]
+    n_trajectories = sum(len(meta.trajectories) for meta in live)
+    n_steps = sum(trajectory.n_steps for meta in live for trajectory in meta.trajectories)
+    recovered = [
+        f"{n_trajectories} trajectories with {n_steps} steps in {len(live)} files",
+        f"{len(tables['groups']) + len(found.groups)} groups, {len(found.groups)} of them not exported yet",
+        f"{len({row['batch_id'] for row in tables['lineage']})} batches, {len(tables['versions'])} versions, "
+        f"{len(tables['checkpoints'])} checkpoints, {len(tables['metrics'])} metrics, {len(tables['events'])} events",
+        f"the epoch is {found.epoch}: workers of every owner before are fenced",
+    ]
+    if len(live) < len(files):
+        recovered.append(f"{len(files) - len(live)} files hold only what another file holds too; they are swept later")
+    if restored.completed:
+        recovered.append(f"{restored.completed} groups are complete since the last export")
+    if restored.released:
+        recovered.append(f"the batches {list(restored.released)} were claimed and are rolled back")
+    gone = list(lost)
+    if restored.reopened:
+        gone.append(f"{restored.reopened} groups lack trajectories that were committed; they are played again")
+    if restored.gone:
+        gone.append(f"{restored.gone} trajectories of consumed groups are in no file: expired before, or lost")
+    imported = sum(group.split == IMPORTED for group in found.groups)
+    if imported:
+        gone.append(f"{imported} groups are none that this run would have opened; they are taken for imported ones")
+    for version in found.versions:
+        gone.append(f"version {version} was published after the last export: its digest and learner step are not known")
+    gone.append(
+        f"whatever left no trace after the last export (lsn {exported.lsn}): groups dispatched without a committed trajectory, "
+        "claims, settlements, checkpoints, metrics and events of the last second"
+    )
+    return Report(recovered=tuple(recovered), lost=tuple(gone))

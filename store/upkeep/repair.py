@@ -1,0 +1,150 @@
+"""`fsck --repair`: what is damaged is set aside, never deleted, and what was lost with it is played again.
+
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, check(layout, level=CONTENTS))
+
+Findings without a safe repair are left alone; their remedy says what to do. Each repair is one transaction and one event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.catalog.catalog import Catalog
+from store.catalog.repairs import COMPONENT
+from store.clock import now_us
+from store.durable import READ_ONLY, make_directory, sync_directory, write_atomically
+from store.errors import StoreError
+from store.hashing import file_digest
+from store.layout import RunLayout
+from store.reading.manifest import export
+from store.records import uid_text
+from store.segments import SegmentMeta, decode, write_rows
+from store.upkeep.finding import Finding
+from store.upkeep.fsck_manifest import CODES as MANIFEST_CODES
+from store.upkeep.rows import open_rows, trajectories
+
+WORKER = "repair"  # the directory of files that were put together from others
+BYTES_ARE_GONE = frozenset({"segment_missing", "segment_damaged", "segment_unreadable"})
+ROWS_ARE_WRONG = frozenset({"segment_foreign", "step_index", "episode_steps", "state_hash", "missing_rows"})
+ONLY_HISTORY = frozenset({"retired_missing", "retired_damaged"})
+QUARANTINE_CODES = BYTES_ARE_GONE | ROWS_ARE_WRONG | ONLY_HISTORY
+
+
+def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> list[str]:
+    """Mends what can be mended; one line for each repair. `findings` are those of a check while `catalog` was owned."""
+    done = []
+    damaged: dict[str, Finding] = {}
+    for finding in findings:
+        if finding.what in QUARANTINE_CODES:
+            damaged.setdefault(finding.subject, finding)
+    for path, finding in damaged.items():
+        done.append(_set_aside(catalog, layout, path, finding))
+    for path in dict.fromkeys(finding.subject for finding in findings if finding.what == "uncounted_rows"):
+        if path not in damaged:
+            held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
+            n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
+            done.append(f"{path}: {n} trajectories in it are no longer seen")
+    for finding in findings:
+        if finding.what == "group_sums":
+            catalog.recompute(UUID(finding.subject.removeprefix("group ")).bytes)
+            done.append(f"{finding.subject}: its figures are those of its trajectories again")
+    shown = {
+        layout.relative(layout.manifest) if finding.what.startswith("manifest") else finding.subject: finding
+        for finding in findings
+        if finding.what in MANIFEST_CODES
+    }
+    for path, finding in shown.items():
+        if (layout.root / path).is_file() or layout.storage.exists(path):
+            place = quarantine(layout, path)
+            catalog.log(component=COMPONENT, what="manifest", detail=f"{path}: {finding.detail}; moved to {place}")
+    if done or shown:
+        lsn = export(catalog, layout)
+        done += [f"the manifest was written anew, at lsn {lsn}"] if shown else []
+    return done
+
+
+def quarantine(layout: RunLayout, path: str) -> str:
+    """Moves a file to quarantine/, under a name of its own; that name, relative to the run's root."""
+    make_directory(layout.quarantine)
+    plain = PurePosixPath(path)
+    target, number = layout.quarantine / plain.name, 0
+    while target.exists():
+        number += 1
+        target = layout.quarantine / f"{plain.stem}.{number}{plain.suffix}"
+    source = layout.root / path
+    try:
+        if layout.info.storage_uri is None or not layout.storage.exists(path):
+            os.rename(source, target)
+            sync_directory(target.parent)
+        else:  # stored elsewhere; a copy of it that was fetched for reading here is not what is damaged
+            write_atomically(target, memoryview(layout.storage.read(path)), mode=READ_ONLY)
+            layout.storage.remove(path)
+    except OSError as error:
+        raise StoreError(f"cannot move {source} to {target}: {error.strerror}; fix the permissions, then retry") from error
+    return layout.relative(target)
+
+
+def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding) -> str:
+    """The order matters: were the catalog changed first, a crash would leave the file as an orphan, to be swept."""
+    (meta,) = catalog.segment_metas([PurePosixPath(path).stem])
+    rescued = _rescue(catalog, layout, meta) if finding.what in BYTES_ARE_GONE else None
+    place = "nowhere" if finding.what in ("segment_missing", "retired_missing") else quarantine(layout, path)
+    _write_note(layout, place, meta, finding)
+    result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
+    line = f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
+    line += f", {len(result.reopened)} groups are played again"
+    return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
+
+
+def _write_note(layout: RunLayout, place: str, meta: SegmentMeta, finding: Finding) -> None:
+    note = {
+        "was": meta.path,
+        "what": finding.what,
+        "why": finding.detail,
+        "set_aside_us": now_us(),
+        "held": [
+            {
+                "traj_uid": uid_text(trajectory.traj_uid),
+                "group_uid": uid_text(trajectory.group_uid),
+                "member": trajectory.member,
+            }
+            for trajectory in meta.trajectories
+        ],
+    }
+    make_directory(layout.quarantine)
+    name = layout.root / place if place != "nowhere" else layout.quarantine / f"{meta.segment_id}.parquet"
+    if not name.with_suffix(".json").exists():  # a crash came between this and the catalog; the first note knows why
+        write_atomically(name.with_suffix(".json"), json.dumps(note, indent=1).encode(), mode=READ_ONLY)
+
+
+def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMeta | None:
+    """A new file of the trajectories that files from before a compaction still hold, as far as they are intact."""
+    wanted = {trajectory.traj_uid: trajectory for trajectory in meta.trajectories}
+    tables: list[pa.Table] = []
+    found = []
+    for path, excluded in catalog.retired_files().items() if wanted else ():
+        table = _intact(layout, path)
+        held = wanted.keys() & (set(table["traj_uid"].to_pylist()) - excluded) if table is not None else set()
+        if table is not None and held:
+            uids = pa.array(sorted(held), table.schema.field("traj_uid").type)
+            tables.append(table.filter(pc.is_in(table["traj_uid"], value_set=uids)))
+            found += [wanted.pop(traj_uid) for traj_uid in sorted(held)]
+    if not tables:
+        return None
+    return write_rows(layout, pa.concat_tables(tables), trajectories=tuple(found), worker=WORKER, epoch=catalog.epoch)
+
+
+def _intact(layout: RunLayout, path: str) -> pa.Table | None:
+    try:
+        data = layout.storage.read(path)
+        return decode(data, path=Path(path)) if file_digest(data) == PurePosixPath(path).stem else None
+    except StoreError:  # this one is damaged too
+        return None

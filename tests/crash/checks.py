@@ -1,0 +1,172 @@
+"""What must be true of a run after any crash, and what two runs that ended the same way have in common."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from store import Catalog, RunLayout, StoreError, export
+from store.hashing import file_digest
+from store.reading.manifest import read_manifest
+from store.reading.query import connect
+from store.upkeep.fsck import CONTENTS, NAMES, check
+
+Line = dict[str, Any]  # of a diary
+EndState = dict[str, list[tuple[Any, ...]]]
+
+# Acknowledged fact -> the values that must be found, one query for all of that kind.
+KEPT = {
+    ("open", "groups"): "SELECT lower(hex(group_uid)) FROM grp",
+    ("commit", "trajectories"): "SELECT lower(hex(traj_uid)) FROM trajectory",
+    ("claim", "groups"): "SELECT lower(hex(group_uid)) FROM batch_group",
+    ("claim", "batch"): "SELECT batch_id FROM batch",
+    ("settle", "batch"): "SELECT batch_id FROM batch WHERE learner_step IS NOT NULL",
+    ("version", "version"): "SELECT version FROM version",
+    ("metrics", "step"): "SELECT learner_step FROM metric WHERE name = 'loss'",
+    ("checkpoint", "step"): "SELECT learner_step FROM checkpoint",
+}
+# Things that may not be there twice, whatever index guards them.
+ONCE = {
+    "trajectory": "SELECT lower(hex(traj_uid)) FROM trajectory",
+    "member of a group": "SELECT lower(hex(group_uid)) || '/' || member FROM trajectory",
+    "trained group": "SELECT lower(hex(group_uid)) FROM batch_group WHERE live = 1",
+    "learner step": "SELECT learner_step FROM batch WHERE state = 'trained'",
+    "version": "SELECT version FROM version",
+    "file": "SELECT path FROM segment",
+}
+END = {
+    "trajectories": "SELECT * FROM trajectories ORDER BY traj_uid",
+    "rows": "SELECT * FROM steps ORDER BY traj_uid, step_index",
+    "groups": "SELECT group_uid, state, size, n_members, n_steps, n_won, return_sum FROM groups ORDER BY ALL",
+    "steps": "SELECT learner_step, group_uid, outcome FROM lineage WHERE live ORDER BY ALL",
+    "metrics": "SELECT learner_step, name, value FROM metrics ORDER BY ALL",
+    "checkpoints": "SELECT learner_step FROM checkpoints WHERE live ORDER BY ALL",
+    "versions": "SELECT DISTINCT learner_step FROM versions ORDER BY ALL",
+}
+
+
+def read_diary(path: Path) -> list[Line]:
+    """What the workload wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def broken_promises(root: Path, diary: Sequence[Line], *, thorough: bool) -> list[str]:
+    """Opens the run that a crash left and recovers it; what is lost, doubled or torn, [] if nothing is.
+
+    `thorough` asks the views and all levels of fsck too, which takes ten times as long.
+    """
+    if not RunLayout.exists(root):
+        return ["the run is gone"] if any(line.get("done") == "create" for line in diary) else []
+    try:
+        layout = RunLayout.open(root)
+        broken = _shown_to_readers(layout, diary)
+        with Catalog.open(layout) as catalog:
+            manifest_lsn = export(catalog, layout)
+            broken += [] if catalog.epoch > _largest(diary, "recovery", "epoch") else [f"epoch {catalog.epoch} twice"]
+        broken += [] if manifest_lsn >= _largest(diary, "manifest", "lsn") else [f"the catalog is back at lsn {manifest_lsn}"]
+        broken += _in_catalog(layout, diary)
+        broken += [
+            f"fsck: {finding}"
+            for finding in check(layout, level=CONTENTS if thorough else NAMES)
+            if finding.severity == "error"
+        ]
+        return broken + (_in_views(layout) if thorough and layout.open_sql.exists() else [])
+    except (StoreError, sqlite3.Error) as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
+def end_state(root: Path) -> EndState:
+    """Everything that does not depend on how often the run was interrupted."""
+    with closing(connect(RunLayout.open(root))) as connection:
+        return {name: connection.execute(query).fetchall() for name, query in END.items()}
+
+
+def _shown_to_readers(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
+    """The manifest as it was left, before anybody recovers: no older than promised, and what it names is there."""
+    manifest = read_manifest(layout)
+    if manifest is None:
+        return ["the manifest is gone"] if _largest(diary, "manifest", "lsn") else []
+    named = [*manifest.segments, *(part.path for parts in manifest.tables.values() for part in parts)]
+    broken = [f"the manifest names {path}, which is gone" for path in named if not (layout.root / path).is_file()]
+    if manifest.lsn < _largest(diary, "manifest", "lsn"):
+        broken.append(f"the manifest is back at lsn {manifest.lsn}")
+    return broken
+
+
+def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
+    with closing(sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)) as connection:
+        broken = []
+        for (what, name), query in KEPT.items():
+            promised = {value for line in diary if line.get("done") == what for value in _values(line[name])}
+            lost = promised.difference(_column(connection, query)) if promised else set()
+            broken += [f"{what}: {name} {value} is lost" for value in sorted(lost)]
+        for what, query in ONCE.items():
+            broken += [
+                f"{what} {value} is there {n} times" for value, n in Counter(_column(connection, query)).items() if n > 1
+            ]
+        broken += _not_settled_any_more(connection, diary)
+        for path, digest in connection.execute("SELECT path, digest FROM segment WHERE removed_us IS NULL"):
+            file = layout.root / path
+            if not file.is_file() or file_digest(file.read_bytes()) != digest:
+                broken.append(f"{path} is committed, but {'torn' if file.is_file() else 'gone'}")
+        # Every row of a live file counts, or is of a trajectory that counts elsewhere.
+        broken += [
+            f"{path} is live with {n} rows, of which the catalog accounts for {known}"
+            for path, n, known in connection.execute(
+                """SELECT path, n_steps, coalesce((SELECT sum(n_steps) FROM trajectory t WHERE t.segment_id = s.segment_id), 0)
+                        + coalesce((SELECT sum(t.n_steps) FROM duplicate d JOIN trajectory t USING (traj_uid)
+                                    WHERE d.segment_id = s.segment_id), 0) AS known
+                   FROM segment s WHERE retired_lsn IS NULL AND n_steps <> known"""
+            )
+        ]
+    return broken
+
+
+def _not_settled_any_more(connection: sqlite3.Connection, diary: Sequence[Line]) -> list[str]:
+    """A settled step stays, unless a recovery that began later went back behind it."""
+    trained = set(_column(connection, "SELECT learner_step FROM batch WHERE state = 'trained'"))
+    settled: set[int] = set()
+    checkpoint = 0
+    for line in diary:
+        if line.get("done") == "settle":
+            settled.add(line["step"])
+        elif line.get("done") == "checkpoint":
+            checkpoint = line["step"]
+        elif line.get("phase") == "recovery":
+            settled = {step for step in settled if step <= checkpoint}
+    return [f"learner step {step} is not settled any more" for step in sorted(settled - trained)]
+
+
+def _in_views(layout: RunLayout) -> list[str]:
+    with closing(connect(layout)) as connection:
+        doubled = connection.execute("SELECT traj_uid, step_index FROM steps GROUP BY ALL HAVING count(*) > 1").fetchall()
+        partial = connection.execute(
+            "SELECT traj_uid FROM steps GROUP BY traj_uid HAVING count(*) <> any_value(episode_steps)"
+        ).fetchall()
+        (steps,) = connection.execute("SELECT coalesce(sum(n_steps), 0) FROM trajectories").fetchone() or (None,)
+    with closing(sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)) as connection:
+        (counted,) = connection.execute(
+            """SELECT coalesce(sum(t.n_steps), 0) FROM trajectory t JOIN segment s USING (segment_id)
+               WHERE s.retired_lsn IS NULL"""
+        ).fetchone()
+    broken = [f"row {row} is shown more than once" for row in doubled] + [
+        f"trajectory {row} is shown in part" for row in partial
+    ]
+    return broken + ([] if steps == counted else [f"the views show {steps} steps, the catalog counts {counted}"])
+
+
+def _column(connection: sqlite3.Connection, query: str) -> list[Any]:
+    return [row[0] for row in connection.execute(query)]
+
+
+def _values(fact: Any) -> Iterable[Any]:
+    return fact if isinstance(fact, list) else [fact]
+
+
+def _largest(diary: Sequence[Line], what: str, name: str) -> int:
+    return max((line[name] for line in diary if line.get("done") == what), default=0)

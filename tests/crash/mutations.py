@@ -1,0 +1,295 @@
+"""The store with one safeguard taken away at a time: copies of its sources with one edit, and the check that must turn red."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import store
+from tests.crash.guards import SECOND_ROWS
+
+ROOT = Path(store.__file__).parent.parent
+SOURCES = ("store", "learner/publish.py")  # where there are safeguards
+SCHEMA = "store/catalog/schema.sql"
+Edit = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutation:
+    name: str
+    file: str
+    edit: Edit
+    check: str  # as crash/scenarios.py names it
+
+
+def swap(*edits: tuple[str, str]) -> Edit:
+    """Replaces each text, which is there once."""
+
+    def edit(source: str) -> str:
+        for old, new in edits:
+            assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times; the mutation has to follow the code"
+            source = source.replace(old, new)
+        return source
+
+    return edit
+
+
+def without_key(table: str) -> Edit:
+    """The table without its primary key."""
+
+    def edit(source: str) -> str:
+        block = re.search(rf"CREATE TABLE IF NOT EXISTS {table} \(.*?\n\) STRICT[^;]*;", source, re.DOTALL)
+        assert block is not None, table
+        plain = re.sub(r",\s*PRIMARY KEY \([^)]*\)| PRIMARY KEY( AUTOINCREMENT)?", "", block[0]).replace(", WITHOUT ROWID", "")
+        assert plain != block[0], table
+        return source.replace(block[0], plain)
+
+    return edit
+
+
+def not_unique(index: str) -> Edit:
+    return swap((f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ", f"CREATE INDEX IF NOT EXISTS {index} "))
+
+
+FILE_SYNC = "            os.fsync(file.fileno())\n"
+NAME_SYNC = "        sync_directory(path.parent)\n"
+DIRECTORY_SYNC = "    sync_directory(directory.parent)\n"
+FULL = "PRAGMA synchronous = FULL"
+
+DURABILITY = [
+    Mutation(name="file fsync", file="store/durable.py", edit=swap((FILE_SYNC, "")), check="power workload"),
+    Mutation(name="name fsync", file="store/durable.py", edit=swap((NAME_SYNC, "")), check="power workload"),
+    Mutation(
+        name="directory fsync",
+        file="store/durable.py",
+        edit=swap((DIRECTORY_SYNC, "")),
+        check="power workload",
+    ),
+    Mutation(
+        name="directory of one that was killed",
+        file="store/durable.py",
+        edit=swap(("    if directory in _SAFE_DIRECTORIES and directory.is_dir():", "    if directory.is_dir():")),
+        check="power killed",
+    ),
+    Mutation(
+        name="any directory fsync",
+        file="store/durable.py",
+        edit=swap(("        os.fsync(descriptor)\n", "        pass\n")),
+        check="power workload",
+    ),
+    Mutation(
+        name="catalog never synced",
+        file="store/catalog/database.py",
+        edit=swap((FULL, "PRAGMA synchronous = OFF")),
+        check="power workload",
+    ),
+    Mutation(
+        name="catalog synced late",
+        file="store/catalog/database.py",
+        edit=swap((FULL, "PRAGMA synchronous = NORMAL")),
+        check="power workload",
+    ),
+    Mutation(
+        name="written in place",
+        file="store/durable.py",
+        edit=swap(("    _write_aside(path, data, mode=mode, show=os.replace)\n", "    path.write_bytes(data)\n")),
+        check="power workload",
+    ),
+    Mutation(
+        name="manifest in place",
+        file="store/reading/manifest.py",
+        edit=swap(
+            ("    write_atomically(layout.manifest, data, mode=READ_WRITE)\n", "    layout.manifest.write_bytes(data)\n")
+        ),
+        check="kill manifest",
+    ),
+]
+OTHER_DURABILITY = [
+    Mutation(
+        name="quarantine fsync",
+        file="store/upkeep/repair.py",
+        edit=swap(("            sync_directory(target.parent)\n", "")),
+        check="power mend",
+    ),
+    *(
+        Mutation(name=f"published {name}", file="learner/publish.py", edit=swap(edit), check="power publish")
+        for name, edit in {
+            "bytes": ("        _fsync(path)\n", "        if path.is_dir():\n            _fsync(path)\n"),
+            "names": ("        _fsync(path)\n", "        if path.is_file():\n            _fsync(path)\n"),
+            "name": ("    _fsync(dest.parent)\n", ""),
+            "anything": ("        os.fsync(descriptor)\n", "        pass\n"),
+        }.items()
+    ),
+]
+ATOMICITY = [
+    Mutation(
+        name="transactions",
+        file="store/catalog/database.py",
+        edit=swap(
+            ('                self._connection.execute("BEGIN IMMEDIATE")\n', ""),
+            ('                    self._connection.execute("COMMIT")\n', ""),
+        ),
+        check="kill commit",
+    ),
+    Mutation(
+        name="replaced in two transactions",
+        file="store/catalog/files.py",
+        edit=swap(
+            (
+                '    retire(tx, old, why="compacted")\n',
+                '    tx.run("COMMIT")\n    tx.run("BEGIN")\n    retire(tx, old, why="compacted")\n',
+            )
+        ),
+        check="kill compaction",
+    ),
+    Mutation(
+        name="removed before it is said",
+        file="store/upkeep/sweep.py",
+        edit=swap(
+            ("    catalog.mark_removed(retired)\n", ""),
+            ("    return tuple(retired.values())\n", "    catalog.mark_removed(retired)\n    return tuple(retired.values())\n"),
+        ),
+        check="kill sweep",
+    ),
+    Mutation(
+        name="removed while the manifest shows it",
+        file="store/upkeep/sweep.py",
+        edit=swap(("manifest.lsn if pinned is None else min(pinned, manifest.lsn)", "None")),
+        check="kill sweep",
+    ),
+]
+CHECKS = [
+    Mutation(
+        name="known trajectories",
+        file="store/catalog/groups.py",
+        edit=swap(("if home[trajectory.traj_uid] is None]", "if trajectory]")),
+        check="kill commit",
+    ),
+    Mutation(
+        name="epoch of a commit",
+        file="store/catalog/groups.py",
+        edit=swap(("    if epoch != tx.epoch:\n", "    if False:\n")),
+        check="stale_epochs_are_fenced",
+    ),
+    Mutation(
+        name="epoch of an owner",
+        file="store/catalog/database.py",
+        edit=swap(('if meta["epoch"] != self.epoch:', "if False:")),
+        check="stale_epochs_are_fenced",
+    ),
+    Mutation(
+        name="new epoch",
+        file="store/catalog/database.py",
+        edit=swap(('"UPDATE meta SET epoch = epoch + 1"', '"UPDATE meta SET epoch = epoch"')),
+        check="stale_epochs_are_fenced",
+    ),
+    Mutation(
+        name="lock",
+        file="store/catalog/database.py",
+        edit=swap(("        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n")),
+        check="one_owner",
+    ),
+    Mutation(
+        name="digest of a read",
+        file="store/segments.py",
+        edit=swap(("    if digest != meta.digest:\n", "    if False:\n")),
+        check="changed_bytes_are_noticed",
+    ),
+    Mutation(
+        name="digest of fsck",
+        file="store/upkeep/fsck_segments.py",
+        edit=swap(("    if digest != committed.digest:\n", "    if False:\n")),
+        check="fsck_notices_changed_bytes",
+    ),
+    Mutation(
+        name="hashes of states",
+        file="store/upkeep/rows.py",
+        edit=swap(("if digest != (None if text is None else state_hash(text)):", "if False:")),
+        check="fsck_notices_wrong_state_hashes",
+    ),
+    *(
+        Mutation(name=f"digest of {name}", file=f"store/{file}", edit=swap((f"if {condition}", f"if {never}")), check=check)
+        for name, file, condition, never, check in (
+            ("an export", "exchange.py", "file_digest(data) != Path(path).stem:", "False:", "export_notices_changed_bytes"),
+            (
+                "a fetch",
+                "reading/mirror.py",
+                'path.startswith(f"{local.relative(local.segments)}/") and file_digest(data) != PurePosixPath(path).stem:',
+                "False:",
+                "fetch_notices_changed_bytes",
+            ),
+            ("an import", "exchange.py", "file_digest(data) != part.digest:", "False:", "import_notices_changed_bytes"),
+            (
+                "a rebuild",
+                "upkeep/rebuild.py",
+                "digest != PurePosixPath(path).stem:",
+                "False:",
+                "rebuild_notices_changed_bytes",
+            ),
+            (
+                "a rescue",
+                "upkeep/repair.py",
+                "file_digest(data) == PurePosixPath(path).stem",
+                "True",
+                "repair_rescues_no_changed_bytes",
+            ),
+        )
+    ),
+    Mutation(
+        name="name that is taken",
+        file="store/durable.py",
+        edit=swap(("        os.link(aside, final)", "        os.replace(aside, final); return")),
+        check="names_are_taken_once",
+    ),
+    Mutation(
+        name="version that is not after the latest",
+        file="store/catalog/ledger.py",
+        edit=swap(("version <= latest.version:", "version == latest.version:")),
+        check="names_are_taken_once",
+    ),
+]
+KEYS = [
+    Mutation(
+        name=key,
+        file=SCHEMA,
+        edit=not_unique(key)
+        if key in ("trajectory_by_member", "batch_by_step", "batch_group_once")
+        else swap(("path TEXT NOT NULL UNIQUE", "path TEXT NOT NULL"))
+        if key == "segment.path"
+        else without_key(table),
+        check=f"no_second_row {key}",
+    )
+    for key, (table, _) in SECOND_ROWS.items()
+]
+MUTATIONS = [*DURABILITY, *OTHER_DURABILITY, *ATOMICITY, *CHECKS, *KEYS]
+
+
+SAFEGUARD = re.compile(r"fsync\(|sync_directory\(|digest != |digest\(data\) [!=]= |UNIQUE|PRIMARY KEY|synchronous = ")
+NO_SAFEGUARD = {  # lines that look like one
+    "def sync_directory(directory: Path) -> None:": "made of fsync, which is mutated",
+    "def _fsync(path: Path) -> None:": "made of fsync, which is mutated",
+    'connection.execute("PRAGMA synchronous = FULL")': "of a rebuild: a torn catalog is refused, and made again",
+    "id INTEGER PRIMARY KEY CHECK (id = 1),": "one row, made by INSERT OR IGNORE with its own id",
+    "name TEXT PRIMARY KEY,": "of `changed` and `component`: what is written again replaces itself",
+    "seq INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
+    "event_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
+    "batch_id INTEGER PRIMARY KEY AUTOINCREMENT,": "SQLite's own row number",
+    "PRIMARY KEY (traj_uid, lsn)": "of `lost_trajectory`: history, for people",
+}
+
+
+def unguarded() -> list[str]:
+    """Safeguards in the sources that no mutation takes away."""
+    missed = []
+    for path in (path for name in SOURCES for path in sorted([ROOT / name, *(ROOT / name).rglob("*")])):
+        if path.suffix not in (".py", ".sql"):
+            continue
+        source = path.read_text()
+        name = f"{path.relative_to(ROOT)}"
+        kept = [set(mutation.edit(source).splitlines()) for mutation in MUTATIONS if mutation.file == name]
+        for line in source.splitlines():
+            if SAFEGUARD.search(line) and line.strip() not in NO_SAFEGUARD and all(line in lines for lines in kept):
+                missed.append(f"{name}: {line.strip()}")
+    return missed

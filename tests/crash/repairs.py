@@ -1,0 +1,142 @@
+"""Two more things that are recorded while they work, and what must be true whenever the power goes: repairs, and publishing.
+
+The run that is repaired has one file with a changed byte. What is damaged is set aside and never deleted; a repair that was
+cut short is done again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sqlite3
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import store
+from store import Catalog, RunLayout, StoreError
+from store.durable import make_directory
+from store.hashing import file_digest
+from store.upkeep.fsck import CONTENTS, check
+from store.upkeep.rebuild import rebuild
+from store.upkeep.repair import repair
+from tests.crash.checks import Line
+from tests.crash.guards import change_a_byte
+from tests.crash.workload import Diary
+
+Done = dict[str | None, Line]  # by what is done
+WEIGHTS = {"model.safetensors": b"\1" * 10_000, "config.json": b"{}"}
+
+
+def damage(root: str) -> None:
+    """Change a byte of the youngest file."""
+    with closing(sqlite3.connect(Path(root) / "catalog.sqlite")) as connection:
+        (path,) = connection.execute("SELECT path FROM segment WHERE retired_lsn IS NULL ORDER BY lsn DESC LIMIT 1").fetchone()
+    change_a_byte(Path(root) / path)
+
+
+def mend(root: str, diary_path: str) -> None:
+    """fsck --repair, then a rebuild of the catalog from the files."""
+    diary = Diary(Path(diary_path))
+    layout = RunLayout.open(Path(root))
+    damaged = [layout.root / finding.subject for finding in _errors(layout)]
+    diary.done("found", digests=[file_digest(path.read_bytes()) for path in damaged])
+    diary.phase("repair")
+    _repair(layout)
+    diary.done("repair", trajectories=sorted(_trajectories(layout)))
+    diary.phase("rebuild")
+    rebuild(layout)
+    diary.done("rebuild")
+
+
+def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
+    """What a crash of `mend` may leave: nothing but work to be done again. `thorough` makes no difference."""
+    layout = RunLayout.open(base / "run")
+    done = {line.get("done"): line for line in diary}
+    try:
+        broken = []
+        if "repair" not in done:
+            _repair(layout)
+        elif "rebuild" not in done and diary[-1].get("phase") == "rebuild":
+            broken += _lost(layout, done) if _opens(layout) else []  # refused, or whole
+            rebuild(layout)
+        return broken + _lost(layout, done) + _deleted(layout, done) + [f"{finding}" for finding in _errors(layout)]
+    except (StoreError, sqlite3.Error) as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
+def publish(root: str, diary_path: str) -> None:
+    """Two versions of weights, the second one twice."""
+    diary = Diary(Path(diary_path))
+    visible_last = _publishing().visible_last
+    make_directory(Path(root))
+    for name in ("v0", "v1", "v1"):
+        diary.phase(name)
+        with visible_last(Path(root) / name) as directory:
+            for file, data in WEIGHTS.items():
+                (directory / file).write_bytes(data)
+        diary.done("publish", name=name)
+
+
+def published(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
+    """A version that has its name is whole; an announced one is there, unless it is being replaced: then nobody reads it."""
+    root = base / "run"
+    broken = []
+    for name in ("v0", "v1"):
+        found = {path.name: path.read_bytes() for path in (root / name).iterdir()} if (root / name).is_dir() else None
+        if found is not None and found != WEIGHTS:
+            broken.append(f"{name} is torn")
+        announced = any(line.get("name") == name for line in diary) and diary[-1].get("phase") != name
+        if announced and found is None:
+            broken.append(f"{name} is gone")
+    return broken
+
+
+def _repair(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, check(layout, level=CONTENTS))
+
+
+def _opens(layout: RunLayout) -> bool:
+    try:
+        Catalog.open(layout).close()
+    except StoreError:
+        return False
+    return True
+
+
+def _lost(layout: RunLayout, done: Done) -> list[str]:
+    kept = set(done["repair"]["trajectories"]) if "repair" in done else set()
+    return [f"trajectory {uid} is lost" for uid in sorted(kept - _trajectories(layout))]
+
+
+def _deleted(layout: RunLayout, done: Done) -> list[str]:
+    """What is damaged or replaced is in quarantine, where nothing sweeps it."""
+    there = {file_digest(path.read_bytes()) for path in layout.quarantine.glob("*.parquet")}
+    wanted = done["found"]["digests"] if "found" in done else []
+    replaced = "rebuild" in done and not (layout.quarantine / layout.catalog.name).is_file()
+    return [f"the damaged file {digest} is not in quarantine" for digest in wanted if digest not in there] + (
+        ["the old catalog is not in quarantine"] if replaced else []
+    )
+
+
+def _errors(layout: RunLayout) -> list[store.upkeep.finding.Finding]:
+    return [finding for finding in check(layout, level=CONTENTS) if finding.severity == "error"]
+
+
+def _trajectories(layout: RunLayout) -> set[str]:
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        return {row[0] for row in connection.execute("SELECT lower(hex(traj_uid)) FROM trajectory")}
+
+
+def _publishing() -> ModuleType:
+    """learner/publish.py beside this store, without the seconds that torch takes."""
+    for name in ("torch", "safetensors", "safetensors.torch"):
+        sys.modules.setdefault(name, ModuleType(name)).__dict__.update(save_file=None, Tensor=SimpleNamespace)
+    path = Path(store.__file__).parent.parent / "learner" / "publish.py"
+    spec = importlib.util.spec_from_file_location("publish", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

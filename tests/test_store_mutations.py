@@ -1,0 +1,27 @@
+"""The crash tests can fail: with any one safeguard taken away, a named check turns red. See crash/mutations.py."""
+
+from __future__ import annotations
+
+from tests.crash.lab import scratch, workers
+from tests.crash.mutations import MUTATIONS, unguarded
+from tests.crash.scenarios import verdict
+
+
+def test_each_safeguard_is_missed() -> None:
+    with workers() as pool, scratch() as directory:
+        jobs = {
+            f"control: {check}": pool.submit(verdict, None, check, directory / f"control{number}")
+            for number, check in enumerate(sorted({mutation.check for mutation in MUTATIONS}))
+        } | {
+            mutation.name: pool.submit(verdict, number, mutation.check, directory / f"{number}")
+            for number, mutation in enumerate(MUTATIONS)
+        }
+        verdicts = {name: job.result() for name, job in jobs.items()}
+    for name, why in verdicts.items():
+        print(f"{name}: {why[:160] or 'green'}")
+    assert [name for name, why in verdicts.items() if why and name.startswith("control")] == []
+    assert [name for name, why in verdicts.items() if not why and not name.startswith("control")] == []
+
+
+def test_every_safeguard_has_its_mutation() -> None:
+    assert unguarded() == []

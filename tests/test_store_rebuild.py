@@ -1,0 +1,214 @@
+"""A catalog that is lost comes back from segments and exports; what cannot come back is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from store import Catalog, FencedError, FormatError, LockedError, RunLayout, export, write_segment
+from store.reading.query import connect
+from store.upkeep.fsck import CONTENTS, check
+from store.upkeep.rebuild import rebuild
+from tests.store_runs import copy_run, fingerprint, flip, make_run
+from tests.store_samples import make_trajectory, open_train_group, play
+
+# Everything that is exported, or said by the files themselves. An lsn of the catalog alone is not, nor is a batch's epoch.
+RECOVERED = (
+    """SELECT group_uid, split, ordinal, task_id, size, purpose_version, state, reason, n_members, n_steps, n_won, return_sum,
+              version_min, version_max, opened_us, opened_lsn, completed_us, completed_lsn, changed_lsn FROM grp""",
+    """SELECT traj_uid, group_uid, member, segment_id, n_steps, episode_return, won, task_score, invalid_steps, version_min,
+              version_max FROM trajectory""",
+    "SELECT segment_id, path, digest, n_steps, n_bytes, worker, epoch, retired_lsn IS NULL, retired_why, level FROM segment",
+    "SELECT * FROM duplicate",
+    "SELECT group_uid, state, reason, lsn, at_us FROM group_state ORDER BY seq",
+    """SELECT batch_id, state, claimed_version, version_in, learner_step, claimed_us, trained_us, claimed_lsn, trained_lsn,
+              rolled_back_lsn FROM batch""",
+    "SELECT * FROM batch_group",
+    "SELECT version, path, digest, learner_step, epoch, published_us FROM version",
+    "SELECT learner_step, path, version, live, saved_us FROM checkpoint ORDER BY lsn",
+    "SELECT learner_step, policy_version, name, value, live, lsn, changed_lsn FROM metric",
+    "SELECT at_us, component, what, detail, lsn FROM event WHERE component <> 'rebuild' ORDER BY event_id",
+)
+VIEWS = ("steps", "trajectories", "groups", "anchor_groups", "lineage", "versions", "checkpoints", "metrics", "ledger")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    return make_run(tmp_path_factory.mktemp("intact") / "run")
+
+
+@pytest.fixture
+def layout(intact: RunLayout, tmp_path: Path) -> RunLayout:
+    return copy_run(intact, tmp_path / "run")
+
+
+def ask(layout: RunLayout, query: str) -> list[tuple]:
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def shown(layout: RunLayout) -> dict[str, list]:
+    with closing(connect(layout)) as views:
+        return {name: sorted(views.sql(f"FROM {name}").fetchall(), key=repr) for name in VIEWS}
+
+
+def states(layout: RunLayout) -> dict[int, str]:
+    return dict(ask(layout, "SELECT ordinal, state FROM grp WHERE split = 'train' ORDER BY ordinal"))
+
+
+def test_all_that_was_exported_comes_back_as_it_was(layout: RunLayout, intact: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        lease = catalog.lease_open_group(worker="w5", lease_s=60.0)
+        assert lease is not None
+    before, files = shown(layout), fingerprint(layout.segments)
+    layout.catalog.unlink()
+    report = rebuild(layout)
+    assert [line for line in report.lost if "after the last export" not in line] == []
+    for query in RECOVERED:
+        assert ask(layout, query) == ask(intact, query), query
+    assert shown(layout) == before
+    assert fingerprint(layout.segments) == files
+    assert check(layout, level=CONTENTS) == []
+    segment = write_segment(layout, [make_trajectory(lease, lease.missing[0])], worker="w5", epoch=lease.epoch)
+    with Catalog.open(layout) as catalog:
+        with pytest.raises(FencedError):
+            catalog.commit(segment, epoch=lease.epoch)
+        play(layout, catalog, catalog.lease_open_group(worker="w5", lease_s=60.0), version=1)
+        batch = catalog.claim(n_groups=4, current_version=2, max_staleness=1)
+        assert batch is not None and batch.batch_id > max(row[0] for row in ask(intact, "SELECT batch_id FROM batch"))
+        catalog.settle(batch.batch_id, learner_step=2, no_signal=(), version_in=2)
+        latest = catalog.latest_checkpoint()
+        assert latest is not None and latest.learner_step == 1
+        catalog.record_version(version=4, path="w", digest="d", learner_step=2)
+        export(catalog, layout)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_what_was_committed_after_the_last_export_is_found_in_the_files(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        epoch = catalog.epoch
+        play(layout, catalog, open_train_group(catalog, 6, size=3), version=1)  # the member that was missing
+        play(layout, catalog, open_train_group(catalog, 9), version=1)  # 7 and 8 were dispatched, and nothing else
+        play(layout, catalog, catalog.open_group(ordinal=3, task_id="h3", split="heldout", size=1, purpose_version=4))
+        assert catalog.claim(n_groups=1, current_version=2, max_staleness=2) is not None
+        trajectories = ask(layout, "SELECT traj_uid, segment_id FROM trajectory ORDER BY traj_uid")
+    (layout.weights / "v000007").mkdir()
+    layout.catalog.unlink()
+    report = rebuild(layout)
+    assert ask(layout, "SELECT traj_uid, segment_id FROM trajectory ORDER BY traj_uid") == trajectories
+    assert states(layout) == {
+        **{0: "trained", 1: "no_signal", 2: "complete", 3: "complete", 4: "stale", 5: "complete", 6: "complete", 9: "complete"}
+    }
+    heldout = "SELECT ordinal, purpose_version, task_id, state FROM grp WHERE split = 'heldout' ORDER BY purpose_version"
+    assert ask(layout, heldout) == [(0, 2, "h", "complete"), (3, 4, "h3", "complete")]
+    assert any("2 of them not exported yet" in line for line in report.recovered)
+    assert any("version 7" in line for line in report.lost)
+    assert check(layout, level=CONTENTS) == []
+    with Catalog.open(layout) as catalog:
+        assert catalog.epoch > epoch
+        version = catalog.latest_version()
+        assert version is not None and version.version == 7  # the next one is 8
+        assert catalog.next_ordinal("train") == 10
+
+
+def test_a_claimed_batch_is_rolled_back(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        assert catalog.claim(n_groups=2, current_version=2, max_staleness=1) is not None
+        export(catalog, layout)
+    layout.catalog.write_bytes(b"not a database, but somebody may want to look at it")
+    report = rebuild(layout)
+    assert any("were claimed and are rolled back" in line for line in report.recovered)
+    assert [states(layout)[ordinal] for ordinal in (2, 3)] == ["complete", "complete"]
+    assert ask(layout, "SELECT count(*) FROM batch WHERE state = 'claimed'") == [(0,)]
+    assert (layout.quarantine / "catalog.sqlite").read_bytes().startswith(b"not a database")
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_without_exports_the_files_alone_give_groups_and_trajectories(layout: RunLayout, intact: RunLayout) -> None:
+    layout.catalog.unlink()
+    layout.manifest.unlink()
+    shutil.rmtree(layout.exports)
+    layout.exports.mkdir()
+    rebuild(layout)
+    query = "SELECT group_uid, split, ordinal, task_id, purpose_version, n_members, n_steps, return_sum FROM grp"
+    assert ask(layout, query) == ask(intact, query)
+    assert {ordinal: state for ordinal, state in states(layout).items() if ordinal < 6} == dict.fromkeys(range(6), "complete")
+    rows = "SELECT traj_uid, group_uid, n_steps, episode_return FROM trajectory"
+    assert ask(layout, rows) == ask(intact, rows)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_without_a_manifest_the_parts_that_are_there_are_read(layout: RunLayout, intact: RunLayout) -> None:
+    layout.catalog.unlink()
+    layout.manifest.write_text("{")
+    report = rebuild(layout)
+    assert any("manifest.json is damaged" in line for line in report.lost)
+    for query in RECOVERED:
+        assert ask(layout, query) == ask(intact, query), query
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_files_that_cannot_be_used_are_set_aside_and_said(layout: RunLayout, tmp_path: Path) -> None:
+    query = """SELECT path FROM segment JOIN trajectory USING (segment_id) JOIN grp USING (group_uid)
+               WHERE ordinal = 5 AND split = 'train' AND member = 0"""
+    ((path,),) = ask(layout, query)
+    flip(layout.root / path, 4321)
+    other = make_run(tmp_path / "other")
+    foreign = ask(other, "SELECT path FROM segment WHERE worker = 'w2'")[0][0]
+    shutil.copy(other.root / foreign, layout.root / foreign)
+    layout.catalog.unlink()
+    report = rebuild(layout)
+    assert {Path(path).name, Path(foreign).name} <= {file.name for file in layout.quarantine.iterdir()}
+    said = "\n".join(report.lost)
+    assert "name is that of another content" in said and other.info.run_id in said and "1 groups lack trajectories" in said
+    assert states(layout)[5] == "open"
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_what_retention_removed_stays_in_the_figures_of_its_groups(layout: RunLayout) -> None:
+    figures = "SELECT ordinal, state, n_members, n_steps, return_sum FROM grp WHERE split = 'train' ORDER BY ordinal"
+    with Catalog.open(layout) as catalog:
+        (merged,) = [segment for segment in catalog.live_segments() if segment.level]
+        catalog.expire([merged.segment_id])
+        export(catalog, layout)
+        for path in catalog.removable(retired_before_us=2**62, pinned_lsn=None).values():
+            (layout.root / path).unlink()
+    before = ask(layout, figures)
+    layout.catalog.unlink()
+    report = rebuild(layout)
+    assert ask(layout, figures) == before
+    assert any("4 trajectories of consumed groups are in no file" in line for line in report.lost)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_rebuild_that_was_interrupted_is_begun_again(layout: RunLayout, intact: RunLayout) -> None:
+    layout.catalog.rename(layout.root / ".catalog.sqlite.tmp")  # killed before the last rename
+    rebuild(layout)
+    assert ask(layout, RECOVERED[0]) == ask(intact, RECOVERED[0])
+    rebuild(layout)  # of a catalog that nobody lost
+    assert ask(layout, RECOVERED[0]) == ask(intact, RECOVERED[0])
+    with Catalog.open(layout), pytest.raises(LockedError, match="owns"):
+        rebuild(layout)
+    assert json.loads(layout.manifest.read_text())["lsn"] > 0
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_an_older_copy_of_the_catalog_is_refused_and_nothing_committed_since_is_lost(layout: RunLayout) -> None:
+    backup = layout.catalog.read_bytes()
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 9), version=1)
+        export(catalog, layout)
+        trajectories = ask(layout, "SELECT traj_uid FROM trajectory ORDER BY traj_uid")
+    layout.catalog.write_bytes(backup)
+    with pytest.raises(FormatError, match=r"older copy.*rebuild --force"):
+        Catalog.open(layout)
+    assert "manifest_ahead" in {finding.what for finding in check(layout, level=CONTENTS)}
+    rebuild(layout)
+    assert ask(layout, "SELECT traj_uid FROM trajectory ORDER BY traj_uid") == trajectories
+    with Catalog.open(layout) as catalog:
+        assert catalog.counts().complete > 0
