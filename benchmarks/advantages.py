@@ -1,157 +1,173 @@
-"""How long the advantages of a batch take, beside the same equations in a Python loop and in numpy, all in float64.
+"""How long the advantages of a batch take, beside the same equations in a Python loop, numpy and polars, all in float64.
 
-    python benchmarks/advantages.py [--quick]
+    python benchmarks/advantages.py [--quick] [--large]
 
-Rows: tasks x 8 trajectories x 50 steps, sparse rewards, a tenth of the actions invalid, about a third of the steps
-meeting a state of their group again. Best of several calls; all three must agree. The last line is JSON.
+All must agree. Times are wall clock, the best of several calls, taken in turns; the first call of a process, which plans the
+query, is apart. Memory is what a call of gigpo's adds to the process at its peak. `--large` does nothing but 64 million
+steps, by hash partition of their groups from Parquet files to Parquet files, in a process of its own; without --quick it
+is done too. `--quick` leaves out what takes long. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import os
+import random
+import string
+import subprocess
 import sys
+import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import duckdb
 import numpy as np
+import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from gigpo import AdvantageSettings, compute_advantages
+from support.advantage_baselines import GROUP_STEPS, by_loop, by_numpy, by_polars, make_steps
 
-EPISODE_STEPS, GROUP_SIZE = 50, 8
-SIZES_QUICK, SIZES = (6_400, 64_000), (6_400, 64_000, 640_000)
-SETTINGS = AdvantageSettings(
-    estimator="gigpo", gamma=0.95, omega=1.0, normalise="mean_std", weighting="steps", invalid_penalty=0.1
-)
-EPSILON = 1e-6
+from gigpo import PUBLISHED_SETTINGS, compute_advantages, similarity_keys
 
+SIZES = (6_400, 64_000, 640_000, 6_400_000)
+LARGE_STEPS, PARTITIONS, FILE_STEPS = 64_000_000, 8, 3_200_000
+TEXTS, CHARACTERS = 400, 300
+REQUIRED = {
+    "gigpo_ms_6400": "<= 25",
+    "exponent_64k_6m": "<= 1.15",
+    "over_numpy_max": "<= 3, from 64,000 steps on",
+    "loop_over_gigpo_64k": "",
+    "similarity_400_s": "< 1",
+    "peak_gib_64m": "<= 8",
+}
 
-def make_steps(rows: int) -> pa.Table:
-    rng = np.random.default_rng(0)
-    trajectory = np.arange(rows) // EPISODE_STEPS
-    group = trajectory // GROUP_SIZE
-    step = np.arange(rows) % EPISODE_STEPS
-    won = rng.random(rows // EPISODE_STEPS)[trajectory] < 0.5
-    return pa.table(
-        {
-            "group_uid": binary16(group, rng),
-            "traj_uid": binary16(trajectory, rng),
-            "step_index": pa.array(step, pa.int32()),
-            "reward": pa.array(np.where(won & (step == EPISODE_STEPS - 1), 10.0, 0.0)),
-            "is_action_valid": pa.array(rng.random(rows) > 0.1),
-            "state_hash": binary16(group * 1_000 + rng.integers(0, 500, rows), rng),
-        }
-    )
-
-
-def binary16(keys: np.ndarray, rng: np.random.Generator) -> pa.Array:
-    """Sixteen random-looking bytes a key, as a uid or a hash has."""
-    words = rng.integers(0, 2**63, (int(keys.max()) + 1, 2), dtype=np.int64)[keys]
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(words.tobytes())])
-
-
-def by_loop(steps: pa.Table) -> np.ndarray:
-    """Dictionaries and loops over Python floats; linear in the rows."""
-    rows = list(zip(*(steps[name].to_pylist() for name in steps.column_names), strict=True))
-    position = {(traj, step): i for i, (_, traj, step, *_) in enumerate(rows)}
-    returns, scores = [0.0] * len(rows), [0.0] * len(rows)
-    totals: dict[bytes, float] = defaultdict(float)
-    for i in sorted(range(len(rows)), key=lambda i: -rows[i][2]):
-        _, traj, step, reward, _, _ = rows[i]
-        later = position.get((traj, step + 1))
-        returns[i] = reward + (SETTINGS.gamma * returns[later] if later is not None else 0.0)
-        totals[traj] += reward
-    episode: dict[bytes, list[int]] = defaultdict(list)
-    anchor: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-    for i, (group, traj, _, _, valid, state) in enumerate(rows):
-        penalty = 0.0 if valid else SETTINGS.invalid_penalty
-        returns[i] -= penalty
-        scores[i] = totals[traj] - penalty
-        episode[group].append(i)
-        anchor[group, state].append(i)
-    advantages = np.zeros(len(rows))
-    for groups, values, weight in ((episode, scores, 1.0), (anchor, returns, SETTINGS.omega)):
-        for members in groups.values():
-            of_group = [values[i] for i in members]
-            if max(of_group) == min(of_group):
-                continue
-            mean = sum(of_group) / len(of_group)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in of_group) / (len(of_group) - 1))
-            for i in members:
-                advantages[i] += weight * (values[i] - mean) / (deviation + EPSILON)
-    return advantages
-
-
-def by_numpy(steps: pa.Table) -> np.ndarray:
-    """Keys made dense by sorting, statistics by bincount, returns by one sweep per step of the episode.
-
-    In its favour: of each 16-byte key it looks at 8 bytes, and it refuses nothing.
-    """
-
-    def dense(name: str) -> np.ndarray:
-        words = np.frombuffer(steps[name].combine_chunks().buffers()[1], dtype=np.uint64)
-        return np.unique(words[::2], return_inverse=True)[1]
-
-    group, traj, state = dense("group_uid"), dense("traj_uid"), dense("state_hash")
-    step, reward = steps["step_index"].to_numpy(), steps["reward"].to_numpy()
-    penalty = np.where(steps["is_action_valid"].to_numpy(), 0.0, SETTINGS.invalid_penalty)
-    grid = np.zeros((traj.max() + 1, step.max() + 2))
-    grid[traj, step] = reward
-    totals = grid.sum(axis=1)
-    for t in range(step.max(), -1, -1):
-        grid[:, t] += SETTINGS.gamma * grid[:, t + 1]
-    anchor = np.unique(group * (state.max() + 1) + state, return_inverse=True)[1]
-    return normalised(totals[traj] - penalty, group) + SETTINGS.omega * normalised(grid[traj, step] - penalty, anchor)
-
-
-def normalised(x: np.ndarray, key: np.ndarray) -> np.ndarray:
-    n = np.bincount(key)
-    centred = x - (np.bincount(key, x) / n)[key]
-    deviation = np.sqrt(np.bincount(key, centred**2) / np.maximum(n - 1, 1))
-    low, high = np.full(len(n), np.inf), np.full(len(n), -np.inf)
-    np.minimum.at(low, key, x)
-    np.maximum.at(high, key, x)
-    return np.where((low == high)[key], 0.0, centred / (deviation + EPSILON)[key])
+Method = Callable[[pa.Table], np.ndarray]
 
 
 def by_gigpo(steps: pa.Table) -> np.ndarray:
-    return compute_advantages(steps, SETTINGS)["advantage"].to_numpy()
+    return compute_advantages(steps, PUBLISHED_SETTINGS)["advantage"].to_numpy()
 
 
-def best_ms(function: Callable[[pa.Table], np.ndarray], steps: pa.Table, *, calls: int) -> tuple[float, np.ndarray]:
-    times_s = []
-    for _ in range(calls):
+def measure(rows: int, *, quick: bool) -> dict[str, float]:
+    """Milliseconds by method, in turns so that a busy moment of the machine meets all of them."""
+    steps = make_steps(rows, seed=0)
+    methods: dict[str, Method] = {"gigpo": by_gigpo, "numpy": by_numpy}
+    if not (quick and rows > 64_000):
+        methods |= {"loop": by_loop} | ({"polars": by_polars} if importlib.util.find_spec("polars") else {})
+    turns = {6_400: 15, 64_000: 7, 640_000: 3}.get(rows, 1 if quick else 2)
+    gib = peak_gib(lambda: by_gigpo(steps))
+    best, results = dict.fromkeys(methods, math.inf), {}
+    for turn in range(turns):
+        for name, method in methods.items():
+            if name == "loop" and turn > (2 if rows <= 64_000 else 0):
+                continue
+            start_s = time.perf_counter()
+            results[name] = method(steps)
+            best[name] = min(best[name], (time.perf_counter() - start_s) * 1e3)
+    for name, advantages in results.items():
+        np.testing.assert_allclose(results["gigpo"], advantages, rtol=1e-6, atol=1e-9, err_msg=name)
+    cells = [f"{best[name]:>10,.1f}" if name in best else f"{'-':>10}" for name in ("gigpo", "numpy", "polars", "loop")]
+    print(f"{rows:>10,} {' '.join(cells)} {best['gigpo'] / best['numpy']:>11.2f} {gib * 1024:>12,.0f}", flush=True)
+    return best
+
+
+def peak_gib(call: Callable[[], object]) -> float:
+    """Resident memory at its highest during the call, less what was there before."""
+    process = psutil.Process()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = process.memory_info().rss
+    call()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return (int(status["VmHWM"].split()[0]) * 1024 - before) / 2**30
+
+
+def similarity_s() -> dict[str, float]:
+    """Seconds to compare one task's unrelated texts, by method."""
+    rng = random.Random(0)
+    letters = string.ascii_lowercase + " "
+    texts = ["".join(rng.choice(letters) for _ in range(CHARACTERS)) for _ in range(TEXTS)]
+    steps = pa.table({"group_uid": ["task"] * TEXTS, "anchor_text": texts})
+    seconds = {}
+    for method in ("linked", "greedy"):
         start_s = time.perf_counter()
-        result = function(steps)
-        times_s.append(time.perf_counter() - start_s)
-    return min(times_s) * 1e3, result
+        keys = similarity_keys(steps, threshold=PUBLISHED_SETTINGS.similarity, method=method)
+        seconds[method] = time.perf_counter() - start_s
+        assert keys.to_pylist() == texts
+    return seconds
+
+
+def large() -> dict[str, float]:
+    """64 million steps: written once, then read, computed and written back one partition of groups at a time."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for number in range(LARGE_STEPS // FILE_STEPS):
+            pq.write_table(make_steps(FILE_STEPS, seed=number), folder / f"steps-{number}.parquet")
+        command = [sys.executable, __file__, "--partitions-of", scratch]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        written = sum(pq.read_metadata(file).num_rows for file in folder.glob("advantages-*.parquet"))
+    assert written == LARGE_STEPS, f"{written} rows written"
+    return json.loads(answer)
+
+
+def partitions(folder: Path) -> dict[str, float]:
+    """What `large` times, alone in its process. A group is in one partition, so each partition is a table like any other."""
+    start_s = time.perf_counter()
+    names = ", ".join(make_steps(GROUP_STEPS, seed=0).column_names)
+    for number in range(PARTITIONS):
+        with duckdb.connect(config={"threads": 2, "memory_limit": "2GB"}) as connection:
+            files = f"read_parquet('{folder}/steps-*.parquet')"
+            query = f"SELECT {names} FROM {files} WHERE hash(group_uid) % {PARTITIONS} = {number}"
+            steps = connection.sql(query).to_arrow_table()
+        pq.write_table(compute_advantages(steps, PUBLISHED_SETTINGS), folder / f"advantages-{number}.parquet")
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {"gib": int(status["VmHWM"].split()[0]) / 2**20, "s": time.perf_counter() - start_s}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="stop at 64,000 rows")
-    figures: dict[str, float] = {}
-    print(f"{'rows':>9} {'gigpo':>10} {'loop':>10} {'numpy':>10}   ms, best of several")
-    for rows in SIZES_QUICK if parser.parse_args().quick else SIZES:
-        steps = make_steps(rows)
-        calls = 7 if rows <= 64_000 else 2
-        gigpo_ms, advantages = best_ms(by_gigpo, steps, calls=calls)
-        loop_ms, from_loop = best_ms(by_loop, steps, calls=2)
-        numpy_ms, from_numpy = best_ms(by_numpy, steps, calls=calls)
-        np.testing.assert_allclose(advantages, from_loop, rtol=1e-6, atol=1e-9)
-        np.testing.assert_allclose(advantages, from_numpy, rtol=1e-6, atol=1e-9)
-        print(f"{rows:>9,} {gigpo_ms:>10.1f} {loop_ms:>10.1f} {numpy_ms:>10.1f}")
-        figures |= {
-            f"gigpo_ms_{rows}": round(gigpo_ms, 2),
-            f"loop_over_gigpo_{rows}": round(loop_ms / gigpo_ms, 2),
-            f"gigpo_over_numpy_{rows}": round(gigpo_ms / numpy_ms, 2),
-        }
-    print(json.dumps(figures))
+    parser.add_argument("--quick", action="store_true", help="6,400 and 64,000 steps, 6.4 million of gigpo and numpy alone")
+    parser.add_argument("--large", action="store_true", help="64 million steps by hash partition, nothing else")
+    parser.add_argument("--partitions-of", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.partitions_of:
+        print(json.dumps(partitions(options.partitions_of)))
+        return
+    figures: dict[str, float | None] = dict.fromkeys(REQUIRED)
+    if not options.large:
+        figures |= side_by_side(quick=options.quick)
+    if not options.quick:
+        of_large = large()
+        print(f"{LARGE_STEPS:,} steps in {PARTITIONS} partitions: {of_large['s']:.0f} s, peak {of_large['gib']:.1f} GiB in all")
+        figures["peak_gib_64m"] = of_large["gib"]
+    for name, value in figures.items():
+        print(f"{name:>20} {'not measured' if value is None else f'{value:.3g}':>12}   {REQUIRED[name]}")
+    print(json.dumps({name: None if value is None else round(value, 3) for name, value in figures.items()}))
+
+
+def side_by_side(*, quick: bool) -> dict[str, float | None]:
+    start_s = time.perf_counter()
+    by_gigpo(make_steps(GROUP_STEPS, seed=0))
+    print(f"first call: {(time.perf_counter() - start_s) * 1e3:.0f} ms")
+    print(
+        f"{'steps':>10} {'gigpo':>10} {'numpy':>10} {'polars':>10} {'loop':>10} {'over numpy':>11} {'peak MiB':>12}   ms, best"
+    )
+    ms = {rows: measure(rows, quick=quick) for rows in SIZES if not (quick and rows == 640_000)}
+    of_texts = similarity_s()
+    print(f"{TEXTS} unrelated texts of {CHARACTERS}: linked {of_texts['linked']:.2f} s, greedy {of_texts['greedy']:.2f} s")
+    return {
+        "gigpo_ms_6400": ms[6_400]["gigpo"],
+        "exponent_64k_6m": math.log10(ms[6_400_000]["gigpo"] / ms[64_000]["gigpo"]) / math.log10(6_400_000 / 64_000),
+        "over_numpy_max": max(of["gigpo"] / of["numpy"] for rows, of in ms.items() if rows >= 64_000),
+        "loop_over_gigpo_64k": ms[64_000]["loop"] / ms[64_000]["gigpo"],
+        "similarity_400_s": of_texts["linked"],
+    }
 
 
 if __name__ == "__main__":

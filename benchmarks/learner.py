@@ -24,14 +24,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
-from gigpo import ppo_clip, token_mean
+from gigpo import BatchTotals, Objective, PpoClip, Tokens, TokenTis
 from learner import make_tiny_model, train_tokenizer, write_weights
 from learner.batch import MicroBatch, micro_batches
 from learner.engine import Engine
 
 MEAN_PROMPT_TOKENS, PROMPT_TOKENS_RANGE, RESPONSE_TOKENS = 120, (60, 240), 8
 BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
-LOSS = LossConfig()
+OBJECTIVE = Objective(policy=PpoClip(), corrections=(TokenTis(),))  # what LossConfig() is
 
 
 def make_rows(n_rows: int, *, vocabulary: int) -> pa.Table:
@@ -44,6 +44,7 @@ def make_rows(n_rows: int, *, vocabulary: int) -> pa.Table:
             "response_ids": pa.array(rng.integers(0, vocabulary, (n_rows, RESPONSE_TOKENS)).tolist(), pa.list_(pa.int32())),
             "response_logprobs": pa.array(behaviour.tolist(), pa.list_(pa.float32())),
             "advantage": pa.array(rng.normal(size=n_rows), pa.float64()),
+            "staleness": pa.array(np.zeros(n_rows, dtype=np.int64)),
         }
     )
 
@@ -74,6 +75,7 @@ def padded_to_the_longest(rows: pa.Table, *, micro_batch_tokens: int) -> list[Mi
                 response_ids_N=narrow.response_ids_N,
                 behaviour_logprobs_N=narrow.behaviour_logprobs_N,
                 advantages_N=narrow.advantages_N,
+                staleness_N=narrow.staleness_N,
                 rows_N=narrow.rows_N,
             )
         )
@@ -82,19 +84,19 @@ def padded_to_the_longest(rows: pa.Table, *, micro_batch_tokens: int) -> list[Mi
 
 def plain_update(engine: Engine, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch]) -> None:
     """The same update in plain torch, without DeepSpeed and without statistics."""
-    n_tokens = sum(batch.n_response_tokens for batch in batches)
+    totals = BatchTotals(
+        n_tokens=sum(batch.n_response_tokens for batch in batches), n_sequences=sum(batch.n_rows for batch in batches)
+    )
     for batch in batches:
         logprobs_N, _ = engine.policy(batch.input_ids_BT, batch.positions_N, batch.response_ids_N)
-        policy = ppo_clip(
-            logprobs_N,
-            batch.behaviour_logprobs_N,
-            batch.advantages_N,
-            clip_low=LOSS.clip_low,
-            clip_high=LOSS.clip_high,
-            dual_clip=LOSS.dual_clip,
-            tis_cap=LOSS.tis_cap,
+        tokens = Tokens(
+            logprobs_N=logprobs_N,
+            behaviour_logprobs_N=batch.behaviour_logprobs_N,
+            advantages_N=batch.advantages_N,
+            sequence_N=batch.rows_N,
         )
-        token_mean(policy.loss_N, n_tokens).backward()
+        terms = OBJECTIVE(tokens, reference_logprobs_N=None, entropy_N=None)
+        OBJECTIVE.aggregation(terms.loss_N, tokens.sequence_N, totals).backward()
     torch.nn.utils.clip_grad_norm_(engine.policy.parameters(), engine.learner.grad_clip)
     optimizer.step()
     optimizer.zero_grad()
@@ -166,7 +168,7 @@ def main() -> None:
             model_path=base,
             model=ModelConfig(),
             learner=LearnerConfig(threads=1),
-            loss=LOSS,
+            loss=LossConfig(),
             temperature=1.0,
             seed=0,
         )

@@ -1,63 +1,133 @@
 """GiGPO's mathematics: a table of steps in, advantages out; log-probabilities in, losses out.
 
-Where to look: `queries/*.sql` are the equations, one idea a file; `advantages.py` composes them into one DuckDB macro
-and runs it (`compute_advantages`; `advantages_macro` for a bare shell); `losses.py` has the losses per token and the
-registry `POLICY_LOSSES`; `corrections.py` the importance ratios and weights; `diagnostics.py` what to watch. No I/O, no
-logging, no trainer: this folder imports duckdb, pyarrow, numpy and torch, and nothing of ours.
+Where to look: `queries/*.sql` are the equations, one idea a file; `macro.py` composes them into one DuckDB macro (for a
+bare shell too), `advantages.py` runs it, `settings.py` names what it can do, `similarity.py` makes anchor keys of texts
+that are alike, `signal.py` says which groups teach nothing; `tokens.py` is what losses read, `losses.py`,
+`corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py` puts them together and
+refuses what does not belong together; `diagnostics.py` what to watch. No I/O, no logging, no trainer: this folder imports
+duckdb, pyarrow, numpy, rapidfuzz and torch, and nothing of ours.
 """
 
 from __future__ import annotations
 
-from gigpo.advantages import (
+from gigpo.advantages import compute_advantages, with_anchor_keys
+from gigpo.corrections import (
+    CORRECTIONS,
+    Correction,
+    GeometricMask,
+    K3Mask,
+    M2po,
+    Opsm,
+    SequenceMask,
+    SequenceTis,
+    TokenIcepop,
+    TokenTis,
+)
+from gigpo.diagnostics import (
+    anchor_size_histogram,
+    ess,
+    singleton_fraction,
+    step_variance_share,
+    token_diagnostics,
+    zero_variance_fraction,
+)
+from gigpo.kl import KL_PENALTIES, kl_k1, kl_k2, kl_k3
+from gigpo.losses import (
+    POLICY_LOSSES,
+    BehaviourCloning,
+    Cispo,
+    DppoTv,
+    Gspo,
+    Loss,
+    PolicyLoss,
+    PpoClip,
+    Reinforce,
+    Sapo,
+    Topr,
+)
+from gigpo.macro import advantages_macro
+from gigpo.objective import (
+    AGGREGATIONS,
+    PROXIMAL_POLICIES,
+    PUBLISHED_WITH,
+    Aggregation,
+    BatchTotals,
+    Objective,
+    SequenceMeanTokenMean,
+    SequenceMeanTokenSumNorm,
+    Terms,
+    TokenMean,
+)
+from gigpo.settings import (
+    ANCHORS,
     ESTIMATORS,
     NORMALISATIONS,
     PUBLISHED_SETTINGS,
+    VERSIONS,
     WEIGHTINGS,
     AdvantageSettings,
-    advantages_macro,
-    compute_advantages,
 )
-from gigpo.corrections import ess, log_ratio, token_tis_weight
-from gigpo.diagnostics import (
-    anchor_size_histogram,
-    clip_fraction,
-    mismatch_kl,
-    ratio_range,
-    singleton_fraction,
-    step_variance_share,
-)
-from gigpo.losses import (
-    POLICY_LOSSES,
-    PolicyLoss,
-    PolicyLossFunction,
-    behaviour_cloning,
-    kl_k3,
-    ppo_clip,
-    token_mean,
-)
+from gigpo.signal import SIGNALS, groups_without_signal, signal_settings
+from gigpo.similarity import similarity_keys
+from gigpo.tokens import Tokens, interpolated_proximal, log_ratio
 
 __all__ = [
+    "AGGREGATIONS",
+    "ANCHORS",
+    "CORRECTIONS",
     "ESTIMATORS",
+    "KL_PENALTIES",
     "NORMALISATIONS",
     "POLICY_LOSSES",
+    "PROXIMAL_POLICIES",
     "PUBLISHED_SETTINGS",
+    "PUBLISHED_WITH",
+    "SIGNALS",
+    "VERSIONS",
     "WEIGHTINGS",
     "AdvantageSettings",
+    "Aggregation",
+    "BatchTotals",
+    "BehaviourCloning",
+    "Cispo",
+    "Correction",
+    "DppoTv",
+    "GeometricMask",
+    "Gspo",
+    "K3Mask",
+    "Loss",
+    "M2po",
+    "Objective",
+    "Opsm",
     "PolicyLoss",
-    "PolicyLossFunction",
+    "PpoClip",
+    "Reinforce",
+    "Sapo",
+    "SequenceMask",
+    "SequenceMeanTokenMean",
+    "SequenceMeanTokenSumNorm",
+    "SequenceTis",
+    "Terms",
+    "TokenIcepop",
+    "TokenMean",
+    "TokenTis",
+    "Tokens",
+    "Topr",
     "advantages_macro",
     "anchor_size_histogram",
-    "behaviour_cloning",
-    "clip_fraction",
     "compute_advantages",
     "ess",
+    "groups_without_signal",
+    "interpolated_proximal",
+    "kl_k1",
+    "kl_k2",
     "kl_k3",
     "log_ratio",
-    "mismatch_kl",
-    "ppo_clip",
-    "ratio_range",
+    "signal_settings",
+    "similarity_keys",
     "singleton_fraction",
     "step_variance_share",
-    "token_mean",
-    "token_tis_weight",
+    "token_diagnostics",
+    "with_anchor_keys",
+    "zero_variance_fraction",
 ]

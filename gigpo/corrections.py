@@ -1,46 +1,252 @@
-"""Off-policy correction: importance ratios and weights, token by token.
+"""Off-policy corrections: a factor per response token that bounds, or drops, what a stale batch brings into a loss.
 
-Suffix _N: the N response tokens of a (micro-)batch, flat, whatever sequences they came from.
-pi is the policy being trained, mu the behaviour policy that sampled the token; log mu is recorded, never recomputed.
+    TokenTis(tis_cap=2.0)(tokens)        # float [N], no gradient; 0 drops the token
+
+A correction is a frozen record of its settings, called on Tokens; `CORRECTIONS` lists them by the names that configs use.
+Factors of several corrections multiply. The defaults are the published ones, of the system that each docstring names.
+
+    x = pi_p / mu with a proximal policy, else rho = pi / mu; a loss carries it as its weight, a correction changes it
+
+Always pi over mu: a band with low < 1 < high bounds that ratio and not its inverse. A mask changes factors and nothing
+else: advantages and group statistics stay as they were, and a dropped token stays in the denominators of the mean, so that
+the tokens that are kept pull as hard as they would have, however many were dropped.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Final, Protocol
 
 import torch
 
-# Bound on |log pi - log mu| before exp, as in verl (SAFETY_BOUND): e^20 is past any cap, and finite in float32.
-LOG_RATIO_BOUND: Final = 20.0
+from gigpo.tokens import (
+    LOG_RATIO_BOUND,
+    Tokens,
+    behaviour_log_ratio,
+    policy_log_ratio,
+    sequence_mean,
+    sequence_sum,
+)
 
 
-def log_ratio(logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """log rho = clamp(log pi - log mu, +-20), float [N]; differentiable in logprobs_N inside the bound."""
-    check_same_tokens(logprobs_N=logprobs_N, behaviour_logprobs_N=behaviour_logprobs_N)
-    return torch.clamp(logprobs_N - behaviour_logprobs_N, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+class Correction(Protocol):
+    """What CORRECTIONS lists: settings by keyword, a call on Tokens."""
+
+    name: ClassVar[str]
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor: ...
 
 
-def token_tis_weight(ratio_N: torch.Tensor, cap: float) -> torch.Tensor:
-    """Truncated importance sampling, min(rho, C), float [N], no gradient.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTis:
+    """Token-level truncated importance sampling: the weight becomes min(x, C); the factor is min(x, C) / x.
 
-    rho itself would be unbiased; the cap bounds the variance one token can bring and biases towards mu. C = 2 is what
-    verl, slime and SkyRL use. C below 1 would scale the on-policy gradient, so it is refused; math.inf is no cap.
+    x itself would be unbiased; the cap bounds the variance one token can bring and biases towards mu. It has no lower
+    bound: raising small weights would count what pi no longer does. C = 2: verl, slime, SkyRL. math.inf is no cap.
+    For every stale batch; the cheapest correction there is.
+
+    Worked: C = 2, x = (0.5, 1.5, 8): weights (0.5, 1.5, 2), factors (1, 1, 0.25).
     """
+
+    name: ClassVar[str] = "token_tis"
+    tis_cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_tis_cap(self.tis_cap)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        x_N = torch.exp(behaviour_log_ratio(tokens))
+        return torch.clamp(x_N, max=self.tis_cap) / x_N
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceTis:
+    """Sequence-level truncated importance sampling: each token's weight becomes min(X, C), X the product of its sequence's x.
+
+    X is the weight that makes the estimate unbiased for whole responses; it varies exponentially in their length, so keep
+    it to responses of tens of tokens. The factor is min(X, C) / x. C = 2: verl (SkyRL: 5).
+
+    Worked: C = 2, one sequence with x = (2, 0.5, 1.5): X = 1.5, weights (1.5, 1.5, 1.5), factors (0.75, 3, 1).
+    """
+
+    name: ClassVar[str] = "sequence_tis"
+    tis_cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_tis_cap(self.tis_cap)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        log_x_N = behaviour_log_ratio(tokens)
+        return torch.clamp(_sequence_ratio(log_x_N, tokens), max=self.tis_cap) / torch.exp(log_x_N)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenIcepop:
+    """IcePop: a token keeps its weight x where low <= x <= high, else it is dropped.
+
+    For engine mismatch, where a weight far from 1 says that the two engines disagree and not that the policy moved: such a
+    token is noise on either side. 0.5 and 5: NeMo-RL and verl (SkyRL: 0.5 and 2); Ring-1T report.
+
+    Worked: x = (0.25, 0.5, 4, 8): factors (0, 1, 1, 0).
+    """
+
+    name: ClassVar[str] = "token_icepop"
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_band("icepop", low=self.icepop_low, high=self.icepop_high)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        return _within(torch.exp(behaviour_log_ratio(tokens)), low=self.icepop_low, high=self.icepop_high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceMask:
+    """Drops a whole sequence unless low <= X <= high, X the product of its x ("sequence MIS").
+
+    The strictest: what X says of a response of 500 tokens is mostly its length. 0.5 and 2: verl `decoupled_seq_is_rs`,
+    there together with `sequence_tis`.
+
+    Worked: sequences with x = (2, 0.5, 1.5) and (2, 2): X = 1.5 is kept, X = 4 dropped.
+    """
+
+    name: ClassVar[str] = "sequence_mask"
+    sequence_low: float = 0.5
+    sequence_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_band("sequence", low=self.sequence_low, high=self.sequence_high)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        ratio_N = _sequence_ratio(behaviour_log_ratio(tokens), tokens)
+        return _within(ratio_N, low=self.sequence_low, high=self.sequence_high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeometricMask:
+    """Drops a whole sequence unless low <= exp(mean log x) <= high: `sequence_mask` per token, so the same for any length.
+
+    It bounds no single token: one of x = 8 hides behind many below 1, so add `token_tis`. 0.999 and 1.001: verl
+    `decoupled_geo_rs` (SkyRL: 0.99 and 1.01). So tight a band is for engine mismatch; staleness needs a wider one.
+
+    Worked, low 0.9, high 1.1: x = (8, 0.5, 0.5, 0.5) has mean log x = 0, kept; x = (1.3, 1.3) has e^0.262, dropped.
+    """
+
+    name: ClassVar[str] = "geometric_mask"
+    geometric_low: float = 0.999
+    geometric_high: float = 1.001
+
+    def __post_init__(self) -> None:
+        _check_band("geometric", low=self.geometric_low, high=self.geometric_high)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        mean_N = torch.exp(sequence_mean(behaviour_log_ratio(tokens), tokens.sequence_N))
+        return _within(mean_N, low=self.geometric_low, high=self.geometric_high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class K3Mask:
+    """Drops a whole sequence whose mean of x - 1 - log x is above k3_max: an estimate of KL(mu || pi_p), never negative.
+
+    Unlike the geometric mask, ratios above and below 1 cannot hide each other. 0.01: verl `decoupled_k3_rs`.
+
+    Worked: x = (8, 0.5, 0.5, 0.5): mean of (4.921, 0.193, 0.193, 0.193) = 1.375, dropped.
+    """
+
+    name: ClassVar[str] = "k3_mask"
+    k3_max: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_threshold("k3_max", self.k3_max)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        log_x_N = behaviour_log_ratio(tokens)
+        k3_N = sequence_mean(torch.expm1(log_x_N) - log_x_N, tokens.sequence_N)
+        return (k3_N <= self.k3_max).to(log_x_N.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opsm:
+    """Off-policy sequence masking: drops tokens with A < 0 of sequences with mean(log mu - log pi) > delta.
+
+    pi has already left such a sequence; to push it further down is what makes stale batches diverge, while a good sequence
+    is always worth learning. Always by the policy of now, also with a proximal one. 1e-4: slime `--opsm-delta`; DeepSeek-V3.2.
+
+    Worked, A < 0: log rho = (-0.3, 0.1): mean(log mu - log pi) = 0.1, both dropped; with A > 0 both are kept.
+    """
+
+    name: ClassVar[str] = "opsm"
+    opsm_delta: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _check_threshold("opsm_delta", self.opsm_delta)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        left_N = -sequence_mean(policy_log_ratio(tokens), tokens.sequence_N) > self.opsm_delta
+        return (~(left_N & (tokens.advantages_N < 0))).to(tokens.advantages_N.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class M2po:
+    """Second-moment trust region: drops the tokens of largest (log x)^2 until the mean of the rest is below m2_max.
+
+    For very stale batches: arXiv 2510.01161 is stable at 256 versions. It bounds the batch and not the token, so it needs
+    all tokens of an optimizer update at once (`Objective.batch_wide`); AReaL takes those of a micro-batch, so there what is
+    dropped depends on how the batch was cut. At least one token is kept; of equal ones the first. 0.04: AReaL's example.
+
+    Worked, m2_max 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the second; only that is dropped.
+    """
+
+    name: ClassVar[str] = "m2po"
+    m2_max: float = 0.04
+
+    def __post_init__(self) -> None:
+        _check_threshold("m2_max", self.m2_max)
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        log_x_N = behaviour_log_ratio(tokens)
+        ascending_N, order_N = torch.sort(log_x_N.double().square(), stable=True)
+        counts_N = torch.arange(1, len(order_N) + 1, device=order_N.device)
+        # Means of the smallest 1, 2, ... squares only grow, so those below the bound come first.
+        n_kept = max(1, int((ascending_N.cumsum(0) / counts_N < self.m2_max).sum()))
+        factor_N = torch.zeros_like(log_x_N)
+        factor_N[order_N[:n_kept]] = 1.0
+        return factor_N
+
+
+def _sequence_ratio(log_x_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    log_product_N = sequence_sum(log_x_N, tokens.sequence_N)
+    return torch.exp(torch.clamp(log_product_N, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
+
+
+def _within(ratio_N: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
+    return ((ratio_N >= low) & (ratio_N <= high)).to(ratio_N.dtype)
+
+
+def _check_tis_cap(cap: float) -> None:
     if not cap >= 1.0:
         raise ValueError(f"tis_cap={cap} must be >= 1 (math.inf for no cap): below 1 it would shrink on-policy gradients")
-    return torch.clamp(ratio_N.detach(), max=cap)
 
 
-def ess(weights_N: torch.Tensor) -> float:
-    """Effective sample size as a fraction: (sum w)^2 / (N sum w^2), in (0, 1]; 1 = all weights equal."""
-    if weights_N.numel() == 0:
-        raise ValueError("ess of no weights is undefined; leave empty batches out")
-    weights = weights_N.detach().double()
-    return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
+def _check_band(name: str, *, low: float, high: float) -> None:
+    if not 0.0 <= low < 1.0:
+        raise ValueError(f"{name}_low={low} must be in [0, 1): it bounds pi / mu from below, and on policy that is 1")
+    if not high > 1.0:
+        raise ValueError(f"{name}_high={high} must be above 1: it bounds pi / mu from above, and on policy that is 1")
 
 
-def check_same_tokens(**tensors_N: torch.Tensor) -> None:
-    """Refuse anything but flat tensors of one length: broadcasting would pair tokens with the wrong numbers."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_N.items()}
-    if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) != 1:
-        raise ValueError(f"expected flat tensors [N] of one length, got {shapes}")
+def _check_threshold(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0.0):
+        raise ValueError(f"{name}={value} must be finite and above 0: on policy the measure is 0, so below that all is dropped")
+
+
+CORRECTIONS: Final[Mapping[str, type[Correction]]] = MappingProxyType(
+    {
+        correction.name: correction
+        for correction in (GeometricMask, K3Mask, M2po, Opsm, SequenceMask, SequenceTis, TokenIcepop, TokenTis)
+    }
+)

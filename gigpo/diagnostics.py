@@ -2,28 +2,81 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
-from gigpo.corrections import log_ratio
+from gigpo.signal import groups_without_signal
+from gigpo.tokens import LOG_RATIO_BOUND, Tokens, policy_log_ratio
+
+# Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy".
+_STALENESS_CLASSES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, math.inf))
 
 
-def mismatch_kl(logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor) -> float:
-    """Mean of rho - 1 - log rho: estimates KL(mu || pi) in nats, as the tokens come from mu; 0 iff the two agree."""
-    log_ratio_N = log_ratio(logprobs_N.detach(), behaviour_logprobs_N).double()
-    return float((torch.expm1(log_ratio_N) - log_ratio_N).mean())
+def token_diagnostics(
+    tokens: Tokens, *, factor_N: torch.Tensor, clipped_N: torch.Tensor, staleness_N: torch.Tensor
+) -> dict[str, float]:
+    """How far pi is from mu and what that cost, over all tokens of an optimizer update. rho = pi / mu, in float64.
+
+    ratio_min, ratio_mean, ratio_max, ratio_p99   of rho; p99: 99% of the tokens are at or below it
+    ess, ess_sequence     effective sample size of rho, and of its product over each sequence, as a fraction: 1 = on policy
+    chi2, chi2_sequence   mean(rho^2) - 1 and the same of the products: the variance that importance weights add
+    mismatch_kl           mean of rho - 1 - log rho: estimates KL(mu || pi) in nats, as the tokens come from mu
+    mismatch_kl_on_policy              the same over tokens of staleness 0: the two engines' numerics and nothing else, in the
+                                       first update of a learner step (later ones find pi moved)
+    mismatch_kl_stale_1, _2, _3_4, _5_8, _9_up   over tokens sampled so many versions ago
+    clip_fraction         tokens that the loss's own trust region leaves without gradient
+    masked_fraction       tokens that a correction drops (factor 0)
+    dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or A < 0, rho < 1 or rho > 1
+
+    A class of staleness without tokens has no entry. What is not finite is inf.
+    """
+    log_ratio_N = policy_log_ratio(tokens).double()
+    ratio_N, kl_N = torch.exp(log_ratio_N), torch.expm1(log_ratio_N) - log_ratio_N
+    found = {
+        "ratio_min": ratio_N.min(),
+        "ratio_mean": ratio_N.mean(),
+        "ratio_max": ratio_N.max(),
+        "ratio_p99": torch.kthvalue(ratio_N, math.ceil(0.99 * len(ratio_N))).values,
+        "mismatch_kl": kl_N.mean(),
+    }
+    for suffix, weights in (("", ratio_N), ("_sequence", _sequence_ratios(log_ratio_N, tokens.sequence_N))):
+        found[f"ess{suffix}"] = ess(weights)
+        found[f"chi2{suffix}"] = weights.square().mean() - 1.0
+    classes = {"on_policy": staleness_N == 0} | {
+        f"stale_{_class_name(low, high)}": (staleness_N >= low) & (staleness_N <= high) for low, high in _STALENESS_CLASSES
+    }
+    found |= {f"mismatch_kl_{name}": kl_N[members_N].mean() for name, members_N in classes.items() if members_N.any()}
+    masked_N = factor_N == 0.0
+    dropped_N = masked_N | clipped_N
+    fractions = {"clip_fraction": clipped_N, "masked_fraction": masked_N}
+    for sign, side_N in (("positive", tokens.advantages_N > 0), ("negative", tokens.advantages_N < 0)):
+        fractions[f"dropped_{sign}_low"] = dropped_N & side_N & (log_ratio_N < 0)
+        fractions[f"dropped_{sign}_high"] = dropped_N & side_N & (log_ratio_N > 0)
+    found |= {name: members_N.double().mean() for name, members_N in fractions.items()}
+    return {name: float(value) if math.isfinite(value) else math.inf for name, value in found.items()}
 
 
-def clip_fraction(clipped_N: torch.Tensor) -> float:
-    """Fraction of tokens that the trust region leaves without gradient, in [0, 1]."""
-    return float(clipped_N.double().mean())
+def ess(weights: torch.Tensor) -> float:
+    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights equal."""
+    if weights.numel() == 0:
+        raise ValueError("ess of no weights is undefined; leave empty batches out")
+    weights = weights.detach().double()
+    return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
 
 
-def ratio_range(ratio_N: torch.Tensor) -> tuple[float, float]:
-    """(min, max) of rho."""
-    low, high = torch.aminmax(ratio_N.detach())
-    return float(low), float(high)
+def _sequence_ratios(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
+    """One product of ratios per sequence, bounded like a single ratio."""
+    ids, index_N = torch.unique(sequence_N, return_inverse=True)
+    products = log_ratio_N.new_zeros(len(ids)).index_add(0, index_N, log_ratio_N)
+    return torch.exp(torch.clamp(products, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
+
+
+def _class_name(low: int, high: float) -> str:
+    return f"{low}_up" if high == math.inf else str(low) if low == high else f"{low}_{high}"
 
 
 def anchor_size_histogram(advantages: pa.Table) -> dict[int, int]:
@@ -47,3 +100,9 @@ def step_variance_share(advantages: pa.Table, omega: float) -> float:
     episode = float(np.var(advantages["episode_advantage"].to_numpy()))
     step = float(np.var(omega * advantages["step_advantage"].to_numpy()))
     return step / (episode + step) if episode + step > 0.0 else 0.0
+
+
+def zero_variance_fraction(advantages: pa.Table) -> float:
+    """Fraction of groups in which every advantage is exactly 0, so that nothing can be learnt from them; 0 for no groups."""
+    groups = pc.count_distinct(advantages["group_uid"]).as_py()
+    return len(groups_without_signal(advantages)) / groups if groups else 0.0

@@ -1,151 +1,290 @@
-"""Policy losses and KL penalties, one number per response token. Pure functions.
+"""Policy losses, one number per response token: frozen records of settings that are called on Tokens.
 
-Suffix _N: the N response tokens of a (micro-)batch, flat. All floating tensors are float32 [N] unless said.
-Nothing is averaged here but in `token_mean`, which takes the token count of the whole batch: the mean of micro-batch
-means would weigh a token by the company it keeps.
+    PpoClip(clip_high=0.28)(tokens).loss_N
+
+The defaults are the published ones, of the system that each docstring names. `POLICY_LOSSES` lists the losses by the names
+that configs use; `objective.py` adds corrections, KL and entropy, and takes the mean. Letters as in `tokens.py`:
+
+    rho = pi / mu       all losses compare with the policy that sampled; log mu is recorded, no second forward pass
+    sg(...)             no gradient flows through it
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 
-from gigpo.corrections import check_same_tokens, log_ratio, token_tis_weight
-
-# Bound on the k3 estimate itself, as in verl: one token far off the reference must not own the batch.
-KL_BOUND: Final = 10.0
+from gigpo.tokens import Tokens, behaviour_log_ratio, log_ratio, policy_log_ratio, sequence_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A policy loss token by token, with what the diagnostics need.
+    """A policy loss token by token.
 
-    loss_N     float [N], differentiable in the log-probabilities
-    ratio_N    float [N], rho = pi / mu, detached
+    loss_N     float [N], differentiable in logprobs_N; corrections multiply it
     clipped_N  bool [N], True where the trust region leaves the token no gradient
+    penalty_N  float [N] or None; added to it, and no correction touches it
     """
 
     loss_N: torch.Tensor
-    ratio_N: torch.Tensor
     clipped_N: torch.Tensor
+    penalty_N: torch.Tensor | None = None
 
 
-class PolicyLossFunction(Protocol):
-    """The one signature behind a name in POLICY_LOSSES."""
+class Loss(Protocol):
+    """What POLICY_LOSSES lists: settings by keyword, a call on Tokens."""
 
-    def __call__(
-        self,
-        logprobs_N: torch.Tensor,
-        behaviour_logprobs_N: torch.Tensor,
-        advantages_N: torch.Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-        dual_clip: float,
-        tis_cap: float,
-    ) -> PolicyLoss: ...
+    name: ClassVar[str]
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss: ...
 
 
-def ppo_clip(
-    logprobs_N: torch.Tensor,
-    behaviour_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    tis_cap: float,
-) -> PolicyLoss:
-    """PPO-clip anchored at the recorded behaviour policy, with dual clip and token-level truncated importance sampling.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PpoClip:
+    """PPO-clip with dual clip; decoupled PPO where the tokens have a proximal policy pi_p.
 
-        rho  = exp(log pi - log mu)                             mu: recorded when sampled, no second forward pass
-        L    = max(-A rho, -A clip(rho, 1 - low, 1 + high))     Schulman et al. 2017, eq. 7
+        r    = pi / pi_p,  w = pi_p / mu                        without a proximal policy pi_p = mu: r = rho, w = 1
+        L    = max(-A r, -A clip(r, 1 - low, 1 + high))         Schulman et al. 2017, eq. 7
         L    = min(L, -A dual_clip)             where A < 0     dual clip, Ye et al. 2020, eq. 5
-        loss = sg(min(rho, C) / rho) * L                        C = tis_cap, sg: no gradient
+        loss = sg(w) L                                          Hilton et al. 2022; AReaL, arXiv 2505.24298
 
-    The last line leaves values and gradients alone where rho <= C. Above C the gradient weight, which is rho in
-    -A rho d(log pi), becomes C. That matters where the clip does not act: for A < 0 and C < rho < dual_clip.
-    tis_cap = math.inf and dual_clip = math.inf switch the two off.
+    For the usual case: one trust region around what sampled the batch. Decoupled, for batches so stale that the region
+    around mu would clip most tokens: it then holds pi near pi_p, and w corrects for the staleness. w is always there; the
+    corrections `token_tis` and `token_icepop` bound it. dual_clip = math.inf switches the dual clip off.
+    Defaults: 0.2, 0.2 and 3, GiGPO's authors and verl.
 
-    Worked: A = -1, rho = 2.5, low = high = 0.2, dual_clip 3, C = 2: L = 2.5, loss = 2.0, d loss / d log pi = 2.0.
+    Worked: A = -1, rho = 2.5: L = 2.5, d loss / d log pi = 2.5. A = 1, rho = 1.5: L = -1.2, no gradient.
     """
-    check_same_tokens(logprobs_N=logprobs_N, behaviour_logprobs_N=behaviour_logprobs_N, advantages_N=advantages_N)
-    _check_trust_region(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    low, high = 1.0 - clip_low, 1.0 + clip_high
-    ratio_N = torch.exp(log_ratio(logprobs_N, behaviour_logprobs_N))
-    negative_N = advantages_N < 0
 
-    surrogate_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * torch.clamp(ratio_N, min=low, max=high))
-    surrogate_N = torch.where(negative_N & (ratio_N > dual_clip), -advantages_N * dual_clip, surrogate_N)
-    detached_N = ratio_N.detach()
-    return PolicyLoss(
-        loss_N=token_tis_weight(ratio_N, tis_cap) / detached_N * surrogate_N,
-        ratio_N=detached_N,
-        clipped_N=torch.where(
+    name: ClassVar[str] = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+        if not self.dual_clip > 1.0:
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1: else on-policy tokens with A < 0 would not learn")
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
+        proximal_N, advantages_N = tokens.proximal_logprobs_N, tokens.advantages_N
+        centre_N = tokens.behaviour_logprobs_N if proximal_N is None else proximal_N.detach()
+        ratio_N = torch.exp(log_ratio(tokens.logprobs_N, centre_N))
+        negative_N = advantages_N < 0
+        surrogate_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * torch.clamp(ratio_N, min=low, max=high))
+        surrogate_N = torch.where(negative_N & (ratio_N > self.dual_clip), -advantages_N * self.dual_clip, surrogate_N)
+        if proximal_N is not None:
+            surrogate_N = torch.exp(behaviour_log_ratio(tokens)) * surrogate_N
+        detached_N = ratio_N.detach()
+        clipped_N = torch.where(
             negative_N,
-            (detached_N < low) | (detached_N > dual_clip),
+            (detached_N < low) | (detached_N > self.dual_clip),
             (detached_N > high) & (advantages_N > 0),
-        ),
-    )
+        )
+        return PolicyLoss(loss_N=surrogate_N, clipped_N=clipped_N)
 
 
-def behaviour_cloning(logprobs_N: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood of the recorded tokens, -log pi, float [N]."""
-    return -logprobs_N
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gspo:
+    """Group sequence policy optimisation: PPO-clip on one ratio per sequence.
 
+        s    = exp(mean over the sequence of log rho)           arXiv 2507.18071
+        s_t  = sg(s / pi) pi                                    its GSPO-token: value s, gradient token by token
+        loss = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
-def kl_k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """KL(pi || ref) per token by the k3 estimator, exp(d) - d - 1 with d = log ref - log pi; float [N], >= 0.
+    For long responses and mixture-of-experts models, whose single-token ratios are noise: a sequence is clipped whole or
+    not at all. The mean makes s vary far less than rho, hence the narrow region. Published with the aggregation
+    `sequence_mean_token_mean` and without a dual clip. Defaults: 3e-4 and 4e-4, verl's example and GiGPO's authors.
 
-    Schulman 2020, "Approximating KL Divergence"; d clamped to +-20 and the estimate to +-10, as verl does.
-    The gradient flows through it (the penalty is a loss term, not a reward).
+    Worked: log rho = (0.0006, 0.0002) in one sequence, A = 1: s = e^0.0004 = 1.0004001 > 1.0004, so neither token learns.
     """
-    d_N = -log_ratio(logprobs_N, reference_logprobs_N)
-    return torch.clamp(torch.exp(d_N) - d_N - 1.0, min=-KL_BOUND, max=KL_BOUND)
+
+    name: ClassVar[str] = "gspo"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
+        advantages_N = tokens.advantages_N
+        log_s_N = sequence_mean(policy_log_ratio(tokens), tokens.sequence_N)
+        s_N = torch.exp(log_s_N + tokens.logprobs_N - tokens.logprobs_N.detach())
+        loss_N = torch.maximum(-advantages_N * s_N, -advantages_N * torch.clamp(s_N, min=low, max=high))
+        s_N = s_N.detach()
+        clipped_N = ((s_N < low) & (advantages_N < 0)) | ((s_N > high) & (advantages_N > 0))
+        return PolicyLoss(loss_N=loss_N, clipped_N=clipped_N)
 
 
-def token_mean(loss_N: torch.Tensor, total_tokens: int) -> torch.Tensor:
-    """sum(loss) / total_tokens, a scalar; total_tokens counts the response tokens of the whole optimizer batch.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cispo:
+    """Clipped importance sampling: the weight is clipped, no token loses its gradient.
 
-    Summed over micro-batches (and data-parallel ranks) it is the mean over all tokens, however they were packed.
+        loss = -sg(clip(rho, 1 - low, 1 + high)) A log pi       MiniMax-M1; ScaleRL, arXiv 2510.13786
+
+    For rare tokens that PPO clips at once although they turn an answer round ("however", "wait").
+    Defaults: 1 and 4, so weights in [0, 5], SkyRL's ScaleRL recipe; ROLL has 0.1 and 0.1. The value of the loss means
+    nothing, its gradient does.
+
+    Worked: A = 2, rho = 7: d loss / d log pi = -10, where rho itself would give -14 and PPO-clip 0.
     """
-    if total_tokens < 1:
-        raise ValueError(f"total_tokens={total_tokens} must be at least 1: count the response tokens of the whole batch")
-    return loss_N.sum() / total_tokens
+
+    name: ClassVar[str] = "cispo"
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        ratio_N = torch.exp(policy_log_ratio(tokens))
+        weight_N = torch.clamp(ratio_N, min=1.0 - self.clip_low, max=1.0 + self.clip_high)
+        return PolicyLoss(
+            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
+            clipped_N=torch.zeros_like(tokens.advantages_N, dtype=torch.bool),
+        )
 
 
-def _check_trust_region(*, clip_low: float, clip_high: float, dual_clip: float) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DppoTv:
+    """DPPO with the binary total-variation mask: a trust region on probabilities, not on their ratio.
+
+        keep = not (A > 0 and pi - mu > delta_high) and not (A < 0 and pi - mu < -delta_low)
+        loss = -keep A rho + quadratic_coef (log rho)^2         arXiv 2602.04879; the square: Kimi-K2.5, arXiv 2602.02276
+
+    For what a ratio gets wrong: it clips a rare token that moved from 0.001 to 0.002 and lets one go from 0.5 to 0.6. rho
+    is differentiated. The quadratic term pulls every token back to mu, the masked ones too. Beyond ratio_cap the gradient's
+    weight stays at the cap (verl: 20; prime-rl has none). Defaults: 0.2, 0.2, no cap, 1e-3, prime-rl's default loss.
+
+    Worked: A = 1, mu = 0.5. pi = 0.6: loss = -1.2 + 0.001 (log 1.2)^2. pi = 0.75: masked, loss = 0.001 (log 1.5)^2.
+    """
+
+    name: ClassVar[str] = "dppo_tv"
+    delta_low: float = 0.2
+    delta_high: float = 0.2
+    ratio_cap: float = math.inf
+    quadratic_coef: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for name, delta in (("delta_low", self.delta_low), ("delta_high", self.delta_high)):
+            if not 0.0 < delta < 1.0:
+                raise ValueError(f"{name}={delta} must be in (0, 1): it bounds a difference of probabilities")
+        _check_cap("ratio_cap", self.ratio_cap)
+        if not (math.isfinite(self.quadratic_coef) and self.quadratic_coef >= 0.0):
+            raise ValueError(f"quadratic_coef={self.quadratic_coef} must be finite and >= 0: below 0 it would drive pi off mu")
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        log_ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N)
+        ratio_N = torch.exp(log_ratio_N)
+        detached_N, advantages_N = ratio_N.detach(), tokens.advantages_N
+        moved_N = torch.exp(tokens.logprobs_N.detach()) - torch.exp(tokens.behaviour_logprobs_N)
+        masked_N = ((advantages_N > 0) & (moved_N > self.delta_high)) | ((advantages_N < 0) & (moved_N < -self.delta_low))
+        capped_N = torch.clamp(detached_N, max=self.ratio_cap) / detached_N
+        return PolicyLoss(
+            loss_N=torch.where(masked_N, 0.0, -advantages_N * capped_N * ratio_N),
+            clipped_N=masked_N,
+            penalty_N=self.quadratic_coef * log_ratio_N.square() if self.quadratic_coef else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sapo:
+    """Soft adaptive policy optimisation: a smooth gate in the place of the clip.
+
+        loss = -A sigmoid(tau (rho - 1)) 4 / tau                tau_positive where A > 0, else tau_negative; arXiv 2511.20347
+
+    The gradient's weight, rho times 4 sigmoid (1 - sigmoid), is 1 on policy and falls off on both sides without a step.
+    For runs whose clip fraction jumps about. Published with the aggregation `sequence_mean_token_mean`.
+    Defaults: 1.0 and 1.05 (a sharper gate for A < 0), the paper, verl and AReaL. On policy the value is -2 A / tau.
+
+    Worked: A = 1, rho = 2, tau = 1: loss = -4 * 0.7311 = -2.924, d loss / d log pi = -2 * 4 * 0.7311 * 0.2689 = -1.573.
+    """
+
+    name: ClassVar[str] = "sapo"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name, tau in (("tau_positive", self.tau_positive), ("tau_negative", self.tau_negative)):
+            if not (math.isfinite(tau) and tau > 0.0):
+                raise ValueError(f"{name}={tau} must be finite and above 0: it is the gate's steepness")
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
+        tau_N = torch.full_like(ratio_N, self.tau_negative).masked_fill(tokens.advantages_N > 0, self.tau_positive)
+        gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0)) * 4.0 / tau_N
+        return PolicyLoss(loss_N=-tokens.advantages_N * gate_N, clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topr:
+    """Tapered off-policy REINFORCE: imitate what went well, unlearn what went badly only as far as pi still does it.
+
+        loss = -A log pi                      where A >= 0      arXiv 2503.14286, eq. 8
+        loss = -sg(min(rho, 1)) A log pi      where A < 0
+
+    For very stale or recorded data: no weight exceeds 1. The taper is per token and by the sign of the advantage, as each
+    token has one here; the paper tapers by the ratio and the sign of the whole trajectory's reward, and ROLL's code takes
+    the token's ratio with the sign of the episode's score. No settings.
+
+    Worked: A = 2: d loss / d log pi = -2 whatever rho. A = -2: 1 at rho = 0.5, and 2 at rho = 3.
+    """
+
+    name: ClassVar[str] = "topr"
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        weight_N = torch.clamp(torch.exp(policy_log_ratio(tokens)), max=1.0).masked_fill(tokens.advantages_N >= 0, 1.0)
+        return PolicyLoss(
+            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
+            clipped_N=torch.zeros_like(weight_N, dtype=torch.bool),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reinforce:
+    """The plain policy gradient, weighted by importance: loss = -A rho, d loss / d log pi = -A rho. No settings.
+
+    What every other loss here comes to on policy (rho = 1). No trust region: unbiased, and of any variance, so bound rho by
+    a correction. With `token_tis` at a cap of 2 to 10 it is AIPO (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`,
+    with `token_icepop` verl's `bypass_pg_token_icepop`.
+    """
+
+    name: ClassVar[str] = "reinforce"
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
+        return PolicyLoss(loss_N=-tokens.advantages_N * ratio_N, clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BehaviourCloning:
+    """Negative log-likelihood of the recorded tokens, -log pi: every token is wanted, whatever its advantage. No settings."""
+
+    name: ClassVar[str] = "behaviour_cloning"
+
+    def __call__(self, tokens: Tokens) -> PolicyLoss:
+        return PolicyLoss(loss_N=-tokens.logprobs_N, clipped_N=torch.zeros_like(tokens.logprobs_N, dtype=torch.bool))
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
     if not 0.0 < clip_low <= 1.0:
         raise ValueError(f"clip_low={clip_low} must be in (0, 1]: ratios below 1 - clip_low are clipped")
     if not clip_high > 0.0:
         raise ValueError(f"clip_high={clip_high} must be above 0: ratios above 1 + clip_high are clipped")
-    if not dual_clip > 1.0:
-        raise ValueError(f"dual_clip={dual_clip} must be above 1: else on-policy tokens with A < 0 would not learn")
 
 
-def _behaviour_cloning_loss(
-    logprobs_N: torch.Tensor,
-    behaviour_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    **trust_region: float,
-) -> PolicyLoss:
-    """behaviour_cloning under the common signature: every token is wanted, so advantages and trust region say nothing.
-
-    The advantage is still checked to be there, one a token: cloning data takes the same way as any other.
-    """
-    check_same_tokens(logprobs_N=logprobs_N, behaviour_logprobs_N=behaviour_logprobs_N, advantages_N=advantages_N)
-    del trust_region
-    return PolicyLoss(
-        loss_N=behaviour_cloning(logprobs_N),
-        ratio_N=torch.exp(log_ratio(logprobs_N, behaviour_logprobs_N)).detach(),
-        clipped_N=torch.zeros_like(logprobs_N, dtype=torch.bool),
-    )
+def _check_cap(name: str, cap: float) -> None:
+    if not cap >= 1.0:
+        raise ValueError(f"{name}={cap} must be >= 1 (math.inf for no cap): below 1 it would shrink on-policy gradients")
 
 
-POLICY_LOSSES: Final[Mapping[str, PolicyLossFunction]] = MappingProxyType(
-    {"behaviour_cloning": _behaviour_cloning_loss, "ppo_clip": ppo_clip}
+POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(
+    {loss.name: loss for loss in (BehaviourCloning, Cispo, DppoTv, Gspo, PpoClip, Reinforce, Sapo, Topr)}
 )

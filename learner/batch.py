@@ -8,7 +8,7 @@ Letters: R rows, B rows of one micro-batch, T tokens of its longest row, N its r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,14 @@ class MicroBatch:
     response_ids_N: torch.Tensor  # int64, the token predicted there
     behaviour_logprobs_N: torch.Tensor  # float32, natural log, as recorded at sampling
     advantages_N: torch.Tensor  # float32, the row's advantage on each of its tokens
-    rows_N: torch.Tensor  # int64, row of the table the micro-batch was made from
+    staleness_N: torch.Tensor  # int64, versions: the learner's at consumption minus the oldest that sampled the row
+    rows_N: torch.Tensor  # int64, row of the table the micro-batch was made from; a row is a sequence, never cut in two
+    proximal_logprobs_N: torch.Tensor | None = None  # float32, of the policy before the learner step's first update
+
+    @property
+    def n_rows(self) -> int:
+        """Sequences, each with at least one response token."""
+        return self.input_ids_BT.shape[0]
 
     @property
     def n_response_tokens(self) -> int:
@@ -50,14 +57,8 @@ class MicroBatch:
         return self.input_ids_BT.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(
-            input_ids_BT=self.input_ids_BT.to(device),
-            positions_N=self.positions_N.to(device),
-            response_ids_N=self.response_ids_N.to(device),
-            behaviour_logprobs_N=self.behaviour_logprobs_N.to(device),
-            advantages_N=self.advantages_N.to(device),
-            rows_N=self.rows_N.to(device),
-        )
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        return MicroBatch(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
 
 
 def split_updates(rows: pa.Table, parts: int, *, seed: int) -> list[pa.Table]:
@@ -77,7 +78,7 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int) -> list[MicroBatch
 
     Longest first, so that a batch too large for the memory fails at once and not after minutes. A row longer than the
     budget has a micro-batch of its own; a row without response tokens has nothing to learn and is left out.
-    Reads the columns prompt_ids, response_ids, response_logprobs and advantage.
+    Reads the columns prompt_ids, response_ids, response_logprobs, advantage and staleness.
     """
     columns = _Columns(rows)
     lengths_R = columns.prompt_lengths_R + columns.response_lengths_R - 1
@@ -94,13 +95,14 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int) -> list[MicroBatch
 
 
 class _Columns:
-    """The four columns as flat numpy arrays; row r of a list column is `values[offsets[r]:offsets[r + 1]]`."""
+    """The five columns as flat numpy arrays; row r of a list column is `values[offsets[r]:offsets[r + 1]]`."""
 
     def __init__(self, rows: pa.Table) -> None:
         self.prompt_ids, self.prompt_offsets = _flat(rows, "prompt_ids")
         self.response_ids, self.response_offsets = _flat(rows, "response_ids")
         self.logprobs, self.logprob_offsets = _flat(rows, "response_logprobs")
         self.advantages_R = rows["advantage"].to_numpy()
+        self.staleness_R = rows["staleness"].to_numpy()
         self.prompt_lengths_R = np.diff(self.prompt_offsets)
         self.response_lengths_R = np.diff(self.response_offsets)
         unequal = np.flatnonzero(self.response_lengths_R != np.diff(self.logprob_offsets))
@@ -140,5 +142,6 @@ def _micro_batch(columns: _Columns, rows_B: NDArray[np.int64]) -> MicroBatch:
         response_ids_N=torch.from_numpy(np.concatenate(responses).astype(np.int64)),
         behaviour_logprobs_N=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)),
         advantages_N=torch.from_numpy(np.repeat(columns.advantages_R[rows_B], lengths_B).astype(np.float32)),
+        staleness_N=torch.from_numpy(np.repeat(columns.staleness_R[rows_B], lengths_B).astype(np.int64)),
         rows_N=torch.from_numpy(np.repeat(rows_B, lengths_B).astype(np.int64)),
     )

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from configs import LearnerConfig, LossConfig, ModelConfig
-from gigpo import POLICY_LOSSES, clip_fraction, ess, kl_k3, mismatch_kl, ratio_range, token_mean
+from gigpo import BatchTotals, Terms, Tokens, interpolated_proximal, token_diagnostics
 from learner.batch import MicroBatch
 from learner.deepspeed_setup import initialize
+from learner.objective import objective_of
 from learner.policy_model import PolicyModel, load_policy
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
@@ -31,20 +32,15 @@ class UpdateStats:
     """One optimizer update, over all its tokens. What is not finite is inf: a NaN would be NULL in the catalog."""
 
     loss: float  # what was differentiated: policy loss, plus kl_coef * KL, minus entropy_coef * entropy
-    kl: float  # mean k3 estimate to the reference; 0 without a reference model
+    kl: float  # mean estimate of the KL to the reference; 0 without a reference model
     entropy: float  # mean, nats
     grad_norm: float  # 2-norm before clipping
     learning_rate: float
-    ratio_min: float  # of rho = pi / mu over the tokens
-    ratio_mean: float
-    ratio_max: float
-    clip_fraction: float  # tokens that the trust region leaves without gradient
-    ess: float  # effective sample size of rho as a fraction, 1 = on-policy
-    mismatch_kl: float  # KL(mu || pi), nats
     n_rows: int
     n_tokens: int  # response tokens
     n_padded_tokens: int  # computed by the forward passes
     skipped: bool  # the loss or the gradient was not finite, so the weights stayed as they were
+    tokens: dict[str, float]  # gigpo's `token_diagnostics`: ratios, effective sample size, mismatch, what was dropped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +48,10 @@ class _Pass:
     """Of one micro-batch, detached: its share of the update's loss (a scalar) and the values of its N tokens."""
 
     loss: torch.Tensor
-    logprobs_N: torch.Tensor
-    ratio_N: torch.Tensor
-    clipped_N: torch.Tensor
+    tokens: Tokens
+    terms: Terms
+    staleness_N: torch.Tensor
     entropy_N: torch.Tensor
-    kl_N: torch.Tensor
 
 
 class Engine:
@@ -72,42 +67,82 @@ class Engine:
         temperature: float,
         seed: int,
     ) -> None:
-        if loss.policy not in POLICY_LOSSES:
-            raise ValueError(f"loss.policy={loss.policy!r} is none of {sorted(POLICY_LOSSES)}")
+        self.objective = objective_of(loss)
         torch.manual_seed(seed)
         if not torch.cuda.is_available():
             torch.set_num_threads(learner.threads)
-        self.learner, self.loss = learner, loss
+        self.learner = learner
         self.n_updates = 0  # optimizer updates that were applied; the warm-up counts in them
         self.policy = _load(model_path, model, temperature=temperature)
         self.deepspeed = initialize(self.policy, dtype=model.dtype, learner=learner)
         self.reference: PolicyModel | None = None
-        if loss.kl_coef > 0.0:
+        if self.objective.kl_coef > 0.0:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
             self.reference.to(self.deepspeed.device)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateStats:
-        """One optimizer update with the gradient of the token mean over all `micro_batches`."""
-        n_tokens = sum(batch.n_response_tokens for batch in micro_batches)
-        if not n_tokens:
+        """One optimizer update with the gradient of the objective over all `micro_batches`, however they were cut.
+
+        They are of one table: equal rows_N are one sequence. With loss.proximal=recomputed they come from `with_proximal`.
+        """
+        if not micro_batches:
             raise ValueError("an update needs at least one response token; leave empty batches out")
+        totals = BatchTotals(
+            n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
+            n_sequences=sum(batch.n_rows for batch in micro_batches),
+        )
         learning_rate = scheduled(self.learner, n_updates=self.n_updates)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
+        factors = self._batch_wide_factors(micro_batches) if self.objective.batch_wide else [None] * len(micro_batches)
         passes = []
-        for index, batch in enumerate(micro_batches):
+        for index, (batch, factor_N) in enumerate(zip(micro_batches, factors, strict=True)):
             # By hand, because the number of micro-batches differs from update to update: the last one reduces.
             self.deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            passes.append(self._backward(batch.to(self.deepspeed.device), n_tokens=n_tokens))
+            passes.append(self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals))
         grad_norm = self._step()
         skipped = not math.isfinite(grad_norm)
         self.n_updates += not skipped
-        return _stats(passes, micro_batches, grad_norm=grad_norm, learning_rate=learning_rate, skipped=skipped)
+        n_padded_tokens = sum(batch.n_padded_tokens for batch in micro_batches)
+        return _stats(
+            passes,
+            totals,
+            n_padded_tokens=n_padded_tokens,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=skipped,
+        )
+
+    def with_proximal(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The same with the log-probabilities of the policy as it is now: the centre of decoupled PPO's trust region."""
+        scores = self.score(micro_batches)
+        return [replace(batch, proximal_logprobs_N=score_N) for batch, score_N in zip(micro_batches, scores, strict=True)]
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """The current policy's logprobs_N of each micro-batch, on the CPU, without gradient."""
         with torch.no_grad():
             return [_forward(self.policy, batch.to(self.deepspeed.device))[0].cpu() for batch in micro_batches]
+
+    def _batch_wide_factors(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """The corrections' factors of each micro-batch, from a forward pass over all before the one that learns.
+
+        A correction that ranks the update's tokens would, by micro-batch, drop others with every other cut.
+        """
+        scored = [self._tokens(batch, score_N) for batch, score_N in zip(micro_batches, self.score(micro_batches), strict=True)]
+        factor_N = self.objective.factor(_joined(scored)).to(self.deepspeed.device)
+        return list(factor_N.split([batch.n_response_tokens for batch in micro_batches]))
+
+    def _tokens(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> Tokens:
+        proximal_N = batch.proximal_logprobs_N
+        if self.objective.proximal == "interpolated":
+            proximal_N = interpolated_proximal(logprobs_N, batch.behaviour_logprobs_N, batch.staleness_N)
+        return Tokens(
+            logprobs_N=logprobs_N,
+            behaviour_logprobs_N=batch.behaviour_logprobs_N,
+            advantages_N=batch.advantages_N,
+            sequence_N=batch.rows_N,
+            proximal_logprobs_N=proximal_N,
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights by Hugging Face names, those of the loss. Not copies: read them before the next update."""
@@ -117,37 +152,25 @@ class Engine:
         """Frees what DeepSpeed holds; the process group stays for the next engine of this process."""
         self.deepspeed.destroy()
 
-    def _backward(self, batch: MicroBatch, *, n_tokens: int) -> _Pass:
+    def _backward(self, batch: MicroBatch, *, factor_N: torch.Tensor | None, totals: BatchTotals) -> _Pass:
         logprobs_N, entropy_N = _forward(self.deepspeed, batch)
-        policy = POLICY_LOSSES[self.loss.policy](
-            logprobs_N,
-            batch.behaviour_logprobs_N,
-            batch.advantages_N,
-            clip_low=self.loss.clip_low,
-            clip_high=self.loss.clip_high,
-            dual_clip=self.loss.dual_clip,
-            tis_cap=self.loss.tis_cap,
-        )
-        loss_N, kl_N = policy.loss_N, torch.zeros_like(logprobs_N)
+        reference_logprobs_N = None
         if self.reference is not None:
             with torch.no_grad():
                 reference_logprobs_N, _ = _forward(self.reference, batch)
-            kl_N = kl_k3(logprobs_N, reference_logprobs_N)
-            loss_N = loss_N + self.loss.kl_coef * kl_N
-        if self.loss.entropy_coef:
-            loss_N = loss_N - self.loss.entropy_coef * entropy_N
-        loss = token_mean(loss_N, n_tokens)
+        tokens = self._tokens(batch, logprobs_N)
+        terms = self.objective(tokens, reference_logprobs_N=reference_logprobs_N, entropy_N=entropy_N, factor_N=factor_N)
+        loss = self.objective.aggregation(terms.loss_N, tokens.sequence_N, totals)
         if not torch.isfinite(loss):
             # A non-finite loss may have a finite gradient. Made NaN, it cannot be overlooked, on no rank, in `_step`.
             loss = loss * math.nan
         self.deepspeed.backward(loss, scale_wrt_gas=False)
         return _Pass(
             loss=loss.detach(),
-            logprobs_N=logprobs_N.detach(),
-            ratio_N=policy.ratio_N,
-            clipped_N=policy.clipped_N,
+            tokens=replace(tokens, logprobs_N=logprobs_N.detach()),
+            terms=replace(terms, loss_N=terms.loss_N.detach()),
+            staleness_N=batch.staleness_N,
             entropy_N=entropy_N.detach(),
-            kl_N=kl_N.detach(),
         )
 
     def _step(self) -> float:
@@ -193,34 +216,38 @@ def _forward(module: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, 
     return logprobs_N, entropy_N
 
 
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    """The tokens of several micro-batches as one."""
+    columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(Tokens)}
+    return Tokens(**{name: torch.cat(column) for name, column in columns.items() if column[0] is not None})
+
+
 def _stats(
     passes: Sequence[_Pass],
-    micro_batches: Sequence[MicroBatch],
+    totals: BatchTotals,
     *,
+    n_padded_tokens: int,
     grad_norm: float,
     learning_rate: float,
     skipped: bool,
 ) -> UpdateStats:
     """Over the tokens of all micro-batches at once: a ratio's ESS or maximum is not the mean of the micro-batches'."""
-    ratio_N = torch.cat([p.ratio_N for p in passes])
-    behaviour_logprobs_N = torch.cat([batch.behaviour_logprobs_N for batch in micro_batches]).to(ratio_N.device)
-    ratio_min, ratio_max = ratio_range(ratio_N)
     return UpdateStats(
         loss=_finite_or_inf(sum(float(p.loss) for p in passes)),
-        kl=_finite_or_inf(float(torch.cat([p.kl_N for p in passes]).mean())),
+        kl=_finite_or_inf(float(torch.cat([p.terms.kl_N for p in passes]).mean())),
         entropy=_finite_or_inf(float(torch.cat([p.entropy_N for p in passes]).mean())),
         grad_norm=_finite_or_inf(grad_norm),
         learning_rate=learning_rate,
-        ratio_min=_finite_or_inf(ratio_min),
-        ratio_mean=_finite_or_inf(float(ratio_N.mean())),
-        ratio_max=_finite_or_inf(ratio_max),
-        clip_fraction=clip_fraction(torch.cat([p.clipped_N for p in passes])),
-        ess=_finite_or_inf(ess(ratio_N)),
-        mismatch_kl=_finite_or_inf(mismatch_kl(torch.cat([p.logprobs_N for p in passes]), behaviour_logprobs_N)),
-        n_rows=sum(batch.input_ids_BT.shape[0] for batch in micro_batches),
-        n_tokens=ratio_N.numel(),
-        n_padded_tokens=sum(batch.n_padded_tokens for batch in micro_batches),
+        n_rows=totals.n_sequences,
+        n_tokens=totals.n_tokens,
+        n_padded_tokens=n_padded_tokens,
         skipped=skipped,
+        tokens=token_diagnostics(
+            _joined([p.tokens for p in passes]),
+            factor_N=torch.cat([p.terms.factor_N for p in passes]),
+            clipped_N=torch.cat([p.terms.clipped_N for p in passes]),
+            staleness_N=torch.cat([p.staleness_N for p in passes]),
+        ),
     )
 
 

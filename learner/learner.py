@@ -15,21 +15,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray.actor import ActorHandle
 
-from configs import Config
-from gigpo import AdvantageSettings, singleton_fraction, step_variance_share
+from configs import Config, LearnerConfig
+from gigpo import AdvantageSettings, signal_settings, singleton_fraction, step_variance_share
 from learner.batch import micro_batches, split_updates
 from learner.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from learner.engine import Engine, UpdateStats
 from learner.publish import prune_versions, write_weights
 from learner.source import COORDINATOR_TIMEOUT_S, ReadyBatch, next_batch
-from store import RunLayout, VersionRecord, capture_output
+from store import RunLayout, VersionRecord, capture_output, publish_directory
 
 POLL_S = 0.05  # between two claims while there are too few groups
 HEARTBEAT_S = 1.0
 MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
+FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
 SOLVED = 0.99  # success above which empty batches are no trouble: every group wins in the same way
 
 
@@ -54,7 +57,8 @@ class Learner:
         algorithm = self.config.algorithm
         penalty = algorithm.invalid_penalty if algorithm.penalty_is_signal else 0.0
         clones = self.config.loss.policy == "behaviour_cloning"
-        self.signal = None if clones else replace(self.settings, invalid_penalty=penalty)
+        counted = replace(self.settings, invalid_penalty=penalty)
+        self.signal = None if clones else signal_settings(counted, signal=algorithm.signal)
         self.stopping = False
         self.step = 0
         self.saved_step = 0  # of the newest checkpoint: an announced one is never written again
@@ -145,9 +149,8 @@ class Learner:
         self._beat(None)
         if not ready.rows.num_rows:
             return []
-        parts = split_updates(ready.rows, self.config.learner.updates_per_step, seed=self.config.seed + self.step)
-        budget = self.config.learner.micro_batch_tokens
-        return [self.engine.update(micro_batches(part, micro_batch_tokens=budget)) for part in parts]
+        seed = self.config.seed + self.step
+        return train_on(self.engine, ready.rows, learner=self.config.learner, version=self.version, seed=seed)
 
     def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats], *, waited_s: float, started: float) -> None:
         self.step += 1
@@ -184,6 +187,7 @@ class Learner:
         """Writes the weights, then tells the coordinator: a version that is announced is always whole."""
         directory = self.layout.weights_dir(version)
         digest = write_weights(self.engine.state_dict(), directory, source_dir=self.model_path)
+        publish_directory(self.layout, directory, keep=self.config.learner.keep_versions)
         record = VersionRecord(
             version=version,
             path=self.layout.relative(directory),
@@ -226,15 +230,37 @@ def advantage_settings(config: Config) -> AdvantageSettings:
         normalise=algorithm.normalise,
         weighting=algorithm.weighting,
         invalid_penalty=algorithm.invalid_penalty,
+        anchor=algorithm.anchor,
+        anchor_history=algorithm.anchor_history,
+        similarity=algorithm.similarity,
+        versions=algorithm.anchor_versions,
+        version_window=algorithm.version_window,
     )
 
 
+def train_on(engine: Engine, rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[UpdateStats]:
+    """The optimizer updates of one learner step at `version`, each over a part of the rows that `seed` shuffled."""
+    rows = rows.append_column("staleness", pc.subtract(version, rows["version_min"]))
+    parts = split_updates(rows, learner.updates_per_step, seed=seed)
+    updates = [micro_batches(part, micro_batch_tokens=learner.micro_batch_tokens) for part in parts]
+    if engine.objective.proximal == "recomputed":  # for all parts, before the first of them moves the policy
+        updates = [engine.with_proximal(batches) for batches in updates]
+    return [engine.update(batches) for batches in updates]
+
+
 def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
-    """`loss/<name>`: each statistic averaged over the updates of a learner step."""
-    if not updates:
-        return {}
-    records = [asdict(update) for update in updates]
-    return {f"loss/{name}": sum(float(record[name]) for record in records) / len(records) for name in records[0]}
+    """`loss/<name>`: each statistic averaged over the updates of a learner step that have it.
+
+    Those of FIRST_UPDATE_ONLY are the first update's: they compare two engines at the same weights, and it moves one of them.
+    """
+    seen: dict[str, list[float]] = {}
+    for index, update in enumerate(updates):
+        record = asdict(update)
+        tokens = record.pop("tokens")
+        for name, value in (record | tokens).items():
+            if index == 0 or name not in FIRST_UPDATE_ONLY:
+                seen.setdefault(f"loss/{name}", []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in seen.items()}
 
 
 LearnerActor = ray.remote(Learner)

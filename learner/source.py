@@ -53,7 +53,8 @@ def next_batch(
     advantages = compute_advantages(keyed, settings)
     for name in ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size"):
         rows = rows.append_column(name, advantages[name])
-    silent = tuple(groups_without_signal(compute_advantages(keyed, signal))) if signal else ()
+    asked = advantages if signal == settings else compute_advantages(keyed, signal) if signal else None
+    silent = tuple(groups_without_signal(asked)) if asked is not None else ()
     tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
     success = pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(silent, rows.schema.field("group_uid").type))))

@@ -42,6 +42,14 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("algorithm.estimator=gipgo", ["gipgo", "'gigpo'"]),
         ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
         ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
+        ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
+        ("algorithm.signal=rewards", ["algorithm.signal='rewards'", "'returns'"]),
+        ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
+        ("algorithm.anchor=state_and_actions", ["Observation.anchor"]),
+        ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
+        ("algorithm.anchor_history=0", ["algorithm.anchor_history=0", "above 0"]),
+        ("algorithm.similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
+        ("algorithm.version_window=-1", ["algorithm.version_window=-1", "within one version"]),
         ("max_staleness=-1", ["max_staleness=-1", "0"]),
         ("learner.keep_versions=2", ["learner.keep_versions=2", "at least 3"]),
         ("actors.max_model_tokens=100", ["actors.max_model_tokens=100", "2560"]),
@@ -97,3 +105,11 @@ def test_a_plan_counts_the_parameters_in_the_name() -> None:
     assert f"{1.5e9 * 16 / 1024**3:.1f} GiB" in plan
     with pytest.raises(ConfigError, match="does not say its size"):
         configs.describe_plan(Config(model=configs.ModelConfig(path="org/model")))
+
+
+def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
+    for choice in ("estimator=hgpo", "estimator=reinforce_pp_baseline", "anchor=similar", "anchor_versions=window"):
+        key, _, value = choice.partition("=")
+        assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
+    with pytest.raises(ConfigError, match="anchor='suffix' is not hgpo's"):
+        configs.load(empty, ["algorithm.estimator=hgpo", "algorithm.anchor=suffix"])

@@ -5,7 +5,6 @@ The numbers are what GiGPO's authors' code gives, except where its float32 is wr
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,48 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gigpo import PUBLISHED_SETTINGS, AdvantageSettings, advantages_macro, compute_advantages
-
-Row = tuple[str | None, float, bool]  # state, reward, valid
-
-
-def settings(**changes: object) -> AdvantageSettings:
-    base = {
-        "estimator": "gigpo",
-        "gamma": 0.95,
-        "omega": 1.0,
-        "normalise": "mean",
-        "weighting": "steps",
-        "invalid_penalty": 0.1,
-    }
-    return AdvantageSettings(**(base | changes))  # type: ignore[arg-type]
-
-
-def uid(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def table(episodes: dict[str, list[Row]], *, group: str = "task") -> pa.Table:
-    rows = [
-        (uid(group), uid(name), index, reward, valid, None if state is None else uid(state), state)
-        for name, episode in episodes.items()
-        for index, (state, reward, valid) in enumerate(episode)
-    ]
-    names = ["group_uid", "traj_uid", "step_index", "reward", "is_action_valid", "state_hash", "anchor_text"]
-    types = [pa.binary(16), pa.binary(16), pa.int32(), pa.float64(), pa.bool_(), pa.binary(16), pa.string()]
-    columns = zip(*rows, strict=True)
-    return pa.table([pa.array(c, t) for c, t in zip(columns, types, strict=True)], names=names)
-
-
-def episode(states: str, *, end: float, invalid: tuple[int, ...] = ()) -> list[Row]:
-    """Space-separated states; the reward comes with the last step."""
-    names = states.split()
-    return [(s, end if i == len(names) - 1 else 0.0, i not in invalid) for i, s in enumerate(names)]
-
-
-def column(steps: pa.Table, name: str, **changes: object) -> list[float]:
-    return compute_advantages(steps, settings(**changes))[name].to_pylist()
-
+from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, advantages_macro, compute_advantages
+from tests.gigpo_samples import column, episode, settings, table, uid
 
 LONG_AND_SHORT = table({"A": episode("a b c d e", end=10), "B": episode("x", end=0)})
 CASE_5 = {"A": episode("s0 s1 s2", end=10, invalid=(1,)), "B": episode("s0 s1", end=0)}
@@ -67,6 +26,7 @@ CASE_10 = table(
         "c": episode("home shelf shelf", end=0, invalid=(2,)),
     }
 )
+CASE_10 = CASE_10.append_column("won", pa.array([True] * 6 + [False] * 3))
 
 
 @pytest.mark.parametrize(
@@ -105,12 +65,15 @@ def test_example_3_singletons():
 @pytest.mark.parametrize("n", [2, 3, 7, 8, 78])
 def test_example_4_equal_returns_give_exactly_zero(n, normalise):
     """In float32 seven times 9.9 gives -0.47 each."""
-    for reward in [9.9, 11.6] + [10 * 0.95**k for k in range(20)]:
-        # Different lengths, so that episode scores are equal over different numbers of rows.
-        steps = table({f"t{i}": episode("s " * (1 + i % 3), end=reward) for i in range(n)})
-        for weighting in ("steps", "trajectories"):
-            got = compute_advantages(steps, settings(gamma=1.0, normalise=normalise, weighting=weighting))
-            assert set(got["advantage"].to_pylist()) == {0.0}
+    rewards = [9.9, 11.6] + [10 * 0.95**k for k in range(20)]
+    # Different lengths, so that episode scores are equal over different numbers of rows.
+    steps = pa.concat_tables(
+        table({f"{reward} {i}": episode("s " * (1 + i % 3), end=reward) for i in range(n)}, group=str(reward))
+        for reward in rewards
+    )
+    for weighting in ("steps", "trajectories"):
+        got = compute_advantages(steps, settings(gamma=1.0, normalise=normalise, weighting=weighting))
+        assert set(got["advantage"].to_pylist()) == {0.0}
 
 
 def test_example_5_penalty_stays_on_its_row():
@@ -132,7 +95,7 @@ def test_example_6_a_loop_meets_its_own_anchor():
 def test_example_7_states_are_the_same_when_their_hashes_are():
     """Which texts hash alike is the store's affair. Here equal hashes join, unequal ones do not, NULL joins nothing.
 
-    Example 8, grouping by similarity, is not offered yet.
+    Example 8, grouping by similarity, is in test_gigpo_anchors.py.
     """
     texts = [
         "Nothing happens.",
@@ -195,13 +158,24 @@ def test_a_penalty_under_trajectory_weighting_cannot_blow_up():
     assert got == pytest.approx([-0.05 / (0.005**0.5 + 1e-6), 0.05 / (0.005**0.5 + 1e-6)] * 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("bad", [[0, 2], [1, 2], [0, 0], [0, 1, 1], [0, 1, 3, 3], [-1, 0, 2]])
-def test_gaps_and_duplicates_are_refused_by_name(bad):
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ([0, 2], "0 to 2; it must count 0, 1, 2, ... without a gap"),
+        ([1, 2], "without a gap"),
+        ([-1, 0, 2], "without a gap"),
+        ([0, 0], "step_index twice"),
+        ([0, 1, 1], "step_index twice"),
+        ([0, 1, 3, 3], "one step_index twice and lacks another"),
+        ([0, 0, 2], "one step_index twice and lacks another"),
+    ],
+)
+def test_gaps_and_duplicates_are_refused_by_name(bad, why):
     good = table(CASE_5_VALID)
     rows = table({"broken": [("s", 1.0, True)] * len(bad)})
     rows = rows.set_column(2, "step_index", pa.array(bad, pa.int32()))
     name = duckdb.execute("SELECT $1::BLOB::UUID::VARCHAR", [uid("broken")]).fetchall()[0][0]
-    with pytest.raises(ValueError, match=f"trajectory {name}.*step_index"):
+    with pytest.raises(ValueError, match=f"trajectory {name} .*{why}"):
         compute_advantages(pa.concat_tables([good, rows]), settings())
 
 
@@ -215,6 +189,11 @@ def test_other_bad_rows_are_refused():
         compute_advantages(table({"A": [("s", float("nan"), True)]}), settings())
     with pytest.raises(ValueError, match=r"lacks the columns \['reward'\]"):
         compute_advantages(table(CASE_5).drop_columns(["reward"]), settings())
+    for name in ("group_uid", "traj_uid", "step_index", "is_action_valid", "reward"):
+        steps = table(CASE_5)
+        nulls = pa.array([None, *steps[name].to_pylist()[1:]], steps[name].type)
+        with pytest.raises(ValueError, match="NULL|finite"):
+            compute_advantages(steps.set_column(steps.column_names.index(name), name, nulls), settings())
 
 
 def test_no_steps_give_no_advantages():
@@ -231,6 +210,13 @@ def test_no_steps_give_no_advantages():
         ({"estimator": "gipgo"}, "did you mean 'gigpo'"),
         ({"normalise": "mean-std"}, "did you mean 'mean_std'"),
         ({"weighting": "rows"}, "one of steps, trajectories"),
+        ({"normalise": "leave_one"}, "did you mean 'leave_one_out'"),
+        ({"anchor": "states"}, "did you mean 'state'"),
+        ({"versions": "windows"}, "did you mean 'window'"),
+        ({"anchor_history": 0}, "anchor_history=0"),
+        ({"version_window": -1}, "version_window=-1"),
+        ({"similarity": 1.0}, r"similarity=1.0 is outside \(0, 1\)"),
+        ({"estimator": "hgpo", "anchor": "suffix"}, "anchors of its own"),
     ],
 )
 def test_settings_are_refused_with_the_reason(changes, message):
@@ -251,9 +237,8 @@ def shell(tmp_path: Path) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-@pytest.mark.parametrize("estimator", ["gigpo", "grpo"])
-@pytest.mark.parametrize("normalise", ["mean", "mean_std"])
-@pytest.mark.parametrize("weighting", ["steps", "trajectories"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(("normalise", "weighting"), [("mean", "steps"), ("leave_one_out", "trajectories")])
 def test_the_macro_says_what_python_says(shell, estimator, normalise, weighting):
     sql = (
         "SELECT anchor_text, a.advantage FROM advantages(gamma := 0.9, omega := 0.5, invalid_penalty := 0.2, "
@@ -272,8 +257,17 @@ def test_the_macro_says_what_python_says(shell, estimator, normalise, weighting)
 def test_the_macro_has_the_published_defaults_and_refuses_like_python(shell):
     total = shell.execute("SELECT sum(abs(advantage)) FROM advantages()").fetchall()[0][0]
     assert total == pytest.approx(sum(abs(a) for a in column(CASE_10, "advantage", normalise="mean_std")))
-    for wrong in ("estimator := 'gpro'", "normalise := 'std'", "weighting := 'rows'"):
-        with pytest.raises(duckdb.InvalidInputException, match=r"must be .* not"):
+    for wrong in (
+        "estimator := 'gpro'",
+        "normalise := 'std'",
+        "weighting := 'rows'",
+        "anchor := 'states'",
+        "versions := 'all'",
+        "estimator := 'hgpo', anchor := 'suffix'",
+        "anchor := 'suffix', anchor_history := 0",
+        "versions := 'window', version_window := -1",
+    ):
+        with pytest.raises(duckdb.InvalidInputException, match=r"(must be|leave anchor at) .* not"):
             shell.execute(f"FROM advantages({wrong})").fetchall()
     shell.execute("CREATE OR REPLACE VIEW steps AS SELECT uuid() AS group_uid, uuid() AS traj_uid, 3 AS step_index, "
                   "1.0 AS reward, true AS is_action_valid, uuid() AS state_hash")  # fmt: skip

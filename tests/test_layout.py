@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("configs", "envs", "store", "gigpo", "actors", "learner")
-WIRING = ("train", "evaluate", "session", "progress", "report")
+WIRING = ("train", "evaluate", "audit", "session", "progress", "report")
 HEAVY = {"ray", "torch", "vllm", "deepspeed"}
 MAY_IMPORT = {
     "configs": set(),

@@ -18,6 +18,7 @@ def table(*rows: tuple[list[int], list[int], list[float], float]) -> pa.Table:
             "response_ids": pa.array(responses, pa.list_(pa.int32())),
             "response_logprobs": pa.array(logprobs, pa.list_(pa.float32())),
             "advantage": pa.array(advantages, pa.float64()),
+            "staleness": pa.array(range(len(rows)), pa.int64()),
         }
     )
 
@@ -33,7 +34,8 @@ def test_the_example_of_the_docstring() -> None:
     assert batch.response_ids_N.tolist() == [8, 9, 4, 2]
     assert batch.behaviour_logprobs_N.tolist() == [-0.5, -1.0, -0.25, -0.75]
     assert batch.advantages_N.tolist() == [2.0, 2.0, -1.0, -1.0]
-    assert batch.rows_N.tolist() == [0, 0, 1, 1]
+    assert batch.rows_N.tolist() == batch.staleness_N.tolist() == [0, 0, 1, 1]
+    assert batch.n_rows == 2
     assert (batch.n_response_tokens, batch.n_padded_tokens) == (4, 8)
 
 

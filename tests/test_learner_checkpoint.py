@@ -46,6 +46,7 @@ def drawn_batches() -> list[MicroBatch]:
             "response_ids": pa.array(responses, pa.list_(pa.int32())),
             "response_logprobs": pa.array([[-5.6] * 3] * 6, pa.list_(pa.float32())),
             "advantage": pa.array([random.gauss(0.0, 1.0) for _ in range(6)], pa.float64()),
+            "staleness": pa.array([0] * 6, pa.int64()),
         }
     )
     return micro_batches(table, micro_batch_tokens=16)

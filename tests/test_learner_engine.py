@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -14,6 +15,7 @@ from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
 from learner.batch import micro_batches
 from learner.deepspeed_setup import initialize
 from learner.engine import Engine, scheduled
+from learner.learner import mean_of_updates, train_on
 from learner.policy_model import load_policy
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
@@ -34,12 +36,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engine(base: Path) -> Iterator[MakeEngine]:
     engines: list[Engine] = []
 
-    def make(*, learner: LearnerConfig = LEARNER, path: Path = base, temperature: float = 1.0, **loss: float) -> Engine:
+    def make(*, learner: LearnerConfig = LEARNER, path: Path = base, temperature: float = 1.0, **loss: Any) -> Engine:
         engine = Engine(
             model_path=path,
             model=ModelConfig(),
             learner=learner,
-            loss=LossConfig(**loss),  # type: ignore[arg-type]
+            loss=LossConfig(**loss),
             temperature=temperature,
             seed=0,
         )
@@ -65,6 +67,7 @@ def random_rows(n_rows: int = 8, *, seed: int = 0) -> pa.Table:
             "response_ids": pa.array(responses, pa.list_(pa.int32())),
             "response_logprobs": pa.array([[-5.6] * len(r) for r in responses], pa.list_(pa.float32())),
             "advantage": pa.array(torch.randn(n_rows, generator=generator).tolist(), pa.float64()),
+            "staleness": pa.array([row % 3 for row in range(n_rows)], pa.int64()),
         }
     )
 
@@ -111,13 +114,93 @@ def test_the_loss_and_the_weights_do_not_depend_on_the_cut(make_engine: MakeEngi
         stats.append(engine.update(micro_batches(rows, micro_batch_tokens=budget)))
         weights.append(copied(engine))
     for other in stats[1:]:
-        for field in ("loss", "grad_norm", "entropy", "ess", "mismatch_kl", "ratio_mean", "ratio_max", "clip_fraction"):
+        for field in ("loss", "grad_norm", "entropy"):
             assert getattr(other, field) == pytest.approx(getattr(stats[0], field), rel=1e-5, abs=1e-6), field
+        assert other.tokens == pytest.approx(stats[0].tokens, rel=1e-5, abs=1e-6)
         assert (other.n_tokens, other.n_rows) == (stats[0].n_tokens, stats[0].n_rows)
     for other_weights in weights[1:]:
         for name, tensor in other_weights.items():
             # Adam's first step is lr * sign(gradient): only gradients near 0 can move apart by rounding
             assert torch.quantile((tensor - weights[0][name]).abs().float().flatten(), 0.99) < 1e-4, name
+
+
+def far_rows() -> pa.Table:
+    """Rows whose behaviour log-probabilities are far enough off that every correction has something to do."""
+    rows = random_rows(12, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    lengths = [len(ids) for ids in rows["response_ids"].to_pylist()]
+    drawn = [(-5.6 + 0.6 * torch.randn(n, generator=generator)).tolist() for n in lengths]
+    index = rows.column_names.index("response_logprobs")
+    return rows.set_column(index, "response_logprobs", pa.array(drawn, pa.list_(pa.float32())))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"corrections": ["m2po", "token_tis"], "m2_max": 0.2},
+        {"corrections": ["sequence_tis", "geometric_mask"], "geometric_low": 0.7, "geometric_high": 1.4},
+        {"corrections": ["m2po"], "proximal": "interpolated"},
+        {"policy": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+        {"policy": "sapo", "corrections": ["k3_mask"], "k3_max": 0.3},
+        {"policy": "dppo_tv", "aggregation": "sequence_mean_token_sum_norm", "norm_tokens": 5.0},
+    ],
+    ids=lambda loss: "+".join([loss.get("policy", "ppo_clip"), *loss.get("corrections", [])]),
+)
+def test_no_loss_or_correction_depends_on_the_cut(make_engine: MakeEngine, loss: dict[str, Any]) -> None:
+    rows = far_rows()
+    stats = [make_engine(**loss).update(micro_batches(rows, micro_batch_tokens=budget)) for budget in (WHOLE, CUT, 1)]
+    if loss.get("corrections"):
+        assert 0.0 < stats[0].tokens["masked_fraction"] < 1.0, "the mask has something to do"
+    for other in stats[1:]:
+        assert other.loss == pytest.approx(stats[0].loss, rel=1e-5, abs=1e-6)
+        assert other.grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-5)
+        assert other.tokens == pytest.approx(stats[0].tokens, rel=1e-5, abs=1e-6)
+
+
+def test_m2po_ranks_the_whole_update_and_not_a_micro_batch(make_engine: MakeEngine) -> None:
+    """A micro-batch of its own for each row would keep a token of each at least; over the update whole rows go."""
+    rows = far_rows()
+    engine = make_engine(corrections=["m2po"], m2_max=0.01)
+    (whole,) = micro_batches(rows, micro_batch_tokens=WHOLE)
+    (logprobs_N,) = engine.score([whole])
+    squares = sorted((logprobs_N - whole.behaviour_logprobs_N).square().tolist())
+    n_kept = sum(sum(squares[:k]) / k < 0.01 for k in range(1, len(squares) + 1))
+    stats = engine.update(micro_batches(rows, micro_batch_tokens=1))
+    assert stats.tokens["masked_fraction"] == pytest.approx(1 - n_kept / len(squares))
+    assert n_kept < rows.num_rows
+
+
+def test_the_recomputed_proximal_policy_is_the_one_before_the_first_update(make_engine: MakeEngine) -> None:
+    """At the first update pi = pi_p, so the clip cannot act and the loss is -mean(rho A); at the second it has moved."""
+    rows = far_rows()
+    engine = make_engine(proximal="recomputed", corrections=[])
+    batches = engine.with_proximal(micro_batches(rows, micro_batch_tokens=CUT))
+    ratio_N = torch.cat([torch.exp(b.proximal_logprobs_N - b.behaviour_logprobs_N) for b in batches])
+    advantages_N = torch.cat([batch.advantages_N for batch in batches])
+    first = engine.update(batches)
+    assert first.loss == pytest.approx(-(ratio_N * advantages_N).mean().item(), rel=1e-5)
+    assert first.tokens["clip_fraction"] == 0.0
+    for _ in range(5):
+        later = engine.update(batches)
+    assert later.tokens["clip_fraction"] > 0.0
+    with pytest.raises(ValueError, match="no proximal_logprobs_N"):
+        engine.update(micro_batches(rows, micro_batch_tokens=CUT))
+
+
+def test_a_learner_step_has_one_proximal_policy_for_all_its_updates(make_engine: MakeEngine) -> None:
+    """Each update with a proximal policy of its own would have r = 1 throughout, and a clip that never acts."""
+    rows = far_rows().drop_columns("staleness").append_column("version_min", pa.array([5, 7, 7] * 4))
+    learner = dataclasses.replace(LEARNER, learning_rate=0.05, updates_per_step=3, micro_batch_tokens=CUT)
+    stats = train_on(make_engine(proximal="recomputed", learner=learner), rows, learner=learner, version=7, seed=0)
+    assert [s.n_rows for s in stats] == [4, 4, 4]
+    assert stats[0].tokens["clip_fraction"] == 0.0
+    assert stats[2].tokens["clip_fraction"] > 0.0
+    (whole,) = train_on(make_engine(), rows, learner=LEARNER, version=7, seed=0)
+    assert {"mismatch_kl_on_policy", "mismatch_kl_stale_2"} < whole.tokens.keys()
+    metrics = mean_of_updates([whole, *stats])
+    assert metrics["loss/mismatch_kl_on_policy"] == whole.tokens["mismatch_kl_on_policy"], "later ones have moved the policy"
+    assert metrics["loss/n_rows"] == (12 + 4 + 4 + 4) / 4
+    assert metrics["loss/ess"] == pytest.approx(sum(s.tokens["ess"] for s in [whole, *stats]) / 4)
 
 
 def test_the_gradient_of_many_micro_batches_is_that_of_one_loss_in_plain_torch(make_engine: MakeEngine, base: Path) -> None:

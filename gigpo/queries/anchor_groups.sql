@@ -1,16 +1,22 @@
--- Anchor groups, eq. 6: the steps of one group that were taken in the same state, whoever took them and when (a state
--- met twice in one trajectory counts twice), with the statistics eq. 7 needs. Never across groups.
--- A step without a state hash belongs to none of them: it is its own singleton, not one of a crowd of unknowns.
--- in:  scores
--- out: group_uid, state_hash, anchor_size BIGINT, mean DOUBLE, deviation DOUBLE (ddof 1, NULL for one step),
---      all_equal BOOLEAN
+-- Anchor groups, eq. 6: the steps of one group with the same anchor key, whoever took them and when (a state met twice in
+-- one trajectory counts twice), with the statistics eq. 7 needs. Steps without a key are in none.
+-- in:  anchor_keys, weighted_anchor_groups; versions
+-- out: group_uid, state_key, refinement, version_bucket, anchor_size BIGINT, total_weight DOUBLE, max_weight DOUBLE,
+--      mean DOUBLE, deviation DOUBLE (ddof 1, NULL for one step), deviation_0 DOUBLE (ddof 0), all_equal BOOLEAN
 SELECT
     group_uid,
-    state_hash,
+    state_key,
+    refinement,
+    version_bucket,
     COUNT(*) AS anchor_size,
+    COUNT(*)::DOUBLE AS total_weight,
+    1::DOUBLE AS max_weight,
     AVG(step_return) AS mean,
     STDDEV_SAMP(step_return) AS deviation,
+    STDDEV_POP(step_return) AS deviation_0,
     MIN(step_return) = MAX(step_return) AS all_equal
-FROM scores
-WHERE state_hash IS NOT NULL
-GROUP BY group_uid, state_hash
+FROM anchor_keys
+WHERE versions <> 'weighted' AND (state_key IS NOT NULL OR refinement <> '')
+GROUP BY group_uid, state_key, refinement, version_bucket
+UNION ALL
+FROM weighted_anchor_groups

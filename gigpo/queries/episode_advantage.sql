@@ -1,35 +1,39 @@
--- Episode advantage, eq. 3:  A_E = (x - mean(x)) / F,  x = episode_score, over the group of one task.
--- F = 1 ('mean') or the standard deviation with ddof 1, plus 1e-6 ('mean_std').
--- With weighting 'steps' (the authors' code, default) n = rows, so a long episode weighs more; with 'trajectories'
--- (the paper) n = trajectories. Both are  mean = sum(w x) / n,  var = sum(w (x - mean)^2) / (n - 1),  sum(w) = n.
--- Nothing to compare (n = 1): mean 0, deviation 1, so A_E is the score itself. All scores equal: exactly 0.
--- in:  scores; normalise, weighting
--- out: scores' columns, episode_advantage DOUBLE
-WITH means AS (
-    SELECT
-        group_uid,
-        COUNT(*) FILTER (weighting = 'steps' OR step_index = 0) AS n,
-        SUM(weight * episode_score) / n AS mean,
-        MIN(episode_score) = MAX(episode_score) AS all_equal
-    FROM scores
-    GROUP BY group_uid
-),
-deviations AS (
-    SELECT group_uid, n, mean, all_equal, SQRT(SUM(weight * (episode_score - mean) ** 2) / NULLIF(n - 1, 0)) AS deviation
-    FROM scores
-    JOIN means USING (group_uid)
-    GROUP BY group_uid, n, mean, all_equal
-)
+-- Episode advantage, eq. 3:  A_E = (x - baseline) / F,  x = score.
+--   gigpo, grpo, graphgpo  by `normalise`:
+--       mean            x - mean                         (the paper's F = 1)
+--       mean_std        (x - mean) / (deviation + 1e-6)  (GRPO, arXiv 2402.03300, with the authors' epsilon)
+--       leave_one_out   x - mean of the others           (unbiased: the baseline does not contain x; Kool et al. 2019).
+--                       With weighting 'steps' the others are the other rows, (x - mean) * n / (n - 1), some of which
+--                       are of the same trajectory (the authors' code); only with 'trajectories' is it unbiased.
+--   rloo                   leave_one_out always (arXiv 2402.14740)
+--   dr_grpo                mean always (arXiv 2503.20783). The other half of Dr.GRPO, no division by the response's
+--                          length, is the loss aggregation's: a sum over tokens divided by a constant.
+--   reinforce_pp           x, whitened over the batch by whitening.sql; no baseline from the group (arXiv 2501.03262)
+--   reinforce_pp_baseline  x - mean, then whitened over the batch
+--   hgpo                   0: its statement is all in the step term
+-- Nothing to compare (n = 1): the score itself, as the authors do (divided by 1 + 1e-6 under mean_std).
+-- All scores equal: exactly 0.
+-- in:  episodes, episode_groups; estimator, normalise, weighting
+-- out: episodes' columns, episode_advantage DOUBLE
 SELECT
-    scores.*,
+    episodes.*,
     CASE
-        WHEN n = 1 THEN episode_score
+        WHEN estimator NOT IN ('gigpo', 'grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'hgpo', 'graphgpo')
+            THEN error(format('estimator must be gigpo, grpo, rloo, reinforce_pp, reinforce_pp_baseline, dr_grpo, hgpo '
+                || 'or graphgpo, not {}', estimator))
+        WHEN normalise NOT IN ('mean', 'mean_std', 'leave_one_out')
+            THEN error(format('normalise must be mean, mean_std or leave_one_out, not {}', normalise))
+        WHEN estimator = 'hgpo' THEN 0
+        WHEN estimator = 'reinforce_pp' THEN score
+        WHEN n = 1 THEN score
         WHEN all_equal THEN 0
-        ELSE episode_score - mean
+        WHEN estimator = 'rloo' OR (normalise = 'leave_one_out' AND estimator IN ('gigpo', 'grpo', 'graphgpo'))
+            THEN score - (n * mean - CASE weighting WHEN 'steps' THEN score ELSE mean_score END) / (n - 1)
+        ELSE score - mean
     END / CASE
-        WHEN normalise = 'mean' THEN 1
-        WHEN normalise = 'mean_std' THEN (CASE WHEN n = 1 THEN 1 ELSE deviation END) + 1e-6::DOUBLE
-        ELSE error(format('normalise must be mean or mean_std, not {}', normalise))
+        WHEN normalise = 'mean_std' AND estimator IN ('gigpo', 'grpo', 'graphgpo')
+            THEN CASE WHEN n = 1 THEN 1 ELSE deviation END + 1e-6::DOUBLE
+        ELSE 1
     END AS episode_advantage
-FROM scores
-JOIN deviations USING (group_uid)
+FROM episodes
+JOIN episode_groups USING (group_uid)

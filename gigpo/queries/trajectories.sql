@@ -1,24 +1,32 @@
 -- Length T of every trajectory, and the refusal of one that the recursion of eq. 5 would get wrong without saying so:
 -- a gap in step_index drops the steps before it, a duplicate multiplies them.
+-- T rows from 0 to T-1 may still hold one index twice and lack another; there the recursion ends early, and episodes.sql
+-- refuses. (COUNT(DISTINCT step_index) would see it here, for as much time as the whole recursion takes.)
 -- in:  base
--- out: traj_uid UUID, n_steps BIGINT
+-- out: traj_uid, group_uid, n_steps BIGINT, n_invalid BIGINT, newest_version BIGINT, won BOOLEAN
 SELECT
     traj_uid,
+    ANY_VALUE(group_uid) AS group_uid,
     CASE
-        WHEN COUNT(DISTINCT step_index) < COUNT(step_index)
+        WHEN COUNT(*) FILTER (
+            traj_uid IS NULL OR group_uid IS NULL OR step_index IS NULL OR is_action_valid IS NULL
+            OR reward IS NULL OR NOT isfinite(reward)
+        ) > 0
+            THEN error(format(
+                'trajectory {} has a NULL uid, step_index or is_action_valid, or a reward that is not finite',
+                COALESCE(traj_uid::VARCHAR, 'NULL')))
+        WHEN MIN(group_uid) <> MAX(group_uid)
+            THEN error(format('trajectory {} is in more than one group; give it one group_uid', traj_uid::VARCHAR))
+        WHEN MIN(step_index) = 0 AND MAX(step_index) < COUNT(*) - 1
             THEN error(format('trajectory {} has a step_index twice; store each step once', traj_uid::VARCHAR))
-        WHEN MIN(step_index) <> 0 OR MAX(step_index) <> COUNT(*) - 1
+        WHEN MIN(step_index) <> 0 OR MAX(step_index) > COUNT(*) - 1
             THEN error(format(
                 'trajectory {} has {} steps with step_index {} to {}; it must count 0, 1, 2, ... without a gap',
                 traj_uid::VARCHAR, COUNT(*), MIN(step_index), MAX(step_index)))
-        WHEN MIN(group_uid) <> MAX(group_uid)
-            THEN error(format('trajectory {} is in more than one group; give it one group_uid', traj_uid::VARCHAR))
-        WHEN COUNT(step_index) < COUNT(*) OR COUNT(group_uid) < COUNT(*) OR COUNT(is_action_valid) < COUNT(*)
-                OR COUNT(*) FILTER (isfinite(reward)) < COUNT(*)
-            THEN error(format(
-                'trajectory {} has a NULL group_uid, step_index or is_action_valid, or a reward that is not finite',
-                traj_uid::VARCHAR))
         ELSE COUNT(*)
-    END AS n_steps
+    END AS n_steps,
+    COUNT(*) FILTER (NOT is_action_valid) AS n_invalid,
+    MAX(version_min) AS newest_version,
+    BOOL_OR(won) AS won
 FROM base
 GROUP BY traj_uid

@@ -16,8 +16,7 @@ from store.upkeep.finding import Finding, error, warning
 from store.upkeep.fsck_segments import GRACE_S, Opener
 
 CODES = frozenset(
-    {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"}
-    | {"export_missing", "export_damaged"}
+    {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"} | {"export_missing", "export_damaged"}
 )
 
 

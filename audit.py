@@ -1,0 +1,171 @@
+"""Advantages of a stored run under other settings, without training: python audit.py RUN [name=value ...]
+
+    python audit.py runs/a                                          # as the run itself computes them
+    python audit.py runs/a estimator=rloo                           # another estimator, its figures
+    python audit.py runs/a gamma=0.9 --against gamma=1.0            # two settings side by side
+    python audit.py runs/a omega=0 --against --where "split = 'train'" --output omega.parquet
+
+Settings not named are the run's own. Names and values: gigpo/settings.py. The run may be training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+import configs
+import store
+from configs import ConfigError
+from gigpo import (
+    AdvantageSettings,
+    anchor_size_histogram,
+    compute_advantages,
+    groups_without_signal,
+    singleton_fraction,
+    step_variance_share,
+)
+from learner import advantage_settings
+from store import RunLayout, StoreError
+
+QUERY_TIMEOUT_S = 3600.0
+STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; groups are independent, so reads are by group
+WHOLE_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # whitened over all rows: here over the whole selection
+COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
+READ = """SELECT {columns} FROM steps WHERE ({where}) AND hash(group_uid) % {parts} = {part}
+ORDER BY group_uid, traj_uid, step_index"""
+CHANGED = """SELECT any_value(s.task_id) AS task, any_value(s.anchor_text) AS state, any_value(s.action_text) AS action
+FROM steps s WHERE s.traj_uid = '{traj_uid}' AND s.step_index = {step_index}"""
+SHOWN_CHANGES = 10
+TEXT_WIDTH = 60
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="e.g. gamma=0.9 normalise=mean")
+    parser.add_argument("--against", nargs="*", metavar="name=value", help="compare with these (none: the run's own)")
+    parser.add_argument("--where", default="true", help="SQL over the columns of `steps`; whole trajectories only")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as Parquet; FILE must not exist")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        own = advantage_settings(configs.from_yaml(RunLayout.open(options.run).info.config_yaml))
+        named = {"a": changed(own, options.settings)}
+        if options.against is not None:
+            named["b"] = changed(own, options.against)
+        if options.output is not None and options.output.exists():
+            raise StoreError(f"{options.output} exists; name another file")
+        with store.open(options.run) as reader:
+            rows = advantages(reader, named, where=options.where)
+            show(reader, rows, named, Console(highlight=False))
+        if options.output is not None:
+            pq.write_table(rows, options.output, compression="zstd")
+            print(f"{len(rows)} rows in {options.output}")
+    except (ConfigError, StoreError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> AdvantageSettings:
+    """`settings` with name=value assignments applied; ValueError naming an unknown one or a value of another type."""
+    values: dict[str, str | float | int] = {}
+    known = dataclasses.asdict(settings)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"{assignment!r} is no setting; write name=value, names are {', '.join(known)}")
+        try:
+            values[name] = type(known[name])(text)
+        except ValueError as error:
+            raise ValueError(f"{name}={text!r} is not a {type(known[name]).__name__}") from error
+    return dataclasses.replace(settings, **values)
+
+
+def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, where: str) -> pa.Table:
+    """One row per step: uids, step_index, and the columns of `compute_advantages` with the suffix _a (and _b)."""
+    counted = reader.sql(f"SELECT count(*) AS n FROM steps WHERE ({where})", timeout_s=QUERY_TIMEOUT_S)
+    n_steps = counted["n"][0].as_py()
+    if not n_steps:
+        raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
+    whole = any(settings.estimator in WHOLE_BATCH for settings in named.values())
+    parts = 1 if whole else -(-n_steps // STEPS_PER_READ)
+    texts = ", anchor_text" if any(settings.anchor == "similar" for settings in named.values()) else ""
+    tables = []
+    for part in range(parts):
+        query = READ.format(columns=COLUMNS + texts, where=where, parts=parts, part=part)
+        steps = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
+        table = steps.select(["group_uid", "traj_uid", "step_index"])
+        for suffix, settings in named.items():
+            computed = compute_advantages(steps, settings)
+            for name in computed.column_names[3:]:
+                table = table.append_column(f"{name}_{suffix}", computed[name])
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def show(reader: store.Reader, rows: pa.Table, named: dict[str, AdvantageSettings], console: Console) -> None:
+    """The figures of each setting, and where two of them differ most."""
+    console.print(f"{len(rows)} steps at lsn {reader.lsn}")
+    figures = Table("", *(description(settings, named) for settings in named.values()))
+    summaries = [summary(of(rows, suffix), settings) for suffix, settings in named.items()]
+    for name in summaries[0]:
+        figures.add_row(name, *(each[name] for each in summaries))
+    console.print(figures)
+    if "b" not in named:
+        return
+    a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
+    difference = np.abs(a - b)
+    alike = np.corrcoef(a, b)[0, 1] if np.std(a) > 0 and np.std(b) > 0 else float("nan")
+    console.print(
+        f"correlation {alike:.4f}; another sign in {np.mean(np.sign(a) != np.sign(b)):.2%} of the steps, "
+        f"mean difference {difference.mean():.4g}, largest {difference.max():.4g}"
+    )
+    changes = Table("task", "state", "action", "a", "b", title="what changed most")
+    for row in np.argsort(-difference, kind="stable")[:SHOWN_CHANGES]:
+        step = CHANGED.format(traj_uid=rows["traj_uid"][row].as_py(), step_index=rows["step_index"][row].as_py())
+        texts = [str(column[0].as_py())[:TEXT_WIDTH] for column in reader.sql(step).columns]
+        changes.add_row(*texts, f"{a[row]:.3f}", f"{b[row]:.3f}")
+    console.print(changes)
+
+
+def of(rows: pa.Table, suffix: str) -> pa.Table:
+    """The columns of one setting under the names of `compute_advantages`."""
+    names = {name: name.removesuffix(f"_{suffix}") for name in rows.column_names if name.endswith((f"_{suffix}", "_uid"))}
+    return rows.select(list(names)).rename_columns(list(names.values()))
+
+
+def summary(computed: pa.Table, settings: AdvantageSettings) -> dict[str, str]:
+    advantage = computed["advantage"].to_numpy()
+    silent = groups_without_signal(computed)
+    groups = len(computed["group_uid"].unique())
+    sizes = anchor_size_histogram(computed)
+    return {
+        "mean, deviation of A": f"{advantage.mean():.4f}, {advantage.std():.4f}",
+        "groups without a signal": f"{len(silent)} of {groups}",
+        "steps alone in their state": f"{singleton_fraction(computed):.1%}",
+        "largest anchor group": f"{max(sizes)} steps",
+        "step term's share of the variance": f"{step_variance_share(computed, settings.omega):.1%}",
+    }
+
+
+def description(settings: AdvantageSettings, named: dict[str, AdvantageSettings]) -> str:
+    """What distinguishes it from the others, all of it if there is no other."""
+    fields = dataclasses.asdict(settings)
+    differing = {name for name in fields if len({getattr(each, name) for each in named.values()}) > 1}
+    shown = differing or ("estimator", "gamma", "omega", "normalise")
+    return "\n".join(f"{name}={value}" for name, value in fields.items() if name in shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The query files of `queries/` composed into one DuckDB table macro, `advantages(...)`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib import resources
+from typing import Final
+
+from gigpo.settings import AdvantageSettings
+
+# Each is one file and one common table expression of that name; a file reads only the ones before it (and itself).
+_QUERIES: Final = (
+    "base",
+    "trajectories",
+    "returns",
+    "episodes",
+    "episode_groups",
+    "episode_advantage",
+    "whitening",
+    "graph_returns",
+    "scores",
+    "suffixes",
+    "anchor_keys",
+    "weighted_anchor_groups",
+    "anchor_groups",
+    "step_advantage",
+    "hierarchy",
+    "advantages",
+)
+# Short, or slow to make again. The others are cheaper computed where they are read than copied (measured at 64,000 steps).
+_MATERIALISED: Final = ("base", "trajectories", "episodes", "episode_advantage", "suffixes")
+_KEY_COLUMN: Final = "    anchor_key::VARCHAR AS anchor_key,\n"
+
+
+def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None = None) -> str:
+    """SQL that creates the table macro `advantages(...)` over a view or table `steps`.
+
+    Its parameters are the fields of AdvantageSettings but `similarity`, all named, with `defaults` (a run's own settings):
+        SELECT * FROM advantages(omega := 0.5, normalise := 'mean_std');
+    It returns group_uid, traj_uid, step_index, step_return, episode_advantage, step_advantage, advantage, anchor_size;
+    join it with `steps` on (traj_uid, step_index) for anything else, for example anchor_text.
+
+    `anchor_expression`, SQL over the columns of `steps`, is what anchor := 'anchor_key' and 'similar' compare instead of a
+    column of that name, for example "lower(anchor_text)".
+    """
+    *inner, last = (_query(name) for name in _QUERIES)
+    if anchor_expression is not None:
+        assert _KEY_COLUMN in inner[0]
+        inner[0] = inner[0].replace(_KEY_COLUMN, f"    ({anchor_expression})::VARCHAR AS anchor_key,\n")
+    expressions = ",\n".join(
+        f"{name} AS {'' if name == 'returns' else 'MATERIALIZED ' if name in _MATERIALISED else 'NOT MATERIALIZED '}(\n{query})"
+        for name, query in zip(_QUERIES, inner, strict=False)
+    )
+    # `similarity` is no parameter: it makes the keys that the macro is given.
+    arguments = {name: value for name, value in asdict(defaults).items() if name != "similarity"}
+    parameters = ",\n".join(f"    {name} := {_literal(value)}" for name, value in arguments.items())
+    head = f"CREATE OR REPLACE MACRO advantages(\n{parameters}\n) AS TABLE\n"
+    return f"{head}WITH RECURSIVE\n{expressions}\n{last};\n"
+
+
+def _literal(value: str | int | float) -> str:
+    if isinstance(value, str):
+        return f"'{value}'"
+    # With an exponent it is a DOUBLE, digit by digit; 0.95 would be a DECIMAL first.
+    return f"{value!r}e0" if isinstance(value, float) and "e" not in repr(value) else repr(value)
+
+
+def _query(name: str) -> str:
+    return resources.files("gigpo").joinpath("queries", f"{name}.sql").read_text(encoding="utf-8")

@@ -1,0 +1,57 @@
+-- Distance-to-success returns, GraphGPO (ICML 2026) as its authors' recipe computes them: the states that one group met
+-- are nodes of a directed graph, each step an edge to the state it led to, the last step of a won trajectory an edge to
+-- 'success'. d(s) = edges on the shortest path from s to 'success'; the return of a step that led to s' is
+--   scale * 0.1 ^ d(s'),  0 where no path is known.
+-- 0.1 is published, and not `gamma`, which eq. 5 keeps. The published scale is 10, what success pays there; here it is
+-- the largest return of a trajectory of the group that was won, so that it is 10 where winning pays 10.
+-- A step without a state hash is a node of its own. Used by graphgpo only; without 'won' it refuses.
+-- in:  base, trajectories, returns; estimator
+-- out: traj_uid, step_index, graph_return DOUBLE
+WITH RECURSIVE nodes AS (
+    SELECT
+        group_uid,
+        traj_uid,
+        step_index,
+        COALESCE('state ' || state_hash::VARCHAR, format('step {} of {}', step_index, traj_uid::VARCHAR)) AS node
+    FROM base
+    WHERE estimator = 'graphgpo'
+),
+edges AS (
+    SELECT
+        nodes.group_uid,
+        nodes.traj_uid,
+        nodes.step_index,
+        nodes.node,
+        CASE
+            WHEN trajectories.won IS NULL
+                THEN error(format('graphgpo needs to know whether trajectory {} was won; give `steps` a column won',
+                    nodes.traj_uid::VARCHAR))
+            WHEN later.node IS NOT NULL THEN later.node
+            WHEN trajectories.won THEN 'success'
+        END AS next_node
+    FROM nodes
+    JOIN trajectories USING (traj_uid)
+    LEFT JOIN nodes AS later ON nodes.traj_uid = later.traj_uid AND nodes.step_index + 1 = later.step_index
+),
+-- Breadth first from 'success' against the edges: what a round reaches first is at that round's distance.
+distances(group_uid, node, distance) USING KEY (group_uid, node) AS (
+    SELECT DISTINCT group_uid, 'success', 0 FROM edges WHERE next_node = 'success'
+    UNION ALL
+    SELECT edges.group_uid, edges.node, MIN(distances.distance) + 1
+    FROM distances
+    JOIN edges ON edges.group_uid = distances.group_uid AND edges.next_node = distances.node
+    LEFT JOIN recurring.distances AS known ON known.group_uid = edges.group_uid AND known.node = edges.node
+    WHERE known.node IS NULL
+    GROUP BY edges.group_uid, edges.node
+),
+scales AS (
+    SELECT group_uid, MAX(reward_to_go) AS scale
+    FROM returns
+    JOIN trajectories USING (traj_uid, group_uid)
+    WHERE step_index = 0 AND trajectories.won
+    GROUP BY group_uid
+)
+SELECT traj_uid, step_index, COALESCE(scale * 0.1::DOUBLE ** distance, 0) AS graph_return
+FROM edges
+LEFT JOIN scales ON scales.group_uid = edges.group_uid
+LEFT JOIN distances ON distances.group_uid = edges.group_uid AND distances.node = edges.next_node

@@ -1,0 +1,61 @@
+-- Anchor groups with importance weights, an off-policy baseline: a member that the current policy would rather take than
+-- the policy that took it counts for more. weight = min(rho, C), rho the ratio of their probabilities for the step's
+-- response, C a cap (token-level correction uses 2); the caller computes it. With v = weight / (largest in the group):
+--   mean = sum(v x) / V,   var = sum(v (x - mean)^2) / (V - sum(v^2) / V),   V = sum(v)
+-- the unbiased variance for given weights; V - sum(v^2) / V is n - 1 for equal weights, and v is then exactly 1: equal
+-- weights, whatever they are, give the statistics of 'mixed'. With ddof 0 the divisor is V.
+-- Uncapped, the mean is consistent for the current policy (self-normalised: biased by O(1/n)); the cap takes back some of
+-- that for less variance, which goes by the effective number of members, V^2 / sum(v^2), not by their count.
+-- The episode term stays unweighted: a trajectory has no single weight that does not explode with its length.
+-- in:  anchor_keys; versions
+-- out: as anchor_groups
+WITH weighted AS (
+    SELECT
+        group_uid,
+        state_key,
+        refinement,
+        step_return,
+        MAX(weight) OVER (PARTITION BY group_uid, state_key, refinement) AS max_weight,
+        weight / max_weight AS v
+    FROM anchor_keys
+    WHERE
+        versions = 'weighted'
+        AND (state_key IS NOT NULL OR refinement <> '')
+        AND CASE WHEN weight > 0 AND isfinite(weight) THEN true ELSE error(format(
+            'versions weighted needs a finite weight above 0 for every step; trajectory {} step {} has {}',
+            traj_uid::VARCHAR, step_index, COALESCE(weight::VARCHAR, 'NULL'))) END
+),
+means AS (
+    SELECT
+        group_uid,
+        state_key,
+        refinement,
+        max_weight,
+        COUNT(*) AS anchor_size,
+        SUM(v) AS total_weight,
+        SUM(v * step_return) / total_weight AS mean,
+        SUM(v * v) AS square_weight,
+        MIN(step_return) = MAX(step_return) AS all_equal
+    FROM weighted
+    GROUP BY group_uid, state_key, refinement, max_weight
+)
+SELECT
+    means.group_uid,
+    means.state_key,
+    means.refinement,
+    0::BIGINT AS version_bucket,
+    anchor_size,
+    total_weight,
+    means.max_weight,
+    mean,
+    SQRT(SUM(v * (step_return - mean) ** 2) / NULLIF(total_weight - square_weight / total_weight, 0)) AS deviation,
+    SQRT(SUM(v * (step_return - mean) ** 2) / total_weight) AS deviation_0,
+    all_equal
+FROM weighted
+JOIN means
+    ON weighted.group_uid = means.group_uid
+    AND weighted.state_key IS NOT DISTINCT FROM means.state_key
+    AND weighted.refinement = means.refinement
+GROUP BY
+    means.group_uid, means.state_key, means.refinement, anchor_size, total_weight, square_weight, means.max_weight, mean,
+    all_equal

@@ -1,0 +1,101 @@
+"""What decides an advantage, as one record, and the names it may use. The SQL in `queries/` says what each name means."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Final
+
+ESTIMATORS: Final = ("gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "hgpo", "graphgpo")
+NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
+WEIGHTINGS: Final = ("steps", "trajectories")
+ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "anchor_key")
+VERSIONS: Final = ("mixed", "window", "weighted")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageSettings:
+    """What decides an advantage. The macro's parameters have the same names (all but `similarity`).
+
+    estimator        'gigpo' (eq. 8); 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp', 'reinforce_pp_baseline' (episode term only);
+                     'hgpo' (nested anchor groups); 'graphgpo' (distance-to-success returns)
+    gamma            discount per step of the environment, in [0, 1] (eq. 5); only step returns have it
+    omega            weight of the step term (eq. 8), of 'gigpo' and 'graphgpo'
+    normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or 'leave_one_out' (the mean of the
+                     others is the baseline: unbiased). Of 'gigpo', 'grpo', 'hgpo', 'graphgpo'; the rest fix their own
+    weighting        episode statistics over 'steps' (the authors' code) or 'trajectories' (the paper's eq. 3)
+    invalid_penalty  subtracted from the return and the episode score of a row whose action was invalid; in reward units
+    anchor           which steps are in the same state: 'state', 'state_and_actions', 'suffix', 'similar' or 'anchor_key'
+    anchor_history   states in the longest suffix, this one included: of anchor 'suffix', and of 'hgpo' (its K + 1)
+    similarity       threshold of anchor 'similar', in (0, 1): fraction of two texts that is their common subsequence
+    versions         anchor groups over policy versions: 'mixed', within a 'window', or 'weighted'
+    version_window   versions that the members of one anchor group may be apart; of versions 'window'; 0 = the same
+    """
+
+    estimator: str
+    gamma: float
+    omega: float
+    normalise: str
+    weighting: str
+    invalid_penalty: float
+    anchor: str
+    anchor_history: int
+    similarity: float
+    versions: str
+    version_window: int
+
+    def __post_init__(self) -> None:
+        _check_name("estimator", self.estimator, known=ESTIMATORS)
+        _check_name("normalise", self.normalise, known=NORMALISATIONS)
+        _check_name("weighting", self.weighting, known=WEIGHTINGS)
+        _check_name("anchor", self.anchor, known=ANCHORS)
+        _check_name("versions", self.versions, known=VERSIONS)
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"gamma={self.gamma} is outside [0, 1]: returns would grow with the episode's length")
+        if not (math.isfinite(self.omega) and self.omega >= 0.0):
+            raise ValueError(f"omega={self.omega} must be finite and >= 0: below 0 it would reward the worse action")
+        if not (math.isfinite(self.invalid_penalty) and self.invalid_penalty >= 0.0):
+            raise ValueError(
+                f"invalid_penalty={self.invalid_penalty} must be finite and >= 0: it is subtracted, "
+                "so below 0 it would reward invalid actions"
+            )
+        if self.anchor_history < 1:
+            raise ValueError(
+                f"anchor_history={self.anchor_history} must be at least 1: a step's own state is part of its suffix"
+            )
+        if not 0.0 < self.similarity < 1.0:
+            raise ValueError(
+                f"similarity={self.similarity} is outside (0, 1): at 1 use anchor='state', at 0 all texts are alike"
+            )
+        if self.version_window < 0:
+            raise ValueError(f"version_window={self.version_window} must be at least 0: 0 compares within one version")
+        if self.estimator == "hgpo" and self.anchor != "state":
+            raise ValueError(
+                f"estimator='hgpo' has anchors of its own, suffixes of states; leave anchor='state', not {self.anchor!r}"
+            )
+
+
+def _check_name(field: str, value: str, *, known: tuple[str, ...]) -> None:
+    if value in known:
+        return
+    nearest = difflib.get_close_matches(value, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(known)}{hint}")
+
+
+# The authors' ALFWorld script (rows as the unit of episode statistics). Not used by it, published elsewhere:
+# anchor_history 3 is HGPO's K = 2; similarity 0.9 is the paper's threshold and the search script's.
+PUBLISHED_SETTINGS: Final = AdvantageSettings(
+    estimator="gigpo",
+    gamma=0.95,
+    omega=1.0,
+    normalise="mean_std",
+    weighting="steps",
+    invalid_penalty=0.1,
+    anchor="state",
+    anchor_history=3,
+    similarity=0.9,
+    versions="mixed",
+    version_window=1,
+)

@@ -1,0 +1,89 @@
+"""From the `loss` section of a config to gigpo's Objective: which loss, which corrections, with which numbers.
+
+    config = with_published(config)     # every number in use is in the config; what does not go together is refused
+    objective = objective_of(config.loss)
+
+gigpo knows what its losses were published with and which of them go together, so neither is repeated here or in configs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from configs import Config, ConfigError, LossConfig
+from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PUBLISHED_WITH, Objective
+
+_REGISTRIES: tuple[Any, ...] = (POLICY_LOSSES, CORRECTIONS, AGGREGATIONS)
+
+
+def objective_of(loss: LossConfig) -> Objective:
+    """The objective of a config; null is what it was published with. Raises ConfigError for what does not go together."""
+    policy = _known("policy", loss.policy, POLICY_LOSSES)
+    usual_corrections, usual_aggregation = PUBLISHED_WITH[loss.policy]
+    names = usual_corrections if loss.corrections is None else loss.corrections
+    corrections = [_known("corrections", name, CORRECTIONS) for name in names]
+    aggregation = _known("aggregation", loss.aggregation or usual_aggregation, AGGREGATIONS)
+    _check_all_used(loss, [policy, *corrections, aggregation])
+    try:
+        return Objective(
+            policy=_made(policy, loss),
+            corrections=tuple(_made(correction, loss) for correction in corrections),
+            aggregation=_made(aggregation, loss),
+            proximal=loss.proximal,
+            kl=loss.kl,
+            kl_coef=loss.kl_coef,
+            entropy_coef=loss.entropy_coef,
+        )
+    except ValueError as error:
+        raise ConfigError(f"loss.{error}") from None
+
+
+def with_published(config: Config) -> Config:
+    """The config with every number and name of its loss written out, so that a run's record says what it was trained with.
+
+    What has no finite number (no cap at all) stays null. Raises ConfigError as `objective_of` does.
+    """
+    loss = config.loss
+    if loss.aggregation == "sequence_mean_token_sum_norm" and loss.norm_tokens is None:
+        loss = replace(loss, norm_tokens=float(config.actors.max_response_tokens))
+    objective = objective_of(loss)
+    parts: list[Any] = [objective.policy, *objective.corrections, objective.aggregation]
+    numbers = {item.name: getattr(part, item.name) for part in parts for item in fields(part)}
+    written = replace(
+        loss,
+        corrections=[correction.name for correction in objective.corrections],
+        aggregation=objective.aggregation.name,
+        **{name: number for name, number in numbers.items() if math.isfinite(number)},
+    )
+    return replace(config, loss=written)
+
+
+def _known(key: str, name: str, registry: Any) -> Any:
+    if name not in registry:
+        raise ConfigError(f"loss.{key}={name!r} is none of {', '.join(registry)}")
+    return registry[name]
+
+
+def _made(kind: Any, loss: LossConfig) -> Any:
+    given = {item.name: getattr(loss, item.name) for item in fields(kind)}
+    if given.get("norm_tokens", 0.0) is None:
+        raise ValueError(f"norm_tokens is null, but {kind.name} needs it: the longest response that can be generated")
+    return kind(**{name: number for name, number in given.items() if number is not None})
+
+
+def _check_all_used(loss: LossConfig, kinds: Sequence[Any]) -> None:
+    """A number that nothing reads would be taken for one that acts."""
+    used = {item.name for kind in kinds for item in fields(kind)}
+    owners: dict[str, list[str]] = {}
+    for kind in (kind for registry in _REGISTRIES for kind in registry.values()):
+        for item in fields(kind):
+            owners.setdefault(item.name, []).append(kind.name)
+    for name, owner_names in owners.items():
+        if name not in used and getattr(loss, name) is not None:
+            raise ConfigError(
+                f"loss.{name}={getattr(loss, name):g} is a number of {' and '.join(sorted(owner_names))}, not in use here "
+                f"({', '.join(kind.name for kind in kinds)}); remove it"
+            )

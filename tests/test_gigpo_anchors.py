@@ -1,0 +1,229 @@
+"""Which steps are compared: anchor keys of every kind, similar texts, and policy versions. Numbers worked out by hand."""
+
+from __future__ import annotations
+
+import random
+import string
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, similarity_keys, with_anchor_keys
+from tests.gigpo_samples import column, episode, settings, table, uid
+
+
+def one_step_each(*values: float, states: str = "") -> pa.Table:
+    """One trajectory of one step per value; all in one state unless `states` names them."""
+    names = states.split() or ["s"] * len(values)
+    return table({f"t{i}": [(names[i], value, True)] for i, value in enumerate(values)})
+
+
+def texts(*values: str | None, group: str = "task") -> pa.Table:
+    return pa.table({"group_uid": pa.array([uid(group)] * len(values), pa.binary(16)), "anchor_text": pa.array(values)})
+
+
+def partition(values: list[object]) -> list[int]:
+    """Each value's first position: what is equal to what."""
+    return [values.index(value) for value in values]
+
+
+def test_suffixes_keep_apart_what_was_reached_differently():
+    steps = table({"A": episode("s t", end=4), "B": episode("u t", end=0), "C": episode("s t", end=1)})
+    sizes = {k: column(steps, "anchor_size", anchor="suffix", anchor_history=k) for k in (1, 2, 3)}
+    assert sizes[1] == column(steps, "anchor_size") == [2, 3, 1, 3, 2, 3]
+    # At 2 states t after s is not t after u; a first step has a history of one state, like other first steps.
+    assert sizes[2] == sizes[3] == [2, 2, 1, 1, 2, 2]
+    beginning = table({"A": episode("s", end=4), "B": episode("u s", end=0)})
+    assert column(beginning, "anchor_size", anchor="suffix", anchor_history=2) == [1, 1, 1]
+
+
+def test_a_suffix_with_an_unknown_state_equals_nothing():
+    episodes = {name: [("s", 0.0, True), (None, 0.0, True), ("t", reward, True)] for name, reward in (("A", 1), ("B", 0))}
+    assert column(table(episodes), "anchor_size", anchor="suffix", anchor_history=2) == [2, 1, 1] * 2
+    assert column(table(episodes), "anchor_size", anchor="suffix", anchor_history=1) == [2, 1, 2] * 2
+
+
+def test_admissible_actions_are_a_set():
+    steps = one_step_each(3, 1, 0, 0, 0)
+    actions = [["go", "take"], ["take", "go"], ["go"], ["go,take"], []]
+    steps = steps.append_column("admissible_actions", pa.array(actions))
+    assert column(steps, "anchor_size", anchor="state_and_actions") == [2, 2, 1, 1, 1]
+    run_together = one_step_each(3, 1).append_column("admissible_actions", pa.array([["ab", "c"], ["a", "bc"]]))
+    assert column(run_together, "anchor_size", anchor="state_and_actions") == [1, 1]
+    with pytest.raises(ValueError, match=r"lacks the columns \['admissible_actions'\]"):
+        column(one_step_each(1, 2), "advantage", anchor="state_and_actions")
+    nothing = one_step_each(1, 2).append_column("admissible_actions", pa.nulls(2, pa.list_(pa.string())))
+    with pytest.raises(ValueError, match="needs a list admissible_actions for every step"):
+        column(nothing, "advantage", anchor="state_and_actions")
+
+
+def test_a_given_key_may_be_of_any_type_and_null_is_alone():
+    for keys in (pa.array([7, 7, None, None]), pa.array(["", "", None, None]), pa.array([uid("x")] * 2 + [None] * 2)):
+        steps = one_step_each(3, 1, 5, 9, states="a b c c").append_column("anchor_key", keys)
+        assert column(steps, "step_advantage", anchor="anchor_key") == [1.0, -1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="needs a column anchor_key; this table has none, or only NULL"):
+        column(one_step_each(3, 1).append_column("anchor_key", pa.nulls(2)), "advantage", anchor="anchor_key")
+
+
+def test_a_key_can_be_recomputed_in_sql_from_the_stored_text():
+    steps = one_step_each(3, 1, 5, states="Nothing nothing Other")
+    with duckdb.connect() as shell:
+        shell.register("steps", steps)
+        shell.execute(advantages_macro(settings(anchor="anchor_key"), anchor_expression="lower(anchor_text)"))
+        lowered = shell.execute("SELECT step_advantage FROM advantages() ORDER BY step_return").fetchall()
+        as_stored = shell.execute("SELECT step_advantage FROM advantages(anchor := 'state')").fetchall()
+        assert lowered == [(-1.0,), (1.0,), (0.0,)]
+        assert as_stored == [(0.0,)] * 3
+        shell.execute(advantages_macro(PUBLISHED_SETTINGS))
+        with pytest.raises(duckdb.InvalidInputException, match="needs a column anchor_key"):
+            shell.execute("FROM advantages(anchor := 'similar')").fetchall()
+
+
+def test_keys_that_are_texts_in_a_shell_cannot_run_together():
+    states = [["a", "aa", "x"], ["aa", "a", "x"], ["a", "aa", "x"]]
+    rows = [
+        {
+            "group_uid": 1,
+            "traj_uid": t,
+            "step_index": i,
+            "reward": 0.0,
+            "is_action_valid": True,
+            "state_hash": s,
+            "anchor_key": "",
+        }
+        for t, names in enumerate(states)
+        for i, s in enumerate(names)
+    ]
+    with duckdb.connect() as shell:
+        shell.register("steps", pa.Table.from_pylist(rows))
+        shell.execute(advantages_macro(PUBLISHED_SETTINGS))
+        sizes = "SELECT anchor_size FROM advantages({}) WHERE step_index = 2 ORDER BY traj_uid"
+        assert shell.execute(sizes.format("anchor := 'suffix', anchor_history := 3")).fetchall() == [(2,), (1,), (2,)]
+        assert shell.execute(sizes.format("anchor := 'anchor_key'")).fetchall() == [(9,)] * 3  # '' is a key, NULL is none
+
+
+A, B, C = "abcdefghijklmnopqrst", "abcdefghijklmnopqrsX", "abcdefghijklmnopqrYX"  # A-B and B-C .95, A-C .90
+
+
+@pytest.mark.parametrize(("order", "greedy"), [((A, B, C), [0, 0, 2]), ((B, A, C), [0, 0, 0]), ((C, A, B), [0, 1, 0])])
+def test_example_8_greedy_depends_on_the_order_and_linked_does_not(order, greedy):
+    keys = similarity_keys(texts(*order), threshold=0.95, method="greedy").to_pylist()
+    assert partition(keys) == greedy
+    assert similarity_keys(texts(*order), threshold=0.95, method="linked").to_pylist() == [C] * 3  # the smallest
+
+
+def test_example_8_upstreams_ratio_is_not_symmetric_and_junks_long_texts():
+    def together(a: str, b: str, **how: object) -> bool:
+        return len(set(similarity_keys(texts(b, a), **how).to_pylist())) == 1  # type: ignore[arg-type]
+
+    # ratio(tide, diet) = .25, ratio(diet, tide) = .5; their longest common subsequence is 2 of 4 either way.
+    assert not together("tide", "diet", threshold=0.4, method="greedy")
+    assert together("diet", "tide", threshold=0.4, method="greedy")
+    assert together("tide", "diet", threshold=0.4, method="linked") and together("diet", "tide", threshold=0.4, method="linked")
+    rng = random.Random(0)
+    short, long = ("".join(rng.choice("abcde") for _ in range(n)) for n in (199, 200))
+    assert together("Z" + short, short, threshold=0.95, method="greedy")
+    assert not together("Z" + long, long, threshold=0.95, method="greedy")
+    assert together("Z" + long, long, threshold=0.95, method="linked")
+    assert together(long, long, threshold=0.95, method="greedy")
+
+
+def test_the_threshold_itself_is_alike():
+    for n in range(2, 60):  # n - 1 of n characters in common: 2 (n - 1) / 2n, to the last bit
+        a, b = "a" * (n - 1) + "b", "a" * (n - 1) + "c"
+        for method in ("linked", "greedy"):
+            keys = similarity_keys(texts(a, b), threshold=2 * (n - 1) / (2 * n), method=method)
+            assert len(set(keys.to_pylist())) == 1, (n, method)
+
+
+def test_linked_is_the_closure_of_alike():
+    """Against all pairs of a slow longest common subsequence; any order of rows, with repeats, the same keys."""
+
+    def common(a: str, b: str) -> int:
+        above = [0] * (len(b) + 1)
+        for x in a:
+            row = [0]
+            for j, y in enumerate(b):
+                row.append(above[j] + 1 if x == y else max(above[j + 1], row[j]))
+            above = row
+        return above[-1]
+
+    rng = random.Random(1)
+    for _ in range(20):
+        values = ["".join(rng.choice("abc") for _ in range(rng.randint(0, 7))) for _ in range(14)]
+        key = dict(zip(values, values, strict=True))
+        for _ in values:
+            for a in values:
+                for b in values:
+                    if a == b or 2 * common(a, b) / (len(a) + len(b)) >= 0.7:
+                        key[a] = key[b] = min(key[a], key[b])
+        rows = values + rng.choices(values, k=6)
+        rng.shuffle(rows)
+        assert similarity_keys(texts(*rows), threshold=0.7, method="linked").to_pylist() == [key[text] for text in rows]
+
+
+def test_texts_of_two_groups_or_none_are_never_compared():
+    both = pa.concat_tables([texts("abcd", None, group="g"), texts("abce", None, "abcf", group="h")])
+    for method in ("linked", "greedy"):
+        keys = similarity_keys(both, threshold=0.7, method=method).to_pylist()
+        assert keys == ["abcd", None, "abce", None, "abce"]
+    assert similarity_keys(texts(), threshold=0.7, method="linked").to_pylist() == []
+    with pytest.raises(ValueError, match=r"threshold=1.0 is outside \(0, 1\)"):
+        similarity_keys(both, threshold=1.0, method="linked")
+    with pytest.raises(ValueError, match="one of linked, greedy"):
+        similarity_keys(both, threshold=0.7, method="nearest")
+
+
+def test_similar_anchors_end_to_end():
+    steps = one_step_each(3, 1, 5, states=f"{A} {B} other")
+    similar = settings(anchor="similar", similarity=0.9)
+    assert compute_advantages(steps, similar)["step_advantage"].to_pylist() == [1.0, -1.0, 0.0]
+    keyed = with_anchor_keys(steps, similar)
+    assert keyed["anchor_key"].to_pylist() == [B, B, "other"]
+    assert with_anchor_keys(keyed, similar) is keyed and with_anchor_keys(steps, settings()) is steps
+    with pytest.raises(ValueError, match=r"lacks the columns \['anchor_text'\]"):
+        compute_advantages(steps.drop_columns(["anchor_text"]), similar)
+
+
+def test_many_unrelated_texts_stay_apart():
+    rng = random.Random(0)
+    values = ["".join(rng.choice(string.ascii_lowercase + " ") for _ in range(300)) for _ in range(100)]
+    for method in ("linked", "greedy"):
+        assert similarity_keys(texts(*values), threshold=0.9, method=method).to_pylist() == values
+
+
+def test_a_window_of_versions_is_counted_from_the_groups_newest():
+    steps = one_step_each(1, 2, 6).append_column("version_min", pa.array([5, 4, 3]))
+    by_window = {w: column(steps, "step_advantage", versions="window", version_window=w) for w in (0, 1, 2)}
+    assert by_window == {0: [0.0, 0.0, 0.0], 1: [-0.5, 0.5, 0.0], 2: [-2.0, -1.0, 3.0]}
+    assert column(steps, "episode_advantage", versions="window", version_window=0) == [-2.0, -1.0, 3.0]
+    with pytest.raises(ValueError, match=r"lacks the columns \['version_min'\]"):
+        column(one_step_each(1, 2), "advantage", versions="window")
+    with pytest.raises(ValueError, match="needs a version_min for every step"):
+        column(one_step_each(1, 2).append_column("version_min", pa.nulls(2)), "advantage", versions="window")
+
+
+def test_weights_move_the_baseline():
+    steps = one_step_each(0, 3).append_column("weight", pa.array([2.0, 1.0]))
+    assert column(steps, "step_advantage", versions="weighted") == pytest.approx([-1, 2])
+    # v = 1, 1/2; V = 3/2; var = (1 + 4 / 2) / (3/2 - (5/4) / (3/2)) = 3 / (2/3)
+    deviation = 4.5**0.5 + 1e-6
+    got = column(steps, "step_advantage", versions="weighted", normalise="mean_std")
+    assert got == pytest.approx([-1 / deviation, 2 / deviation])
+    assert column(steps, "step_advantage", versions="weighted", normalise="leave_one_out") == pytest.approx([-3, 3])
+    assert column(steps, "episode_advantage", versions="weighted") == [-1.5, 1.5]
+    for weight in (0.0, -1.0, float("nan"), float("inf"), None):
+        bad = one_step_each(0, 3).append_column("weight", pa.array([weight, 1.0]))
+        with pytest.raises(ValueError, match="finite weight above 0 for every step; trajectory .* step 0 has"):
+            column(bad, "advantage", versions="weighted")
+
+
+@pytest.mark.parametrize("normalise", ["mean", "mean_std", "leave_one_out"])
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_equal_weights_are_no_weights(weight, normalise):
+    rng = random.Random(2)
+    steps = table({f"t{i}": [(rng.choice("abc"), rng.uniform(-1, 1), True) for _ in range(5)] for i in range(8)})
+    steps = steps.append_column("weight", pa.array([weight] * len(steps)))
+    mixed = column(steps, "advantage", normalise=normalise)
+    assert column(steps, "advantage", normalise=normalise, versions="weighted") == pytest.approx(mixed, rel=1e-13)

@@ -1,0 +1,130 @@
+"""What a config says of its loss: published numbers written out, and what does not go together refused before a run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import configs
+from configs import Config, ConfigError, LossConfig
+from configs.check import AGGREGATIONS as KNOWN_AGGREGATIONS
+from configs.check import CORRECTIONS as KNOWN_CORRECTIONS
+from configs.check import LOSSES as KNOWN_LOSSES
+from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, Objective, PpoClip, TokenTis
+from learner import with_published
+from learner.objective import objective_of
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {kind.name: kind for registry in (POLICY_LOSSES, CORRECTIONS, AGGREGATIONS) for kind in registry.values()}
+
+
+def published(**loss: Any) -> LossConfig:
+    return with_published(Config(loss=LossConfig(**loss))).loss
+
+
+def test_the_quick_start_trains_with_ppo_clip_and_truncated_importance_sampling() -> None:
+    config = with_published(configs.load(ROOT / "configs/quickstart.yaml"))
+    assert objective_of(config.loss) == Objective(policy=PpoClip(), corrections=(TokenTis(),))
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.dual_clip, config.loss.tis_cap) == (0.2, 0.2, 3.0, 2.0)
+    assert (config.loss.corrections, config.loss.aggregation) == (["token_tis"], "token_mean")
+
+
+@pytest.mark.parametrize("policy", sorted(POLICY_LOSSES))
+def test_a_loss_is_what_it_was_published_with(policy: str) -> None:
+    loss = published(policy=policy)
+    assert objective_of(loss) == objective_of(LossConfig(policy=policy)), "writing it out changes nothing"
+    assert with_published(Config(loss=loss)).loss == loss
+    assert configs.from_yaml(configs.to_yaml(Config(loss=loss))).loss == loss
+    for item in fields(POLICY_LOSSES[policy]):
+        assert getattr(loss, item.name) in (item.default, None)
+
+
+def test_a_number_of_the_config_is_the_one_that_counts() -> None:
+    loss = published(policy="gspo", clip_high=5e-4, corrections=["opsm"], opsm_delta=1e-3)
+    assert (loss.clip_low, loss.clip_high, loss.opsm_delta, loss.aggregation) == (3e-4, 5e-4, 1e-3, "sequence_mean_token_mean")
+    assert objective_of(loss).policy == POLICY_LOSSES["gspo"](clip_high=5e-4)
+
+
+def test_the_constant_length_is_the_longest_response() -> None:
+    config = Config(loss=LossConfig(aggregation="sequence_mean_token_sum_norm"))
+    assert with_published(config).loss.norm_tokens == config.actors.max_response_tokens
+    with pytest.raises(ConfigError, match=r"loss\.norm_tokens is null"):
+        objective_of(config.loss)
+
+
+def test_the_config_of_an_earlier_run_means_what_it_meant() -> None:
+    """Before corrections had names a config said clip_low, clip_high, dual_clip and tis_cap, and nothing of the rest."""
+    earlier = "loss: {policy: ppo_clip, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, tis_cap: 2.0, kl_coef: 0.0}"
+    assert configs.differences(with_published(configs.from_yaml(earlier)), with_published(Config())) == []
+
+
+def test_published_numbers_have_one_home() -> None:
+    """gigpo's defaults. The config has null for each and says the number in a comment, which has to be the same one."""
+    numbers = {item.name for kind in KINDS.values() for item in fields(kind)}
+    assert {item.name for item in fields(LossConfig) if item.type == "float | None"} == numbers
+    assert all(getattr(LossConfig(), name) is None for name in numbers)
+    lines = re.findall(r"^    (\w+): float \| None = None  # (.*)$", inspect.getsource(LossConfig), re.MULTILINE)
+    assert {name for name, _ in lines} == numbers
+    said = 0
+    for name, comment in lines:
+        of_kinds = re.sub(r"(\w+) and (\w+) ([\d.e-]+)", r"\1 \3, \2 \3", comment)
+        for kind, number in re.findall(r"(\w+) ([\d.]+(?:e-\d+)?)\b", of_kinds):
+            default = {item.name: item.default for item in fields(KINDS[kind])}[name]
+            assert default == float(number), f"loss.{name}: {comment}"
+            said += 1
+    assert (
+        said == sum(item.default not in (float("inf"),) for kind in KINDS.values() for item in fields(kind)) - 1
+    )  # norm_tokens
+
+
+def test_the_names_a_config_knows_are_those_gigpo_has() -> None:
+    assert sorted(POLICY_LOSSES) == list(KNOWN_LOSSES)
+    assert sorted(CORRECTIONS) == list(KNOWN_CORRECTIONS)
+    assert sorted(AGGREGATIONS) == list(KNOWN_AGGREGATIONS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"policy": "ppo"}, "loss.policy='ppo' is none of"),
+        ({"corrections": ["tis"]}, "loss.corrections='tis' is none of"),
+        ({"policy": "gspo", "corrections": ["token_tis"]}, "loss.corrections=['token_tis']: token_tis on top of gspo"),
+        ({"policy": "gspo", "proximal": "recomputed"}, "loss.proximal='recomputed' with gspo"),
+        ({"kl": "k1", "kl_coef": 0.1}, "loss.kl='k1' cannot be a penalty"),
+        ({"clip_low": 1.5}, "loss.clip_low=1.5 must be in (0, 1]"),
+        ({"dual_clip": 0.5}, "loss.dual_clip=0.5 must be above 1"),
+        ({"tis_cap": 0.5}, "loss.tis_cap=0.5 must be >= 1"),
+        ({"policy": "behaviour_cloning", "corrections": ["opsm"]}, "loss.corrections=['opsm'] with behaviour_cloning"),
+        ({"delta_low": 0.1}, "loss.delta_low=0.1 is a number of dppo_tv, not in use here (ppo_clip, token_tis, token_mean)"),
+        ({"corrections": [], "tis_cap": 2.0}, "loss.tis_cap=2 is a number of sequence_tis and token_tis, not in use"),
+        ({"norm_tokens": 5.0}, "loss.norm_tokens=5 is a number of sequence_mean_token_sum_norm"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(loss: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        published(**loss)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
+    config = with_published(replace(Config(), loss=LossConfig(policy="dppo_tv", delta_low=0.1, kl_coef=0.5)))
+    assert objective_of(configs.cloning_config(config).loss) == objective_of(LossConfig(policy="behaviour_cloning"))
+
+
+def test_nothing_starts_with_a_loss_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train  # here, because it takes Ray along
+
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    quickstart = str(ROOT / "configs/quickstart.yaml")
+    assert train.main([quickstart, "loss.policy=gspo", "loss.corrections=[token_tis]", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("error: loss.corrections=['token_tis']: token_tis on top of gspo")
+    assert train.main([quickstart, "loss.policy=gspo", "--dry-run"]) == 0
+    assert "clip_low: 0.0003" in capsys.readouterr().out
