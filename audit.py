@@ -40,6 +40,7 @@ QUERY_TIMEOUT_S = 3600.0
 STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; groups are independent, so reads are by group
 WHOLE_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # whitened over all rows: here over the whole selection
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
+ANCHOR_COLUMNS = {"similar": "anchor_text", "state_and_actions": "admissible_actions"}
 READ = """SELECT {columns} FROM steps WHERE ({where}) AND hash(group_uid) % {parts} = {part}
 ORDER BY group_uid, traj_uid, step_index"""
 CHANGED = """SELECT any_value(s.task_id) AS task, any_value(s.anchor_text) AS state, any_value(s.action_text) AS action
@@ -100,10 +101,11 @@ def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, whe
         raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
     whole = any(settings.estimator in WHOLE_BATCH for settings in named.values())
     parts = 1 if whole else -(-n_steps // STEPS_PER_READ)
-    texts = ", anchor_text" if any(settings.anchor == "similar" for settings in named.values()) else ""
+    anchors = {settings.anchor for settings in named.values()}
+    more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
     tables = []
     for part in range(parts):
-        query = READ.format(columns=COLUMNS + texts, where=where, parts=parts, part=part)
+        query = READ.format(columns=COLUMNS + more, where=where, parts=parts, part=part)
         steps = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
         table = steps.select(["group_uid", "traj_uid", "step_index"])
         for suffix, settings in named.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,11 +154,11 @@ class Coordinator:
         self,
         batch_id: int,
         learner_step: int,
-        no_signal: Sequence[bytes],
+        no_signal: Mapping[bytes, str],
         version_in: int,
         metrics: Mapping[str, float],
     ) -> None:
-        """The batch was trained on. Groups in `no_signal` had no advantage to learn from."""
+        """The batch was trained on. Groups in `no_signal` had nothing to learn from; the reason is kept."""
         self.catalog.settle(batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
         self.catalog.record_metrics(learner_step=learner_step, policy_version=version_in, values=metrics)
 
@@ -203,7 +203,7 @@ class Coordinator:
 
     def _free_groups(self) -> int:
         return free_groups(
-            outstanding=self.catalog.counts().outstanding,
+            outstanding=self.catalog.outstanding(),
             groups_per_step=self.config.learner.groups_per_step,
             max_staleness=self.config.max_staleness,
         )

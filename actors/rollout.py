@@ -101,6 +101,7 @@ async def _act(
         obs_text=observation.text,
         anchor_text=anchor,
         state_hash=state_hash(anchor),
+        admissible_actions=observation.actions,
         action_text=answer.action,
         reward=transition.reward * rules.win_reward,
         is_action_valid=is_valid(answer, completion, observation, transition, rules=rules),

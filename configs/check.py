@@ -34,8 +34,6 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
 }
 ESTIMATORS = ("gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo", "graphgpo")
 NOT_RECORDED = {  # gigpo can, but a run cannot give it what it needs
-    "state_and_actions": "no step has its admissible actions recorded; name them in the environment's Observation.anchor, as "
-    "textworld does, and leave 'state'",
     "weighted": "weights need a forward pass that comes after the advantages; use 'window', or weigh offline",
 }
 LOSSES = ("behaviour_cloning", "cispo", "dppo_tv", "gspo", "ppo_clip", "reinforce", "sapo", "topr")

@@ -26,6 +26,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         layers = [OmegaConf.load(path), OmegaConf.from_dotlist([_checked_override(text) for text in overrides])]
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    if any(text.startswith("env.options=") for text in overrides):  # another environment's options are not added to
+        OmegaConf.update(layers[0], "env.options", {}, merge=False)
     for layer in layers:
         for key in _leaves(OmegaConf.to_container(layer)):
             _check_key(key)

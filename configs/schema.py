@@ -78,7 +78,8 @@ class AlgorithmConfig:
     invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
     penalty_is_signal: bool = True  # train on groups whose episodes differ in nothing but penalties (the authors do)
     signal: str = "advantages"  # groups left out: all "advantages" are 0, or all "returns" are equal (DAPO)
-    anchor: str = "state"  # steps in the same state: same "state", same "suffix" of states, or "similar" texts
+    # steps in the same state: same "state", "state_and_actions" (admissible ones), same "suffix" of states, "similar" texts
+    anchor: str = "state"
     anchor_history: int = 3  # states in the longest suffix, of anchor "suffix" and of hgpo (its K + 1)
     similarity: float = 0.9  # of anchor "similar": two texts' common subsequence as a fraction of them, at least
     anchor_versions: str = "mixed"  # policy versions in one anchor group: all "mixed", or within a "window"

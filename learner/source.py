@@ -6,6 +6,7 @@ ready = next_batch(coordinator, layout, settings, current_version=7)     # None:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 class ReadyBatch:
     batch: Batch
     rows: pa.Table  # SEGMENT_SCHEMA plus the columns of `compute_advantages`, only groups with a signal
-    no_signal: tuple[bytes, ...]  # group uids whose advantages are all 0
+    no_signal: Mapping[bytes, str]  # group uid -> why it is left out
     read_s: float
     advantages_s: float
     n_response_tokens: int  # of all claimed groups, with or without a signal
@@ -54,10 +55,10 @@ def next_batch(
     for name in ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size"):
         rows = rows.append_column(name, advantages[name])
     asked = advantages if signal == settings else compute_advantages(keyed, signal) if signal else None
-    silent = tuple(groups_without_signal(asked)) if asked is not None else ()
+    silent = groups_without_signal(asked) if asked is not None else {}
     tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
     success = pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
-    kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(silent, rows.schema.field("group_uid").type))))
+    kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))))
     return ReadyBatch(
         batch=batch,
         rows=kept,

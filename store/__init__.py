@@ -21,7 +21,7 @@ from store.catalog.records import (
     VersionRecord,
 )
 from store.clock import now_us
-from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError
+from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
 from store.hashing import state_hash, uid
 from store.layout import FORMAT_VERSION, RunInfo, RunLayout
@@ -67,6 +67,7 @@ __all__ = [
     "SuccessRate",
     "Trajectory",
     "TrajectoryMeta",
+    "UnavailableError",
     "VersionRecord",
     "capture_output",
     "check_unowned",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import pkgutil
 import sys
 
 from store import cli
+from store.cli._arguments import Parser
 from store.errors import StoreError
 
 EXIT_ERROR = 2
@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m store", description="Asks and tends a run, also while it is training.")
+    parser = Parser(prog="python -m store", description="Asks and tends a run, also while it is training.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     names = [module.name for module in pkgutil.iter_modules(cli.__path__) if not module.name.startswith("_")]
     wanted = arguments[0] if arguments and arguments[0] in names else None

@@ -3,6 +3,7 @@
 StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
 ├── FormatError       a run directory or file this code cannot read (newer format, not a run)
 ├── DigestError       a segment's bytes are not the ones that were committed
+├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded from it
 ├── LockedError       another live process owns the catalog
 └── FencedError       the caller belongs to an older epoch; its lease is void and its data will be played again
 """
@@ -20,6 +21,10 @@ class FormatError(StoreError):
 
 class DigestError(StoreError):
     """A segment's bytes differ from the committed ones."""
+
+
+class UnavailableError(StoreError):
+    """Storage does not answer, or refuses: an outage, a time-out, permissions, an I/O error. What is there may be whole."""
 
 
 class LockedError(StoreError):

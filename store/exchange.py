@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from store.catalog.catalog import Catalog
-from store.catalog.imports import ImportedGroup
+from store.catalog.imports import IMPORTED, ImportedGroup
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
@@ -51,7 +52,7 @@ From run {run_id} at lsn {lsn}; condition: {where}. One row per step, whole traj
 
     pandas.read_parquet("{here}/data")
     polars.scan_parquet("{here}/data/*.parquet")
-    datasets.load_dataset("parquet", data_dir="{here}/data").with_format("torch")
+    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(["response_ids"]).with_format("torch")
     duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
 
 or take it into another run: `python -m store import RUN {here}`.
@@ -99,16 +100,20 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
         state = 'trained' AND version_min >= 10
         group_uid IN (SELECT group_uid FROM lineage WHERE learner_step BETWEEN 5 AND 9)
 
-    Raises StoreError if it selects nothing, or `dest` is not empty or in the run; DigestError for a damaged segment.
+    Raises StoreError if it selects nothing, `dest` is not empty or in the run, or files cannot be read; DigestError if changed.
     """
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
-    with open_run(run, as_of=as_of) as reader:
+    if where is not None:
+        _check_condition(where)
+    with open_run(run, as_of=as_of, warn=False) as reader:
+        if reader.left_out:
+            raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
         if reader.lsn is None:
-            raise FormatError(f"{layout.root} is of an older format; `python -m store compact {layout.root}` upgrades it")
-        chosen = reader.sql(SELECTION.format(where=where or "true"), timeout_s=SELECT_TIMEOUT_S)
+            raise FormatError(f"{layout.root} is of format 1; python -m store compact {layout.root} upgrades it")
+        chosen = reader.sql(SELECTION.format(where="true" if where is None else where), timeout_s=SELECT_TIMEOUT_S)
         if not chosen.num_rows:
-            raise StoreError(f"no trajectory of {layout.root} has {where or 'rows'}; nothing was written, change the condition")
+            raise StoreError(f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written")
         n_steps = pc.sum(chosen["n_steps"]).as_py()
         parts = tuple(_write_parts(layout, storage, _selected(layout, reader, _uids(chosen["traj_uid"]))))
     written = sum(part.n_steps for part in parts)
@@ -157,7 +162,7 @@ def live_files(run: Path | str) -> tuple[Path, ...]:
     layout = mirror(RunLayout.open(run))
     manifest = read_manifest(layout)
     if manifest is None:
-        raise FormatError(f"{layout.root} has no manifest of this format; `python -m store compact` upgrades the run")
+        raise FormatError(f"{layout.root} has no manifest of this format; python -m store compact {layout.root} upgrades it")
     if sum(part.n_rows for part in manifest.tables["excluded"]):
         raise StoreError(f"files of {layout.root} hold duplicates; read it with SQL, or export it: python -m store export")
     return tuple(layout.root / path for path in manifest.segments[1:])
@@ -168,9 +173,17 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     place, homes = storage.locate(""), [layout.local.storage.locate(""), layout.storage.locate("")]
     if any(f"{place.rstrip('/')}/".startswith(f"{home.rstrip('/')}/") for home in homes):
         raise StoreError(f"{dest} is in the run {layout.root}; choose a directory outside of it")
-    if storage.exists("") or next(storage.files(""), None) is not None:
-        raise StoreError(f"{dest} is not empty; choose a new directory")
+    if (is_file := storage.exists("")) or next(storage.files(""), None) is not None:
+        raise StoreError(f"{dest} is {'a file' if is_file else 'not empty'}; choose a new directory")
     return storage
+
+
+def _check_condition(where: str) -> None:
+    """It must parse without the parentheses of SELECTION too: then it closes none of them."""
+    try:
+        duckdb.extract_statements(f"SELECT 1 WHERE {where}")
+    except duckdb.Error as error:
+        raise StoreError(f"the condition {where!r} is no SQL expression; write it as after WHERE") from error
 
 
 def _selected(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
@@ -254,13 +267,21 @@ def _import_part(
         uids = pa.array([trajectory.meta.traj_uid for trajectory in new], UID_TYPE)
         segment = write_rows(
             layout,
-            table.filter(pc.is_in(table["traj_uid"], value_set=uids)),
+            _relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=dataset.run_id == layout.info.run_id),
             trajectories=tuple(trajectory.meta for trajectory in new),
             worker=WORKER,
             epoch=catalog.epoch,
         )
         catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=dataset.run_id)
     return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
+
+
+def _relabelled(table: pa.Table, *, own: bool) -> pa.Table:
+    """Another run's rows say so in `split`, as their groups do: `split = 'train'` is what this run trains on."""
+    if own:
+        return table
+    place = table.schema.get_field_index("split")
+    return table.set_column(place, table.schema.field(place), pa.array([IMPORTED] * len(table), pa.string()))
 
 
 def _groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[ImportedGroup, ...]:

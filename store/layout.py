@@ -16,6 +16,7 @@ from store.hashing import CANONICALISER_VERSION
 from store.storage import LocalStorage, Storage, open_storage
 
 FORMAT_VERSION = 2  # of the run directory and of every file in it; raised when an older reader would misread it
+_URI = re.compile(r"([a-z0-9]+):/+(.*)")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -76,12 +77,15 @@ class RunLayout:
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
         """The run at `root`; FormatError if there is none or this code is too old for it."""
-        root = Path(root).absolute()
+        given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
             content = json.loads(path.read_text())
             version = int(content["format_version"])
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if uri := _URI.fullmatch(given):  # a Path has lost a slash
+                uri_text = f"{uri[1]}://{uri[2]}"
+                raise FormatError(f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR") from error
             raise FormatError(f"{root} is not a run directory (no run.json in it); check the path") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path} cannot be read ({error}); restore it from a backup") from error
@@ -120,6 +124,11 @@ class RunLayout:
     @property
     def catalog_lock(self) -> Path:
         return self.root / "catalog.lock"
+
+    @property
+    def mirror_lock(self) -> Path:
+        """Held by the reader that brings files of a storage elsewhere here."""
+        return self.root / "mirror.lock"
 
     @property
     def manifest(self) -> Path:

@@ -44,6 +44,7 @@ SEGMENT_SCHEMA = pa.schema(
         ("obs_text", pa.string()),
         ("anchor_text", pa.string()),  # null: the step has no anchor and forms a group of its own
         ("state_hash", UID_TYPE),  # null with anchor_text
+        ("admissible_actions", pa.list_(pa.string())),  # null where the environment does not list them
         ("action_text", pa.string()),
         ("reward", pa.float64()),
         ("is_action_valid", pa.bool_()),
@@ -70,6 +71,7 @@ class Step:
     obs_text: str
     anchor_text: str | None  # what identifies the state; None: no other step can share it
     state_hash: bytes | None  # state_hash(anchor_text)
+    admissible_actions: tuple[str, ...] | None  # as the environment listed them; None: it does not
     action_text: str
     reward: float
     is_action_valid: bool

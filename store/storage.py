@@ -7,7 +7,9 @@ RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// 
 from __future__ import annotations
 
 import functools
+import os
 import re
+import stat
 import threading
 import time
 import urllib.parse
@@ -21,10 +23,11 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from store.durable import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")  # their PUT shows an object whole or not at all
-DEADLINE_S = 30.0  # for one file and all retries; the coordinator is waited for twice as long
+DEADLINE_S = 30.0  # for one small file and all retries; the coordinator is waited for twice as long
+SLOWEST_BYTES_PER_S = 4_000_000  # what a large file has besides
 RETRY_AFTER_S = 0.5
 # What asking again does not change, in the words of Arrow's errors.
 FINAL = re.compile(r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT|HTTP status 40[0134]")
@@ -39,7 +42,10 @@ class StoredFile:
 
 
 class Storage(Protocol):
-    """Paths are relative to the run's root, with '/'. Errors are StoreError, naming file and remedy."""
+    """Paths are relative to the run's root, with '/'. Errors are StoreError, naming file and remedy.
+
+    UnavailableError says nothing of the file, which may be whole: only a plain StoreError of `read` means that it is gone.
+    """
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
         """Durable when it returns; before that, readers see nothing of it. Writing the same file again is harmless."""
@@ -92,8 +98,10 @@ class LocalStorage:
     def read(self, path: str) -> pa.Buffer:
         try:
             return pa.py_buffer((self.root / path).read_bytes())
-        except OSError as error:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # in any case not our file
             raise StoreError(f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup") from error
+        except OSError as error:
+            raise _unreadable(error, self.root / path) from error
 
     def exists(self, path: str) -> bool:
         return (self.root / path).is_file()
@@ -108,9 +116,21 @@ class LocalStorage:
             raise StoreError(f"cannot remove {self.root / path}: {error.strerror}; fix the permissions") from error
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        for path in sorted((self.root / directory).rglob("*")):
-            if path.is_file() and not path.name.endswith(TEMPORARY_SUFFIX):
+        def refused(error: OSError) -> None:  # rglob would leave out what it may not list
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                raise _unreadable(error, error.filename) from error
+
+        walk = os.walk(self.root / directory, onerror=refused)
+        for path in sorted(Path(parent, name) for parent, _, names in walk for name in names):
+            if path.name.endswith(TEMPORARY_SUFFIX):
+                continue
+            try:
                 status = path.stat()
+            except FileNotFoundError:  # removed since, or a link to nothing
+                continue
+            except OSError as error:
+                raise _unreadable(error, path) from error
+            if stat.S_ISREG(status.st_mode):
                 yield StoredFile(
                     path=path.relative_to(self.root).as_posix(),
                     n_bytes=status.st_size,
@@ -119,7 +139,10 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """Objects below a URI. Every call ends within DEADLINE_S, whatever the server does; the client is made at the first."""
+    """Objects below a URI. Every call ends within DEADLINE_S and the time for its bytes, whatever the server does.
+
+    The client is made at the first.
+    """
 
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
@@ -134,15 +157,20 @@ class RemoteStorage:
             with filesystem.open_output_stream(f"{base}/{path}", compression=None) as stream:
                 stream.write(data)
 
-        self._ask("write", path, put)
+        self._ask("write", path, put, n_bytes=len(data))
 
     def read(self, path: str) -> pa.Buffer:
-        def get() -> pa.Buffer:
+        def find() -> pa.NativeFile:
             filesystem, base = self._client
-            with filesystem.open_input_file(f"{base}/{path}") as file:
-                return file.read_buffer()
+            return filesystem.open_input_file(f"{base}/{path}")
 
-        return self._ask("read", path, get)
+        def get() -> pa.Buffer:
+            file.seek(0)
+            return file.read_buffer()
+
+        began = time.monotonic()
+        file = self._ask("read", path, find)  # which asks for the size; not closed here, a thread may still be reading
+        return self._ask("read", path, get, n_bytes=file.size(), began=began)
 
     def exists(self, path: str) -> bool:
         def look() -> bool:
@@ -180,9 +208,15 @@ class RemoteStorage:
     def _client(self) -> tuple[pafs.FileSystem, str]:
         return pafs.FileSystem.from_uri(self._uri)  # may ask the network where the bucket is
 
-    def _ask(self, doing: str, path: str, call: Callable[[], Answer]) -> Answer:
-        """The answer of `call`, tried again until DEADLINE_S. In a thread of its own: Arrow waits 100 s for a silent server."""
-        deadline = time.monotonic() + DEADLINE_S
+    def _ask(
+        self, doing: str, path: str, call: Callable[[], Answer], *, n_bytes: int = 0, began: float | None = None
+    ) -> Answer:
+        """The answer of `call`, tried again until the deadline, which grows with the bytes to move.
+
+        In a thread of its own: Arrow waits 100 s for a silent server.
+        """
+        limit_s = DEADLINE_S + n_bytes / SLOWEST_BYTES_PER_S
+        deadline = (time.monotonic() if began is None else began) + limit_s
         reason = "no answer"
         while (left_s := deadline - time.monotonic()) > 0:
             answer: Future[Answer] = Future()
@@ -196,14 +230,18 @@ class RemoteStorage:
             except (OSError, ValueError, pa.ArrowException) as error:
                 reason = " ".join(str(error).split())
                 if FINAL.search(reason) or isinstance(error, ValueError):
-                    raise StoreError(
+                    raise UnavailableError(
                         f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the credentials in the environment"
                     ) from error
                 time.sleep(min(RETRY_AFTER_S, left_s))
-        raise StoreError(
-            f"cannot {doing} {self.locate(path)} within {DEADLINE_S:g} s: {reason}; nothing committed is lost, "
+        raise UnavailableError(
+            f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing committed is lost, "
             "start again when the storage is back"
         )
+
+
+def _unreadable(error: OSError, path: Path | str) -> UnavailableError:
+    return UnavailableError(f"{path} cannot be read now: {error.strerror}; make it readable, then retry")
 
 
 def _settle(answer: Future[Answer], call: Callable[[], Answer]) -> None:

@@ -22,6 +22,7 @@ def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> S
         "obs_text": f"room {index}",
         "anchor_text": None if index == 1 else f"room {index}",
         "state_hash": None if index == 1 else state_hash(f"room {index}"),
+        "admissible_actions": ("go north", "go south") if index else None,
         "action_text": "go north",
         "reward": float(index),
         "is_action_valid": index != 0,

@@ -66,6 +66,7 @@ def play(coordinator: Coordinator, lease: Lease) -> None:
                     obs_text="o",
                     anchor_text="o",
                     state_hash=state_hash("o"),
+                    admissible_actions=None,
                     action_text="a",
                     reward=float(member),
                     is_action_valid=True,

@@ -45,7 +45,6 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
         ("algorithm.signal=rewards", ["algorithm.signal='rewards'", "'returns'"]),
         ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
-        ("algorithm.anchor=state_and_actions", ["Observation.anchor"]),
         ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
         ("algorithm.anchor_history=0", ["algorithm.anchor_history=0", "above 0"]),
         ("algorithm.similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
@@ -77,6 +76,13 @@ def test_a_mistake_is_one_line_that_names_the_value(empty: Path, override: str, 
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def test_the_options_of_another_environment_are_not_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("env: {name: textworld, options: {rooms: 3}}\n")
+    assert configs.load(path, ["env.options.things=1"]).env.options == {"rooms": 3, "things": 1}
+    assert configs.load(path, ["env.name=key_room", "env.options={}"]).env.options == {}
 
 
 def test_a_model_has_to_be_on_disk(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_bad_segment_is_named_and_the_rest_of_the_run_stays_readable(layout: R
             assert views.sql(f"SELECT count(*) > 0 FROM {name}").fetchall() == [(True,)]
         if damage in ("truncated", "empty", "half copied", "deleted"):  # others open, and only a digest tells
             assert views.sql("SELECT count(DISTINCT traj_uid) FROM steps").fetchall()[0][0] == 15 - len(bad.trajectories)
-            assert [str(path) in str(line.message) and "fsck --repair" in str(line.message) for line in said] == [True]
+            assert [str(path) in str(line.message) and "python -m store fsck" in str(line.message) for line in said] == [True]
             with pytest.warns(UserWarning, match=path.name), open_run(layout.root) as reader:
                 assert reader.sql("SELECT count(*) FROM steps").to_pylist()
     assert {finding.subject for finding in check(layout, level=CONTENTS)} == {bad.path}
@@ -255,7 +255,7 @@ def test_a_clock_that_goes_back_changes_no_order_and_frees_no_lease(layout: RunL
         clock_us[0] -= HOUR_US
         batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
         assert batch is not None and [group.ordinal for group in batch.groups] == [2, 3, 5]
-        catalog.settle(batch.batch_id, learner_step=2, no_signal=(), version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
         catalog.record_checkpoint(learner_step=2, path="checkpoints/step000002", version=2)
         latest = catalog.latest_checkpoint()
         assert latest is not None and latest.learner_step == 2

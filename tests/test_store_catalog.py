@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from store import Catalog, FencedError, LockedError, RunLayout, StoreError, read_segment, write_segment
+from store import Catalog, FencedError, LockedError, RunLayout, StoreError, export, read_segment, write_open_sql, write_segment
+from store.reading.query import connect
 from tests.store_samples import make_trajectory, open_train_group, play
 
 
@@ -103,12 +104,12 @@ def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> N
         two = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
         assert one is not None and two is not None
         with pytest.raises(StoreError, match="not in batch"):
-            catalog.settle(one.batch_id, learner_step=1, no_signal=[two.groups[0].group_uid], version_in=0)
-        catalog.settle(one.batch_id, learner_step=1, no_signal=[one.groups[0].group_uid], version_in=0)
+            catalog.settle(one.batch_id, learner_step=1, no_signal={two.groups[0].group_uid: "alike"}, version_in=0)
+        catalog.settle(one.batch_id, learner_step=1, no_signal={one.groups[0].group_uid: "alike"}, version_in=0)
         with pytest.raises(StoreError, match="is trained"):
-            catalog.settle(one.batch_id, learner_step=2, no_signal=(), version_in=0)
+            catalog.settle(one.batch_id, learner_step=2, no_signal={}, version_in=0)
         with pytest.raises(StoreError, match="learner step 1 is not after"):
-            catalog.settle(two.batch_id, learner_step=1, no_signal=(), version_in=0)
+            catalog.settle(two.batch_id, learner_step=1, no_signal={}, version_in=0)
         assert (catalog.counts().no_signal, catalog.counts().claimed, catalog.counts().outstanding) == (1, 1, 1)
 
 
@@ -130,10 +131,39 @@ def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: Ru
 def test_success_is_counted_per_round(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
         heldout = [catalog.open_group(ordinal=k, task_id=f"h{k}", split="heldout", size=1, purpose_version=7) for k in range(2)]
+        catalog.record_version(version=7, path="w7", digest="d7", learner_step=3)
         play(layout, catalog, heldout[0])
-        assert not catalog.heldout_success(purpose_version=7).complete
+        assert catalog.finished_evaluations() == []
         play(layout, catalog, heldout[1])
-        done = catalog.heldout_success(purpose_version=7)
-        assert done.complete and (done.n_won, done.n_trajectories) == (2, 2)
-        assert catalog.heldout_success(purpose_version=8).rate is None
+        (done,) = catalog.finished_evaluations()
+        assert (done.version, done.learner_step, done.success.n_won, done.success.n_trajectories) == (7, 3, 2, 2)
+        catalog.record_metrics(learner_step=3, policy_version=7, values={"heldout/success": 1.0, "z": 2.0})
+        catalog.record_metrics(learner_step=4, policy_version=7, values={"z": 3.0, "a": 1.0})
+        assert catalog.finished_evaluations() == []
+        assert catalog.latest_metrics() == {"heldout/success": 1.0, "z": 3.0, "a": 1.0}
         assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None  # held-out ones are never claimed
+
+
+def test_lineage_keeps_what_was_claimed_when_members_are_played_anew(layout: RunLayout) -> None:
+    """A group that lost members and was played again by a newer policy was trained on as it was then."""
+    write_open_sql(layout, macros=[], max_staleness=2)
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 0), version=1)
+        batch = catalog.claim(n_groups=1, current_version=2, max_staleness=2)
+        assert batch is not None
+        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=2)
+        with catalog._database.transaction() as tx:
+            tx.run("UPDATE grp SET version_min = 7, version_max = 8")
+            tx.touch("groups", "lineage")
+        export(catalog, layout)
+    with connect(layout) as views:
+        assert views.sql("SELECT version_min, staleness FROM lineage").fetchall() == [(1, 1)]
+
+
+def test_what_contradicts_the_catalog_is_not_called_a_full_disk(layout: RunLayout) -> None:
+    with (
+        Catalog.open(layout) as catalog,
+        pytest.raises(StoreError, match=r"contradicts.*fsck"),
+        catalog._database.transaction() as tx,
+    ):
+        tx.run("INSERT INTO duplicate (segment_id, traj_uid) VALUES ('no such segment', x'00')")

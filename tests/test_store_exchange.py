@@ -108,7 +108,7 @@ def test_rows_that_do_not_count_are_not_exported(tmp_path: Path) -> None:
 
 def test_a_condition_that_is_none_is_refused(tmp_path: Path) -> None:
     layout = make_run(tmp_path / "run")
-    for where in ("nonsense > 1", "true) UNION SELECT 1 WHERE (true", "won; DROP VIEW steps"):
+    for where in ("nonsense > 1", "true) UNION SELECT 1 WHERE (true", "true) OR (true", "won; DROP VIEW steps", ""):
         with pytest.raises(StoreError):
             export_selection(layout.root, tmp_path / "out", where=where, as_of=None)
     assert not (tmp_path / "out").exists()
@@ -118,10 +118,15 @@ def test_an_export_is_refused_where_it_would_do_harm(tmp_path: Path) -> None:
     layout = make_run(tmp_path / "run")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
-    for dest, message in ((tmp_path / "full", "not empty"), (layout.root / "out", "in the run"), (layout.root, "in the run")):
+    for dest, message in (
+        (tmp_path / "full", "not empty"),
+        (tmp_path / "full/mine.txt", "is a file"),
+        (layout.root / "out", "in the run"),
+        (layout.root, "in the run"),
+    ):
         with pytest.raises(StoreError, match=message):
             export_selection(layout.root, dest, where=None, as_of=None)
-    with pytest.raises(StoreError, match="no trajectory.*version_min > 99"):
+    with pytest.raises(StoreError, match="no trajectory of .*run matches version_min > 99"):
         export_selection(layout.root, tmp_path / "out", where="version_min > 99", as_of=None)
 
 
@@ -137,6 +142,14 @@ def test_a_damaged_segment_stops_an_export_before_it_is_a_dataset(tmp_path: Path
         export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
     with pytest.raises(FormatError, match="dataset.json is not there"):
         import_selection(layout.root, tmp_path / "out")
+
+
+def test_an_export_is_refused_where_files_would_be_left_out(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    live_files(layout.root)[-1].unlink()
+    with pytest.raises(StoreError, match="1 of 3 files cannot be read.*nothing was exported"):
+        export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_import_is_seen_and_never_played_or_trained_on(tmp_path: Path) -> None:

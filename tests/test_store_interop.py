@@ -56,6 +56,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
                 response_ids=(),
                 response_logprobs=(),
                 obs_text="Tür 'zu',\n\"東\" \N{GRINNING FACE}",
+                admissible_actions=(),
                 action_text="",
                 reward=-1e-300,
                 truncated=True,
@@ -148,6 +149,22 @@ def test_hugging_face_datasets_give_token_ids_as_tensors(
             assert isinstance(row[name], torch.Tensor)
             assert row[name].dtype == dtype or not plain[name]  # torch has no integers to make an empty list of
             assert row[name].tolist() == plain[name]
+
+
+def test_the_documented_line_gives_hugging_face_rows_as_tensors(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    documented = (Path(__file__).resolve().parent.parent / "docs/store.md", sample.exported.parent / "README.md")
+    for text in (path.read_text() for path in documented):
+        (line,) = (line.strip() for line in text.splitlines() if "datasets.load_dataset" in line)
+        dataset = eval(line.replace("DIR/data", str(sample.exported)), {"datasets": datasets})
+        assert len(dataset) == sample.table.num_rows
+        assert all(isinstance(row["response_ids"], torch.Tensor) for row in dataset)
 
 
 @pytest.fixture

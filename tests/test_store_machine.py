@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
     def settle(self, silent: bool, saved: bool) -> None:
         """A learner step, the version it publishes, and perhaps a checkpoint, of which two stay on disk."""
         batch_id, step = min(self.model.claimed), self.model.step + 1
-        no_signal = self.model.claimed[batch_id][:1] if silent else []
+        no_signal = dict.fromkeys(self.model.claimed[batch_id][:1], "alike") if silent else {}
         self.catalog.settle(batch_id, learner_step=step, no_signal=no_signal, version_in=self.model.version)
         self.model.settle(batch_id, step=step, no_signal=no_signal)
         version = self.model.version
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.catalog.claim(n_groups=1, current_version=self.model.version, max_staleness=MAX_STALENESS)
             elif what == "settle" and self.model.claimed:
                 batch_id, step = min(self.model.claimed), self.model.step + 1
-                self.catalog.settle(batch_id, learner_step=step, no_signal=(), version_in=self.model.version)
+                self.catalog.settle(batch_id, learner_step=step, no_signal={}, version_in=self.model.version)
             elif what == "compact":
                 compact_once(self.catalog, self.layout, policy=POLICY, skip=())
         self.crash(0, 0, 0)

@@ -53,6 +53,7 @@ def make_step(rng: np.random.Generator, index: int, *, n_steps: int, template: t
         obs_text=f"{room} You have walked for {index} minutes.",
         anchor_text=room,
         state_hash=state_hash(room),
+        admissible_actions=None,
         action_text=f"take the key {int(rng.integers(EXITS))}",
         reward=10.0 if index == n_steps - 1 else 0.0,
         is_action_valid=True,

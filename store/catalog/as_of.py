@@ -30,9 +30,9 @@ QUERIES: Mapping[str, str] = {
                CASE WHEN b.rolled_back_lsn <= :lsn THEN 'rolled_back' WHEN b.trained_lsn <= :lsn THEN 'trained'
                     ELSE 'claimed' END,
                CASE WHEN b.trained_lsn <= :lsn THEN l.outcome ELSE 'claimed' END,
-               coalesce(b.rolled_back_lsn > :lsn, 1), l.group_uid, g.task_id, g.version_min, g.version_max,
+               coalesce(b.rolled_back_lsn > :lsn, 1), l.group_uid, g.task_id, l.version_min, l.version_max,
                iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version),
-               iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version) - g.version_min,
+               iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version) - l.version_min,
                b.claimed_us, CASE WHEN b.trained_lsn <= :lsn THEN b.trained_us END, l.changed_lsn
         FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
         WHERE b.claimed_lsn <= :lsn ORDER BY b.batch_id, g.ordinal""",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from store.catalog.database import Transaction
@@ -41,9 +41,12 @@ def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness
     )
     for row in rows:
         tx.run(
-            "INSERT INTO batch_group (batch_id, group_uid, live, outcome) VALUES (:batch_id, :group_uid, 1, 'claimed')",
+            """INSERT INTO batch_group (batch_id, group_uid, live, outcome, version_min, version_max)
+               VALUES (:batch_id, :group_uid, 1, 'claimed', :version_min, :version_max)""",
             batch_id=batch_id,
             group_uid=row["group_uid"],
+            version_min=row["version_min"],
+            version_max=row["version_max"],
         )
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
@@ -55,7 +58,7 @@ def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness
     )
 
 
-def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Collection[bytes], version_in: int) -> None:
+def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Mapping[bytes, str], version_in: int) -> None:
     """Record that a claimed batch was learner step `learner_step`, taken at policy version `version_in`."""
     batch = tx.row("SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id)
     if batch is None or batch["state"] != "claimed":
@@ -85,10 +88,9 @@ def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Coll
         lsn=tx.lsn,
         batch_id=batch_id,
     )
-    without_signal = set(no_signal)
     for group_uid in groups:
-        outcome = "no_signal" if group_uid in without_signal else "trained"
-        reason = f"learner step {learner_step}" + (": no advantage differs from 0" if outcome == "no_signal" else "")
+        outcome = "no_signal" if group_uid in no_signal else "trained"
+        reason = f"learner step {learner_step}" + (f": {no_signal[group_uid]}" if outcome == "no_signal" else "")
         tx.run(
             "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = :group_uid",
             outcome=outcome,

@@ -18,7 +18,6 @@ from store.catalog.records import (
     LiveSegment,
     RollBack,
     SetAside,
-    SuccessRate,
     VersionRecord,
 )
 from store.catalog.snapshot import Part, Snapshot, take_snapshot
@@ -35,7 +34,7 @@ class Catalog:
         lease = catalog.lease_open_group(worker="w0", lease_s=60.0)
         catalog.commit(write_segment(…), epoch=lease.epoch)
         batch = catalog.claim(n_groups=16, current_version=7, max_staleness=4)
-        catalog.settle(batch.batch_id, learner_step=8, no_signal=(), version_in=7)
+        catalog.settle(batch.batch_id, learner_step=8, no_signal={}, version_in=7)
 
     Calls may come from several threads of the owning process; they take turns.
     """
@@ -129,8 +128,8 @@ class Catalog:
         with self._database.transaction() as tx:
             return batches.claim(tx, n_groups=n_groups, current_version=current_version, max_staleness=max_staleness)
 
-    def settle(self, batch_id: int, *, learner_step: int, no_signal: Collection[bytes], version_in: int) -> None:
-        """The batch was trained on as `learner_step` by a learner at `version_in`; `no_signal` groups had no gradient."""
+    def settle(self, batch_id: int, *, learner_step: int, no_signal: Mapping[bytes, str], version_in: int) -> None:
+        """The batch was trained on as `learner_step` at `version_in`; groups in `no_signal` were left out, with the reason."""
         with self._database.transaction() as tx:
             batches.settle(tx, batch_id=batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
 
@@ -179,14 +178,14 @@ class Catalog:
     # Questions.
 
     def counts(self) -> Counts:
-        """Training groups by state; `counts().outstanding` is what admission bounds."""
+        """Training groups by state."""
         with self._database.transaction() as tx:
             return groups.counts(tx)
 
-    def heldout_success(self, *, purpose_version: int) -> SuccessRate:
-        """Success of one evaluation round, and whether all its groups are complete."""
+    def outstanding(self) -> int:
+        """Groups handed out and not yet trained on: what admission bounds."""
         with self._database.transaction() as tx:
-            return groups.heldout_success(tx, purpose_version=purpose_version)
+            return groups.outstanding(tx)
 
     def open_heldout(self) -> int:
         """Held-out groups still to be played."""

@@ -101,6 +101,11 @@ class Database:
                     if self._connection.in_transaction:
                         self._connection.execute("ROLLBACK")
                     raise
+            except sqlite3.IntegrityError as error:
+                raise StoreError(
+                    f"catalog {self._path}: {error}; nothing of this transaction was written. "
+                    f"It contradicts what the catalog has: python -m store fsck {self._path.parent}"
+                ) from error
             except sqlite3.Error as error:
                 raise StoreError(
                     f"catalog {self._path}: {error}; nothing of this transaction was written. "
@@ -154,8 +159,10 @@ class Database:
 def _shown_lsn(layout: RunLayout) -> int:
     """That of the manifest, which is written after the commits it shows; 0 without a readable one."""
     try:
-        return int(json.loads(layout.manifest.read_text())["lsn"])
-    except (OSError, ValueError, KeyError, TypeError):  # export and fsck say what is wrong with it
+        content = json.loads(layout.manifest.read_text())
+        ours = content.get("run_id", layout.info.run_id) == layout.info.run_id  # another run's says nothing of this one
+        return int(content["lsn"]) if ours else 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # export and fsck say what is wrong with it
         return 0
 
 

@@ -161,9 +161,11 @@ def counts(tx: Transaction) -> Counts:
     )
 
 
-def heldout_success(tx: Transaction, *, purpose_version: int) -> SuccessRate:
-    """One evaluation round, finished or not."""
-    return _success(tx, "split = 'heldout' AND purpose_version = :round", round=purpose_version)
+def outstanding(tx: Transaction) -> int:
+    """Training groups handed out and not yet trained on: `counts().outstanding`, from the index alone."""
+    row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', 'claimed')")
+    assert row is not None
+    return int(row["n"])
 
 
 def open_heldout(tx: Transaction) -> int:
@@ -176,36 +178,21 @@ def open_heldout(tx: Transaction) -> int:
 def finished_evaluations(tx: Transaction) -> list[Evaluation]:
     """Evaluation rounds that are complete and have no figure `heldout/success` under their version yet."""
     rows = tx.rows(
-        """SELECT purpose_version AS version, coalesce(v.learner_step, 0) AS learner_step
-           FROM grp JOIN version v ON v.version = purpose_version
-           WHERE split = 'heldout' AND NOT EXISTS (
-               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = purpose_version)
-           GROUP BY purpose_version HAVING sum(state IN ('open', 'abandoned')) = 0"""
+        """SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, r.n_trajectories, r.n_won FROM (
+               SELECT purpose_version, sum(n_members) AS n_trajectories, sum(n_won) AS n_won FROM grp WHERE split = 'heldout'
+               GROUP BY purpose_version HAVING sum(state IN ('open', 'abandoned')) = 0) AS r
+           JOIN version v ON v.version = r.purpose_version
+           WHERE NOT EXISTS (
+               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = r.purpose_version)"""
     )
     return [
         Evaluation(
             version=row["version"],
             learner_step=row["learner_step"],
-            success=heldout_success(tx, purpose_version=row["version"]),
+            success=SuccessRate(n_trajectories=row["n_trajectories"], n_won=row["n_won"]),
         )
         for row in rows
     ]
-
-
-def _success(tx: Transaction, condition: str, **parameters: object) -> SuccessRate:
-    row = tx.row(
-        f"""SELECT count(*) AS n_groups, coalesce(sum(state <> 'open'), 0) AS n_complete,
-                   coalesce(sum(n_members), 0) AS n_trajectories, coalesce(sum(n_won), 0) AS n_won
-            FROM grp WHERE {condition}""",
-        **parameters,
-    )
-    assert row is not None
-    return SuccessRate(
-        n_groups=row["n_groups"],
-        n_groups_complete=row["n_complete"],
-        n_trajectories=row["n_trajectories"],
-        n_won=row["n_won"],
-    )
 
 
 def _check_split(split: str, purpose_version: int | None) -> None:

@@ -44,6 +44,8 @@ def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Imp
                 f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of group "
                 f"{uid_text(trajectory.group_uid)} (size {sizes[trajectory.group_uid]}); import what `export` wrote"
             )
+    if source == tx.run_id:
+        _refuse_unknown(tx, groups)
     row = tx.row("SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = :split", split=IMPORTED)
     assert row is not None
     for ordinal, group in enumerate(groups, start=row["next"]):
@@ -55,7 +57,17 @@ def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Imp
         _take_in(tx, group, source=source)
     n = len(segment.trajectories)
     tx.log(component=COMPONENT, what="imported", detail=f"{n} trajectories of {len(groups)} groups from run {source}")
-    tx.touch("groups", "lineage")
+    tx.touch("groups")
+
+
+def _refuse_unknown(tx: Transaction, groups: Sequence[ImportedGroup]) -> None:
+    """The run's own groups must be in its catalog: entered as imported, their ordinals would be handed out again for ever."""
+    for group in groups:
+        if tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid", group_uid=group.group_uid) is None:
+            raise StoreError(
+                f"group {uid_text(group.group_uid)} was played in this very run, but its catalog does not have it: it is an "
+                "older copy; put the newest catalog back before importing"
+            )
 
 
 def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) -> None:

@@ -19,6 +19,8 @@ MIGRATIONS = {
         ALTER TABLE grp ADD COLUMN changed_lsn INTEGER NOT NULL DEFAULT 0;
         ALTER TABLE batch ADD COLUMN rolled_back_lsn INTEGER;
         ALTER TABLE batch_group ADD COLUMN changed_lsn INTEGER NOT NULL DEFAULT 0;
+        ALTER TABLE batch_group ADD COLUMN version_min INTEGER NOT NULL DEFAULT 0;
+        ALTER TABLE batch_group ADD COLUMN version_max INTEGER NOT NULL DEFAULT 0;
         ALTER TABLE checkpoint ADD COLUMN changed_lsn INTEGER NOT NULL DEFAULT 0;
         ALTER TABLE metric ADD COLUMN changed_lsn INTEGER NOT NULL DEFAULT 0;
         -- A CHECK cannot be altered in place. Removing the constraint's old text is safe: every old row passes the new one.
@@ -42,7 +44,8 @@ MIGRATIONS = {
                coalesce(completed_us, opened_us)
         FROM grp WHERE state <> 'open' ORDER BY opened_lsn, ordinal;
         UPDATE grp SET changed_lsn = (SELECT lsn FROM meta);
-        UPDATE batch_group SET changed_lsn = (SELECT lsn FROM meta);
+        UPDATE batch_group SET (changed_lsn, version_min, version_max) =
+            (SELECT meta.lsn, g.version_min, g.version_max FROM meta, grp g WHERE g.group_uid = batch_group.group_uid);
         UPDATE checkpoint SET changed_lsn = (SELECT lsn FROM meta);
         UPDATE metric SET changed_lsn = (SELECT lsn FROM meta);
         UPDATE batch SET rolled_back_lsn = (SELECT lsn FROM meta) WHERE state = 'rolled_back';

@@ -97,8 +97,6 @@ class Counts:
 class SuccessRate:
     """How many of some trajectories reached their goal."""
 
-    n_groups: int
-    n_groups_complete: int
     n_trajectories: int
     n_won: int
 
@@ -106,11 +104,6 @@ class SuccessRate:
     def rate(self) -> float | None:
         """Fraction won, None where nothing was played."""
         return self.n_won / self.n_trajectories if self.n_trajectories else None
-
-    @property
-    def complete(self) -> bool:
-        """Whether there is at least one group and none is still being played."""
-        return 0 < self.n_groups == self.n_groups_complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

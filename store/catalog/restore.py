@@ -178,7 +178,7 @@ def _put_back_batches(tx: Transaction, lineage: Sequence[Row], *, lines: Mapping
             rolled_back_lsn=changed if state == "rolled_back" else None,
         )
         for row in rows:
-            names = ("batch_id", "group_uid", "live", "outcome")
+            names = ("batch_id", "group_uid", "live", "outcome", "version_min", "version_max")
             _insert(tx, "batch_group", **{name: row[name] for name in names}, changed_lsn=row.get("changed_lsn", lsn))
 
 

@@ -146,6 +146,8 @@ CREATE TABLE IF NOT EXISTS batch_group (
     group_uid BLOB NOT NULL REFERENCES grp,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
     outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'no_signal')),
+    version_min INTEGER NOT NULL DEFAULT 0,  -- of the group as it was claimed: members may be lost and played anew later
+    version_max INTEGER NOT NULL DEFAULT 0,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;
@@ -183,6 +185,8 @@ CREATE TABLE IF NOT EXISTS metric (
     PRIMARY KEY (learner_step, policy_version, name, lsn)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS metric_by_change ON metric (changed_lsn);
+CREATE INDEX IF NOT EXISTS metric_by_name ON metric (name, live, learner_step, lsn);
+CREATE INDEX IF NOT EXISTS metric_evaluated ON metric (policy_version) WHERE name = 'heldout/success';
 
 CREATE TABLE IF NOT EXISTS component (
     name TEXT PRIMARY KEY,

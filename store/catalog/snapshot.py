@@ -99,8 +99,8 @@ EXPORTS: Mapping[str, Export] = {
     ),
     "lineage": Export(
         query="""SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live, l.group_uid, g.task_id,
-                        g.version_min, g.version_max, coalesce(b.version_in, b.claimed_version) AS version_in,
-                        coalesce(b.version_in, b.claimed_version) - g.version_min AS staleness,
+                        l.version_min, l.version_max, coalesce(b.version_in, b.claimed_version) AS version_in,
+                        coalesce(b.version_in, b.claimed_version) - l.version_min AS staleness,
                         b.claimed_us, b.trained_us, l.changed_lsn
                  FROM batch_group l JOIN batch b USING (batch_id) JOIN grp g USING (group_uid)
                  WHERE l.changed_lsn > :since AND l.changed_lsn <= :until ORDER BY b.batch_id, g.ordinal""",

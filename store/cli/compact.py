@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from store.errors import StoreError
+from store.cli._arguments import days_above_zero, seconds, whole
 
 DEFAULT_WINDOW_S = 900.0
 DESCRIPTION = """Does for a run that nobody is writing what a running one does by itself.
@@ -23,17 +23,17 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(
-        "--keep-days", type=_above_zero, metavar="D", help="drop what was consumed and is older (default: keep all)"
+        "--keep-days", type=days_above_zero, metavar="D", help="drop what was consumed and is older (default: keep all)"
     )
     parser.add_argument(
         "--keep-versions",
-        type=int,
+        type=whole(at_least=1),
         metavar="N",
         help="drop what was consumed and is of none of the newest N policy versions (default: keep all)",
     )
     parser.add_argument(
         "--snapshot-window",
-        type=float,
+        type=seconds,
         metavar="S",
         default=DEFAULT_WINDOW_S,
         help="seconds that replaced files are kept (default: %(default)g)",
@@ -50,8 +50,6 @@ def run(options: argparse.Namespace) -> int:
     from store.upkeep.retention import expire_old
     from store.upkeep.sweep import sweep_orphans, sweep_retired
 
-    if options.snapshot_window < 0 or (options.keep_versions is not None and options.keep_versions < 1):
-        raise StoreError("--snapshot-window must be 0 or more and --keep-versions 1 or more; leave them out for the defaults")
     layout = RunLayout.open(options.run_dir)
     with Catalog.open(layout) as catalog:
         opened_us, before = now_us(), catalog.live_segments()
@@ -72,10 +70,3 @@ def run(options: argparse.Namespace) -> int:
         for path in paths:
             print(f"{text}: {path}")
     return 0
-
-
-def _above_zero(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0; leave it out to keep all")
-    return number

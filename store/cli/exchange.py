@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from store.cli._arguments import whole
+
 EXPORT = """Writes whole trajectories as plain Parquet files that any tool reads, with their digests in dataset.json.
 
 The condition is SQL on the columns of the view `trajectories`, and of `groups` where the names differ:
@@ -24,7 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     exporter.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
     exporter.add_argument("dest", metavar="DIR", help="a new directory, or a URI")
     exporter.add_argument("--where", metavar="SQL", help="which trajectories (default: all)")
-    exporter.add_argument("--as-of", type=int, metavar="LSN", help="as the run was then (default: now)")
+    exporter.add_argument("--as-of", type=whole(at_least=0), metavar="LSN", help="as the run was then (default: now)")
     exporter.set_defaults(run=run_export)
     importer = commands.add_parser("import", help="such a dataset into a run", description=IMPORT, formatter_class=form)
     importer.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")

@@ -14,6 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from store.cli._arguments import seconds_above_zero, whole
 from store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ The query runs in a process of its own that can only read, and only the run. On 
 (Landlock): no write, no other file, no TCP, whatever the statement does. Elsewhere DuckDB's file system is replaced by one
 that cannot write or leave the run, which holds as long as DuckDB keeps to it. Loading extensions and changing settings are
 off in both. Ctrl-C and the time limit end the process. A bare DuckDB shell has none of this: there, only the permissions of
-the files protect a run."""
+the files protect a run.
+
+Exit status: 0 answered, 2 refused or failed, 3 answered without files that cannot be read (a warning names the first)."""
+INCOMPLETE = 3
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -43,10 +47,17 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--format", choices=("table", "csv", "json", "parquet"), default="table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a new file outside the run; parquet needs it")
     parser.add_argument(
-        "--limit", type=_whole, metavar="N", help=f"the first N rows (a table: {DEFAULT_ROWS}; the others: all)"
+        "--limit",
+        type=whole(at_least=0, at_most=None),
+        metavar="N",
+        help=f"the first N rows (a table: {DEFAULT_ROWS}; the others: all)",
     )
-    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="seconds (default: %(default)g)")
-    parser.add_argument("--as-of", type=_whole, metavar="LSN", help="the run as it was then, while its files are still there")
+    parser.add_argument(
+        "--timeout", type=seconds_above_zero, default=DEFAULT_TIMEOUT_S, metavar="S", help="seconds (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--as-of", type=whole(at_least=0), metavar="LSN", help="the run as it was then, while its files are still there"
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         raise StoreError("parquet is not for a terminal; add --output FILE")
     query = sys.stdin.read() if options.query == "-" else options.query
     limit = options.limit if options.limit is not None else DEFAULT_ROWS if options.format == "table" else None
-    with open_run(options.run_dir, as_of=options.as_of) as reader:
+    with open_run(options.run_dir, as_of=options.as_of, warn=False) as reader:
         if limit is None:
             table, more = reader.sql(query, timeout_s=options.timeout), False
         else:
@@ -68,6 +79,9 @@ def run(options: argparse.Namespace) -> int:
         PRINT[options.format](table, out)
     if more:
         print(f"only the first {limit} rows; --limit shows more", file=sys.stderr)
+    if reader.left_out:
+        print(f"warning: {reader.left_out}", file=sys.stderr)
+        return INCOMPLETE
     return 0
 
 
@@ -169,10 +183,3 @@ def _destination(output: Path | None) -> Iterator[TextIO]:
                 raise
     except OSError as error:
         raise StoreError(f"{output} cannot be written: {error.strerror}; choose another place") from error
-
-
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
-    return number

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.catalog.snapshot import EXPORTS
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.reading.manifest import Manifest, read_manifest
 
@@ -35,7 +35,7 @@ class Exported:
 
 
 def read_exported(layout: RunLayout) -> Exported:
-    """As the manifest says; without a readable one, from whatever parts are there."""
+    """As the manifest says; without a readable one, from whatever parts are there. UnavailableError in an outage."""
     unreadable: list[str] = []
     manifest: Manifest | None = None
     try:
@@ -56,6 +56,8 @@ def read_exported(layout: RunLayout) -> Exported:
         for path in paths.get(name, ()):
             try:
                 rows += _rows(layout, path)
+            except UnavailableError:
+                raise
             except (StoreError, pa.ArrowException, OSError) as error:
                 unreadable.append(f"{path} cannot be read ({' '.join(str(error).split())}); what only it held is lost")
         tables[name] = _newest(name, rows)

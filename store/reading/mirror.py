@@ -1,15 +1,18 @@
 """Files of a run whose storage is elsewhere, brought here for DuckDB: views, sandbox and bare shell then work as on any run.
 
 The files never change, so each is fetched once. manifest.json here is replaced only after all it names is here, and a file
-goes when the storage no longer has it and no reader here is pinned to an older manifest.
+goes when the storage no longer has it and no reader here is pinned to an older manifest. Readers here take turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
@@ -20,7 +23,7 @@ from store.durable import READ_ONLY, READ_WRITE, write_atomically, write_once
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunInfo, RunLayout
-from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
 from store.reading.pins import oldest_pinned_lsn
 from store.storage import Storage, open_storage
 
@@ -35,7 +38,8 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     """
     if layout.info.storage_uri is None:
         return layout
-    _bring(layout.storage, layout.local)
+    with _turn(layout.local):
+        _bring(layout.storage, layout.local)
     if as_of is not None:
         _fetch_missing(layout.storage, layout.local, dict.fromkeys(read_as_of(layout, as_of).segments))
     return layout.local
@@ -62,8 +66,23 @@ def fetch(uri: str, dest: Path) -> RunLayout:
     elif RunLayout.open(dest).info != info or layout.catalog.exists():
         raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
     write_atomically(layout.open_sql, memoryview(storage.read("open.sql")), mode=READ_WRITE)
-    _bring(storage, layout)
+    with _turn(layout):
+        _bring(storage, layout)
     return layout
+
+
+@contextmanager
+def _turn(local: RunLayout) -> Iterator[None]:
+    """One at a time: nobody puts back an older manifest, or forgets a file that another has just fetched for a newer one."""
+    try:
+        lock = os.open(local.mirror_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StoreError(f"cannot open {local.mirror_lock}: {error.strerror}; it must be writable") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _bring(storage: Storage, local: RunLayout) -> None:
@@ -72,6 +91,8 @@ def _bring(storage: Storage, local: RunLayout) -> None:
         manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
         if manifest is None or manifest.run_id != local.info.run_id:
             raise FormatError(f"{storage.locate(MANIFEST_NAME)} is not of run {local.info.run_id}; check the URI")
+        if manifest.lsn < _lsn_here(local):
+            return
         try:
             _fetch_missing(storage, local, _named(manifest))
         except StoreError:
@@ -81,6 +102,14 @@ def _bring(storage: Storage, local: RunLayout) -> None:
         write_atomically(local.manifest, data, mode=READ_WRITE)
         _forget(storage, local, manifest)
         return
+
+
+def _lsn_here(local: RunLayout) -> int:
+    try:
+        manifest = read_manifest(local)
+    except FormatError:  # damaged: replaced by whatever is there
+        return 0
+    return 0 if manifest is None else manifest.lsn
 
 
 def _named(manifest: Manifest) -> dict[str, int | None]:

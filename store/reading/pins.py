@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import uuid
+from contextlib import suppress
 
 from store.layout import RunLayout
+
+_NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
 
 
 class Pin:
@@ -30,19 +34,31 @@ class Pin:
     def close(self) -> None:
         """Let go. Idempotent."""
         if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # whoever asks for pins removes it, as it is no longer locked
+                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:
-    """The oldest lsn that a living reader reads, None if there is none. Pins of dead readers are removed."""
+    """The oldest lsn that a living reader reads, None if there is none. Pins of dead readers are removed.
+
+    Never raises OSError: readers may be other users. What cannot be looked at counts as held.
+    """
+    try:
+        names = os.listdir(layout.readers)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # somebody's pins may be in it, of whatever age
+        return 0
     pinned: list[int] = []
-    for path in layout.readers.glob("[0-9]*-*-*") if layout.readers.is_dir() else ():
+    for match in filter(None, map(_NAME.fullmatch, names)):
+        path = layout.readers / match[0]
         if _is_held(path):
-            pinned.append(int(path.name.partition("-")[0]))
+            pinned.append(int(match[1]))
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another user's; it is not held, which is all that matters
+                path.unlink(missing_ok=True)
     return min(pinned, default=None)
 
 
@@ -51,9 +67,11 @@ def _is_held(path: os.PathLike[str]) -> bool:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:  # its reader has just finished
         return False
+    except OSError:  # another user's
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # locked, or on a file system that does not say
         return True
     finally:
         os.close(descriptor)

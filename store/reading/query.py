@@ -26,7 +26,7 @@ def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: i
 def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
     """A DuckDB connection with the run's views as of now, or of the lsn `as_of`. It may do anything: not for users' SQL.
 
-    Damaged segments that cannot be opened are left out, each with a warning; `left_out` names them. Raises FormatError if the
+    Damaged segments that cannot be opened are left out, with one warning; `left_out` has its text. Raises FormatError if the
     run has no views yet or they cannot be made, StoreError if files that `as_of` needs were removed.
     """
     layout = mirror(layout, as_of=as_of)
@@ -35,7 +35,7 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
     # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and all of it is `sources`.
     sources, mark, views = layout.open_sql.read_text().partition(VIEWS_MARK)
     if as_of is not None and not mark:
-        raise FormatError(f"{layout.root} is of an older format without snapshots; `python -m store compact` upgrades it")
+        raise FormatError(f"{layout.root} is of format 1, without snapshots; python -m store compact {layout.root} upgrades it")
     connection = duckdb.connect()
     try:
         connection.execute(sources.replace(RUN_LINE, f"SET VARIABLE run = {_quoted(layout.root)};"))
@@ -53,20 +53,19 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
         raise FormatError(
             f"the views of {layout.root} cannot be made ({why}); python -m store fsck --repair {layout.root}"
         ) from error
-    for path in left_out(connection):
-        warn_left_out(path, layout)
+    if text := left_out(connection, layout):
+        warnings.warn(text, stacklevel=2)
     return connection
 
 
-def left_out(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    """The segments that `connect` could not open, and whose rows the views therefore lack."""
-    return connection.execute("SELECT coalesce(getvariable('left_out'), []::VARCHAR[])").fetchall()[0][0]
-
-
-def warn_left_out(path: str, layout: RunLayout) -> None:
-    """Say so: the views have fewer rows than were committed."""
-    remedy = f"restore it from a backup, or python -m store fsck --repair {layout.root}"
-    warnings.warn(f"{path} cannot be read, its rows are left out; {remedy}", stacklevel=3)
+def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
+    """In one line, which segments `connect` could not open, so that the views lack their rows; empty if none."""
+    broken, n_whole = connection.execute("SELECT getvariable('left_out'), len(getvariable('segments'))").fetchall()[0]
+    if not broken:
+        return ""
+    n_files = n_whole - 1 + len(broken)  # the first has no rows, only the columns
+    some = f"{len(broken)} of {n_files} files cannot be read and are left out"
+    return f"{some}: first {broken[0]}; python -m store fsck {layout.root}"
 
 
 def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +26,14 @@ from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin
-from store.reading.query import warn_left_out
 from store.reading.sandbox import FILESYSTEM, LANDLOCK
 
 TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 1e9  # sockets take no more
 START_S = 60.0  # for a child to import DuckDB and read the manifest, on a machine that trains
 MAX_ROWS = 100_000_000
 MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
+UNKNOWN_NAME = re.compile(r"(Catalog|Binder) Error.*(not exist|not found|not have)")  # of a view or a column
 _BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from store.reading.sandbox import serve
@@ -45,17 +48,26 @@ class SqlTimeout(StoreError):
 
 
 def open_run(
-    run: Path | str, *, as_of: int | None = None, protection: str | None = None, memory_limit: str | None = None
+    run: Path | str,
+    *,
+    as_of: int | None = None,
+    protection: str | None = None,
+    memory_limit: str | None = None,
+    warn: bool = True,
 ) -> Reader:
     """A reader of the run as it is now, or as it was at the lsn `as_of`.
 
     `protection` is "landlock" where the kernel has it, else "filesystem". `memory_limit` is DuckDB's, as in "2GB"; by default
-    about half the machine. Raises FormatError if `run` is no run this code can read, StoreError if `as_of` is too old.
+    about half the machine. Files that cannot be read are left out, which `Reader.left_out` and, if `warn`, a UserWarning say.
+    Raises FormatError if `run` is no run this code can read, StoreError if `as_of` is too old.
     """
     layout = mirror(RunLayout.open(Path(run)), as_of=as_of)
     if protection is None:
         protection = LANDLOCK if landlock.abi() > 0 else FILESYSTEM
-    return Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit)
+    reader = Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit)
+    if warn and reader.left_out:
+        warnings.warn(reader.left_out, stacklevel=2)
+    return reader
 
 
 class Reader:
@@ -79,6 +91,7 @@ class Reader:
         weakref.finalize(self, self._pin.close)  # also of a reader that nobody closes
         self._closed = False
         self.lsn = as_of  # of the snapshot; None stays None for a run of an older format
+        self.left_out = ""  # says, in one line, which files cannot be read and are missing from every answer
         try:
             self._ready_child()
         except BaseException:
@@ -108,12 +121,13 @@ class Reader:
         self.close()
 
     def _ask(self, query: str, *, timeout_s: float, max_rows: int, max_bytes: int, cut: bool) -> tuple[pa.Table, bool]:
-        if timeout_s <= 0:
-            raise StoreError(f"timeout_s is {timeout_s}; give more than 0 seconds")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise StoreError(f"timeout_s is {timeout_s}; give more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
         asked = {"sql": query, "max_rows": max_rows, "max_bytes": max_bytes, "cut": cut}
         with self._lock:
             if self._closed:
                 raise StoreError("this reader is closed; open another")
+            self._check_still_there()
             child = self._ready_child()
             deadline = time.monotonic() + timeout_s
             try:
@@ -128,11 +142,18 @@ class Reader:
                 why = child.why_it_died()
                 self._discard()
                 raise StoreError(f"SQL: {why}") from error
-            except StoreError:
+            except StoreError as error:
+                if self.lsn is None and UNKNOWN_NAME.search(str(error)):
+                    upgrade = f"this run is of format 1; python -m store compact {self._layout.root} upgrades it"
+                    raise StoreError(f"{error}; {upgrade}") from error
                 raise
             except BaseException:  # Ctrl-C: the answer that is under way must not meet the next question
                 self._discard()
                 raise
+
+    def _check_still_there(self) -> None:
+        if not RunLayout.exists(self._layout.root):
+            raise StoreError(f"{self._layout.root} was moved or deleted since it was opened; open it again where it is now")
 
     def _ready_child(self) -> _Child:
         if self._child is None or self._child.process.poll() is not None:
@@ -146,9 +167,7 @@ class Reader:
                 "die_with_thread": threading.current_thread() is threading.main_thread(),
             }
             self._child = _Child()
-            self.lsn, left_out = self._child.start(order)
-            for path in left_out:
-                warn_left_out(path, self._layout)
+            self.lsn, self.left_out = self._child.start(order)
         return self._child
 
     def _discard(self) -> None:
@@ -177,8 +196,8 @@ class _Child:
             )
         self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
 
-    def start(self, order: dict) -> tuple[int | None, list[str]]:
-        """Tell it what to open; the lsn it shows, if it has one, and files it cannot read. StoreError if it cannot at all."""
+    def start(self, order: dict) -> tuple[int | None, str]:
+        """Tell it what to open; the lsn it shows, if it has one, and what it cannot read. StoreError if it cannot at all."""
         try:
             deadline = time.monotonic() + START_S
             wire.send(self.channel, wire.ASK, json.dumps(order).encode(), deadline=deadline)

@@ -110,7 +110,7 @@ def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
     if files is None:
         landlock.restrict([layout.root, *(Path(path) for path in MACHINE if os.path.exists(path))])
     connection, lsn = _connect(layout, order["lsn"])
-    ready = {"lsn": lsn, "left_out": left_out(connection)}
+    ready = {"lsn": lsn, "left_out": left_out(connection, layout)}
     _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])
     return connection, ready
 
@@ -199,8 +199,7 @@ def _bytes(text: str) -> int:
 def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked: dict) -> None:
     """Sends the rows and END. StoreError for what is not one query, and if there are more than `max_rows` or `max_bytes`."""
     sql = asked["sql"]
-    if not _is_one_query(sql):
-        raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
+    _check_one_query(sql)
     connection.execute("BEGIN TRANSACTION READ ONLY")
     try:
         with connection.sql(sql).to_arrow_reader(BATCH_ROWS) as batches:
@@ -210,12 +209,16 @@ def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked
     wire.send(channel, wire.END, json.dumps({"more": more}).encode())
 
 
-def _is_one_query(sql: str) -> bool:
+def _check_one_query(sql: str) -> None:
     statements = duckdb.extract_statements(sql)
+    if len(statements) > 1:
+        raise StoreError(f"SQL: {len(statements)} statements; ask one at a time")
     try:
-        return len(statements) == 1 and statements[0].type in READING_STATEMENTS
+        reads = bool(statements) and statements[0].type in READING_STATEMENTS
     except ValueError:  # a type that DuckDB has and its Python package does not know
-        return False
+        reads = False
+    if not reads:
+        raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:

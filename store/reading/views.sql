@@ -62,7 +62,7 @@ SELECT task_id FROM groups WHERE split IN ('train', 'heldout') GROUP BY task_id 
 -- Per learner step: the part of the time from claim to settlement in which some request was being generated.
 CREATE OR REPLACE VIEW generation_overlap AS
 WITH requests AS (
-    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us FROM steps
+    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us FROM steps WHERE split <> 'imported'
 ),
 ordered AS (
     SELECT *, max(end_us) OVER (ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us

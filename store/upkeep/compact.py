@@ -2,8 +2,8 @@
 
 Size-tiered, like an LSM tree: `fan_in` settled files of one level, oldest first, become one of the next level. A row is so
 rewritten log64(n) times, until its file is full: more than half of the file limit. That is 64 MiB, or 1/200 of the live bytes
-where that is more (beyond 12.8 GB; there a row is rewritten once more whenever the run has doubled). So at any size of a run
-fewer than 400 files are full, any two others fit into one, and 500 files always suffice.
+where that is more (beyond 12.8 GB; there a row is rewritten once more whenever the run has doubled). So up to 100 GB fewer
+than 400 files are full, any two others fit into one, and 500 files suffice; a larger run has one more per 512 MiB.
 
 Should there be more nevertheless, as where the learner has many groups waiting, files are merged that are not settled. That is
 safe, also for claimed and open groups: a trajectory is committed whole and never written again, the rest of an open group goes
@@ -25,13 +25,14 @@ import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
 from store.catalog.records import LiveSegment
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.segments import SegmentMeta, read_segment, write_rows
 
 COMPONENT = "compaction"
 WORKER = "compact"  # the directory of merged files
 MAX_FULL_FILES = 400  # a full file holds more than half of the limit, so there are fewer
+MAX_FILE_BYTES = 512 * 1024**2  # bounds the memory of a merge; beyond 100 GB a run has more files instead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ def compact_once(
     """Merge the files that are due into one; None if none are. `skip` are segment ids that were found damaged before.
 
     Whatever interrupts it leaves an orphan at most: the catalog changes in one transaction, after the new file is durable.
-    Raises StoreError if it cannot write; a source that cannot be read becomes an event, not an error.
+    Raises StoreError if it cannot write, UnavailableError if a source cannot be reached now; a damaged one becomes an event.
     """
     sources = choose(catalog.live_segments(), policy=policy, skip=skip)
     if not sources:
@@ -101,7 +102,7 @@ def choose(live: Sequence[LiveSegment], *, policy: CompactionPolicy, skip: Colle
 
 def file_limit(live: Sequence[LiveSegment], *, policy: CompactionPolicy) -> int:
     """The largest merged file, in bytes of its sources."""
-    return max(policy.min_file_bytes, 2 * sum(file.n_bytes for file in live) // MAX_FULL_FILES)
+    return min(max(policy.min_file_bytes, 2 * sum(file.n_bytes for file in live) // MAX_FULL_FILES), MAX_FILE_BYTES)
 
 
 def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
@@ -121,7 +122,7 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _read(catalog: Catalog, layout: RunLayout, metas: Sequence[SegmentMeta]) -> tuple[list[pa.Table], tuple[str, ...]]:
-    """The rows of each file that count, digests verified, and the ids of those that cannot be read."""
+    """The rows of each file that count, digests verified, and the ids of those that are damaged."""
     tables: list[pa.Table] = []
     damaged: list[str] = []
     for meta in metas:
@@ -131,6 +132,10 @@ def _read(catalog: Catalog, layout: RunLayout, metas: Sequence[SegmentMeta]) -> 
             if table.num_rows != expected:
                 raise StoreError(f"segment {meta.path} has {table.num_rows} rows that count, committed were {expected}")
             tables.append(table)
+        except UnavailableError:
+            if damaged:  # said already, so the caller has to know them; this one is tried again
+                break
+            raise
         except StoreError as error:
             catalog.log(component=COMPONENT, what="damaged", detail=f"left out: {error}")
             damaged.append(meta.segment_id)

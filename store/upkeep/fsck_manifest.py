@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.durable import TEMPORARY_SUFFIX
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.reading.manifest import Manifest, read_manifest
 from store.upkeep.finding import Finding, error, warning
-from store.upkeep.fsck_segments import GRACE_S, Opener
+from store.upkeep.fsck_segments import AGAIN, GRACE_S, Opener
 
 CODES = frozenset(
     {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"} | {"export_missing", "export_damaged"}
@@ -79,6 +79,9 @@ def _check_exports(layout: RunLayout, manifest: Manifest, *, contents: bool) -> 
         elif contents:
             try:
                 held = pq.read_table(io.BytesIO(layout.storage.read(path))).num_rows
+            except UnavailableError as unavailable:
+                found.append(error("export_unavailable", path, str(unavailable), remedy=AGAIN))
+                continue
             except (pa.ArrowException, OSError, StoreError) as unreadable:
                 detail = f"it cannot be read: {' '.join(str(unreadable).split())}"
                 found.append(error("export_damaged", path, detail, remedy=remedy))

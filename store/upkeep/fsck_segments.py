@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from store.clock import US_PER_S, now_us
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import CANONICALISER_VERSION, file_digest
 from store.layout import RunLayout
 from store.records import uid_text
@@ -21,6 +21,7 @@ from store.upkeep.finding import Finding, error, warning
 from store.upkeep.sweep import SEGMENT_PATH
 
 GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
+AGAIN = "make it readable, then check again; --repair leaves it alone"
 ATTEMPTS = 5  # live → retired → removed: the owner cannot change one file more often
 _RELATIVE = 1e-9  # of a return: the order of a sum is not fixed
 
@@ -114,6 +115,8 @@ def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, 
         return []
     try:
         data = layout.storage.read(committed.path)
+    except UnavailableError as unavailable:
+        return [problem("segment_unavailable", str(unavailable), remedy=AGAIN)]
     except StoreError as unreadable:
         return [problem(codes[1], str(unreadable))]
     digest = file_digest(data)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from store.catalog.catalog import Catalog
 from store.clock import now_us
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.upkeep.compact import CompactionPolicy, compact_once
 from store.upkeep.retention import expire_old
@@ -18,7 +18,7 @@ from store.upkeep.sweep import sweep_orphans, sweep_retired
 
 COMPONENT = "maintainer"
 ORPHANS_EVERY_S = 600.0  # what is to be found was written before the catalog was opened, so there is no hurry
-FULL_DISK_PATIENCE = 10  # pauses; each try reads and encodes a merge again
+PATIENCE = 10  # pauses while something is waited for; each try reads and encodes a merge again
 MERGES_PER_LOOK = 16  # about 1,000 files; writers that are faster must not keep the rest from being done
 CLOSE_TIMEOUT_S = 30.0  # the largest merge takes a few seconds
 
@@ -45,8 +45,8 @@ class Maintainer:
     Waits for nothing but its turn on the catalog, which every owner's call takes for milliseconds, and the pause, which `close`
               ends. It removes only what the owner's manifest no longer shows, so the owner must go on exporting.
 
-    A full disk is an event, and the work is tried again after each pause: training must not end for want of a merge. Any other
-    error ends the thread.
+    A full disk or storage that does not answer is an event, and the work is tried again after some pauses: training must not
+    end for want of a merge. Any other error ends the thread.
     """
 
     def __init__(self, catalog: Catalog, layout: RunLayout, settings: MaintainerSettings) -> None:
@@ -59,8 +59,8 @@ class Maintainer:
         self._damaged: frozenset[str] = frozenset()
         self._foreign: tuple[str, ...] = ()
         self._orphans_at = time.monotonic()
-        self._full_disk: str | None = None  # the error, from the first failure until the first success
-        self._full_disk_is_said = False
+        self._waits_for: tuple[str, str] | None = None  # what, and the error: from the first failure until the first success
+        self._said: str | None = None  # what of it is an event already
 
     def start(self) -> None:
         self._thread.start()
@@ -79,12 +79,15 @@ class Maintainer:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def work(self) -> None:
-        """One look: what is due is merged, retention, sweeping. What the thread does after each pause."""
-        for _ in range(MERGES_PER_LOOK):
-            result = compact_once(self.catalog, self.layout, policy=self.settings.policy, skip=self._damaged)
-            if result is None or self._stop.is_set():
-                break
-            self._damaged |= {*result.damaged}
+        """One look: what is due is merged, retention, sweeping. What the thread does after each pause.
+
+        A source that is unavailable is raised at the end: one file must not keep the rest from being done.
+        """
+        unavailable: UnavailableError | None = None
+        try:
+            self._merge()
+        except UnavailableError as error:
+            unavailable = error
         keep_days, keep_versions = self.settings.keep_days, self.settings.keep_versions
         if keep_days is not None or keep_versions is not None:
             expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
@@ -92,27 +95,38 @@ class Maintainer:
         if time.monotonic() >= self._orphans_at:
             self._foreign = sweep_orphans(self.catalog, self.layout, opened_us=self._opened_us, named=self._foreign)
             self._orphans_at = time.monotonic() + ORPHANS_EVERY_S
+        if unavailable is not None:
+            raise unavailable
+
+    def _merge(self) -> None:
+        for _ in range(MERGES_PER_LOOK):
+            result = compact_once(self.catalog, self.layout, policy=self.settings.policy, skip=self._damaged)
+            if result is None or self._stop.is_set():
+                break
+            self._damaged |= {*result.damaged}
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self.settings.pause_s * (1 if self._full_disk is None else FULL_DISK_PATIENCE)):
-                self._work_or_wait_for_space()
+            while not self._stop.wait(self.settings.pause_s * (1 if self._waits_for is None else PATIENCE)):
+                self._work_or_wait()
         except BaseException as error:  # noqa: BLE001  the border of a thread: `check` raises it in the owner's
             self._failure = error
 
-    def _work_or_wait_for_space(self) -> None:
+    def _work_or_wait(self) -> None:
         try:
-            if self._full_disk is not None and not self._full_disk_is_said:  # the catalog may have been full as well
-                self.catalog.log(
-                    component=COMPONENT, what="disk full", detail=f"tried again until there is space: {self._full_disk}"
-                )
-                self._full_disk_is_said = True
+            if self._waits_for is not None and self._waits_for[0] != self._said:  # only now: the catalog may have been full too
+                what, reason = self._waits_for
+                self.catalog.log(component=COMPONENT, what=what, detail=f"tried again until it works: {reason}")
+                self._said = what
             self.work()
-            self._full_disk, self._full_disk_is_said = None, False
+            self._waits_for = self._said = None
         except (StoreError, OSError) as error:
-            if not is_disk_full(error):
+            if is_disk_full(error):
+                self._waits_for = ("disk full", str(error))
+            elif isinstance(error, UnavailableError):
+                self._waits_for = ("unavailable", str(error))
+            else:
                 raise
-            self._full_disk = str(error)
 
 
 def is_disk_full(error: BaseException | None) -> bool:

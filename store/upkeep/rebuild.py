@@ -21,7 +21,7 @@ from store.catalog.imports import IMPORTED
 from store.catalog.restore import COMPONENT, Found, FoundGroup, FoundSegment, Restored, restore
 from store.clock import now_us
 from store.durable import TEMPORARY_SUFFIX
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 from store.hashing import file_digest, uid
 from store.layout import RunLayout
 from store.reading.exported import Exported, read_exported
@@ -58,7 +58,10 @@ class _File:
 
 
 def rebuild(layout: RunLayout) -> Report:
-    """Replaces the catalog. LockedError while somebody owns it; StoreError if the run is not what it seems."""
+    """Replaces the catalog. LockedError while somebody owns it; StoreError if the run is not what it seems.
+
+    UnavailableError if any of its files cannot be reached now: nothing has been touched then.
+    """
     lock = take_lock(layout.catalog_lock)
     try:
         exported = read_exported(layout)
@@ -80,7 +83,7 @@ def rebuild(layout: RunLayout) -> Report:
 
 def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
     """Every file beneath segments/ that is what its name says; the others are set aside, one line each."""
-    files, rejected = [], []
+    files, rejected = [], {}
     for stored in list(layout.storage.files(layout.relative(layout.segments))):
         path = stored.path
         if not SEGMENT_PATH.fullmatch(path):
@@ -93,11 +96,13 @@ def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
             rows = open_rows(data, path=layout.root / path)
             if rows.run_id != layout.info.run_id:
                 raise StoreError(f"{path} was written for run {rows.run_id}")
+        except UnavailableError:
+            raise
         except StoreError as error:
-            rejected.append(f"{error}: moved to {quarantine(layout, path)}")
+            rejected[path] = error
             continue
         files.append(_File(stored=stored, worker=rows.worker, epoch=rows.epoch, played=trajectories(rows)))
-    return files, rejected
+    return files, [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
 
 
 def _put_together(layout: RunLayout, exported: Exported, files: Sequence[_File]) -> tuple[Found, list[str]]:

@@ -21,7 +21,7 @@ from store.catalog.catalog import Catalog
 from store.catalog.repairs import COMPONENT
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, sync_directory, write_atomically
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 from store.hashing import file_digest
 from store.layout import RunLayout
 from store.reading.manifest import export
@@ -146,5 +146,7 @@ def _intact(layout: RunLayout, path: str) -> pa.Table | None:
     try:
         data = layout.storage.read(path)
         return decode(data, path=Path(path)) if file_digest(data) == PurePosixPath(path).stem else None
+    except UnavailableError:  # what it holds may be all that is left: nothing is given up for an outage
+        raise
     except StoreError:  # this one is damaged too
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from store.catalog.catalog import Catalog
@@ -60,7 +61,7 @@ def sweep_orphans(catalog: Catalog, layout: RunLayout, *, opened_us: int, named:
     orphans = [file.path for file in unknown if file.modified_us < before_us and file.path not in foreign]
     for path in orphans:
         layout.storage.remove(path)
-    unfinished = [layout.relative(path) for path in _unfinished(layout) if path.stat().st_mtime_ns // 1_000 < before_us]
+    unfinished = [layout.relative(path) for path in _unfinished(layout, before_us=before_us)]
     for path in unfinished:
         LocalStorage(layout.root).remove(path)
     _log(catalog, what="removed", paths=[*orphans, *unfinished], kind="files that were never committed")
@@ -68,10 +69,13 @@ def sweep_orphans(catalog: Catalog, layout: RunLayout, *, opened_us: int, named:
     return foreign
 
 
-def _unfinished(layout: RunLayout) -> Iterator[Path]:
-    """Writes aside of all kinds, where they are made; of remote storage there are none here."""
+def _unfinished(layout: RunLayout, *, before_us: int) -> Iterator[Path]:
+    """Old writes aside of all kinds, where they are made; of remote storage there are none here."""
     for directory in (layout.root, layout.exports, *layout.segments.glob("*")):
-        yield from directory.glob(f".*{TEMPORARY_SUFFIX}")
+        for path in directory.glob(f".*{TEMPORARY_SUFFIX}"):
+            with suppress(FileNotFoundError):  # its writer has just finished
+                if path.stat().st_mtime_ns // 1_000 < before_us:
+                    yield path
 
 
 def _log(catalog: Catalog, *, what: str, paths: Collection[str], kind: str) -> None:

@@ -61,7 +61,7 @@ def verdict(number: int | None, check: str, directory: Path) -> str:
     try:
         return _verdict(sources, check, directory)
     finally:
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)  # in /dev/shm, and a killed process may still be writing byte code
 
 
 def _verdict(sources: Path, check: str, directory: Path) -> str:

@@ -128,7 +128,7 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     diary.phase("settle")
     latest = catalog.latest_version()
     assert latest is not None
-    no_signal = {batch.groups[0].group_uid} if step % 2 else set()
+    no_signal = {batch.groups[0].group_uid: "alike"} if step % 2 else {}
     catalog.settle(batch.batch_id, learner_step=step, no_signal=no_signal, version_in=latest.version)
     diary.done("settle", batch=batch.batch_id, step=step)
     diary.phase("ledger")
