@@ -16,10 +16,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from store import RunLayout
+from store import Catalog, RunLayout
 from store.hashing import file_digest
 from store.segments import encode
+from store.upkeep.fsck import NAMES, check
 from store.upkeep.fsck_segments import GRACE_S
+from store.upkeep.repair import repair
 from tests.store_runs import flip, rewrite
 
 
@@ -87,8 +89,8 @@ def manifest(**changes: object) -> Callable[[RunLayout], None]:
     return damage
 
 
-def an_export(layout: RunLayout) -> Path:
-    return layout.root / json.loads(layout.manifest.read_text())["tables"]["groups"][0]["path"]
+def an_export(layout: RunLayout, *, part: int = 0) -> Path:
+    return layout.root / json.loads(layout.manifest.read_text())["tables"]["groups"][part]["path"]
 
 
 def left_behind(name: str) -> Callable[[RunLayout], None]:
@@ -98,6 +100,17 @@ def left_behind(name: str) -> Callable[[RunLayout], None]:
         os.utime(layout.segments / "w0" / name, (old_s, old_s))
 
     return damage
+
+
+def put_back(layout: RunLayout) -> None:
+    """A file that was missing when fsck repaired the run, and is there again."""
+    path = layout.root / a_file(layout)
+    kept, times = path.read_bytes(), (path.stat().st_atime, path.stat().st_mtime)
+    path.unlink()
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, check(layout, level=NAMES))
+    path.write_bytes(kept)
+    os.utime(path, times)
 
 
 def another_batch(layout: RunLayout) -> None:
@@ -144,6 +157,7 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
     )(layout),
     "export_missing": lambda layout: an_export(layout).unlink(),
     "export_damaged": lambda layout: rewrite(an_export(layout), an_export(layout).read_bytes()[:-9]),
+    "segment_returned": put_back,
     "orphan": left_behind(f"{'0' * 32}.parquet"),
     "unfinished": left_behind(".x.parquet.1-1.tmp"),
     "unknown_file": left_behind("notes.txt"),

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from store import Catalog, DigestError, RunLayout, StoreError, export, read_segment, write_segment
+from store import Catalog, DigestError, RunLayout, StoreError, export, read_segment, write_open_sql, write_segment
 from store.__main__ import main
 from store.reading.query import connect
 from store.upkeep.compact import compact_once
 from store.upkeep.fsck import CATALOG, CONTENTS, NAMES, check
 from store.upkeep.repair import repair
-from store.upkeep.sweep import sweep_retired
+from store.upkeep.sweep import sweep_orphans, sweep_retired
 from tests.store_damage import DAMAGE, FOR_REBUILD, ONLY_IN_CONTENTS, WARNINGS, ask
 from tests.store_runs import MERGE_TWO, copy_run, fingerprint, flip, make_run, rewrite
 from tests.store_samples import make_trajectory, open_train_group, play
@@ -78,6 +78,7 @@ def test_what_can_be_damaged_but_not_repaired_is_left_alone(layout: RunLayout) -
 
 def test_200_of_200_flipped_bits_are_caught_by_the_read_and_by_fsck(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=0)
     with Catalog.open(layout) as catalog:
         for ordinal in range(3):  # each file is read 200 times
             play(layout, catalog, open_train_group(catalog, ordinal))
@@ -177,6 +178,8 @@ def test_a_rolled_back_group_that_lost_rows_is_played_before_it_is_trained_on_ag
 
 def test_fsck_beside_a_busy_owner_reports_nothing(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    with Catalog.open(layout):
+        write_open_sql(layout, macros=(), max_staleness=0)
     stop = threading.Event()
     removed = []
 
@@ -236,3 +239,48 @@ def test_a_segment_that_was_never_committed_tells_what_it_holds(layout: RunLayou
     (finding,) = check(layout, level=CONTENTS)
     assert (finding.what, finding.subject) == ("orphan", segment.path)
     assert "1 of its 1 trajectories are missing" in finding.detail and "rebuild" in finding.remedy
+
+
+def test_a_file_that_is_put_back_is_kept_and_its_trajectories_count_again(intact: RunLayout, tmp_path: Path) -> None:
+    before, states = rows_of(intact), state_of(intact)
+    for path, why in ask(intact, "SELECT path, retired_why FROM segment ORDER BY lsn"):
+        if why is not None:  # only history: the merged file has its rows
+            continue
+        layout = copy_run(intact, tmp_path / Path(path).stem)
+        for (old,) in ask(layout, "SELECT path FROM segment WHERE retired_lsn IS NOT NULL"):
+            (layout.root / old).unlink()  # nothing is rescued
+        kept = (layout.root / path).read_bytes()
+        (layout.root / path).unlink()
+        with Catalog.open(layout) as catalog:
+            repair(catalog, layout, check(layout, level=CONTENTS))
+            rewrite_anew(layout.root / path, kept)
+            sweep_orphans(catalog, layout, opened_us=2**62, named=())
+            (finding,) = check(layout, level=CONTENTS)
+            assert (finding.what, finding.subject) == ("segment_returned", path)
+            repair(catalog, layout, [finding])
+        assert check(layout, level=CONTENTS) == []
+        assert (rows_of(layout), state_of(layout)) == (before, states)
+
+
+def test_a_file_that_is_put_back_late_or_damaged_does_not_count(layout: RunLayout) -> None:
+    (path,) = [path for (path,) in ask(layout, "SELECT path FROM segment WHERE retired_lsn IS NULL AND worker = 'w2'")]
+    kept = (layout.root / path).read_bytes()
+    (layout.root / path).unlink()
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, check(layout, level=CONTENTS))
+        rewrite_anew(layout.root / path, kept[:-9])
+        (line,) = repair(catalog, layout, check(layout, level=CONTENTS))
+        assert "not what was committed" in line and not (layout.root / path).exists()
+        play_what_is_open(layout, catalog)
+        before = rows_of(layout)
+        rewrite_anew(layout.root / path, kept)
+        assert "0 trajectories" in repair(catalog, layout, check(layout, level=CONTENTS))[0]
+        assert check(layout, level=CONTENTS) == []
+        assert rows_of(layout) == before
+        assert path in sweep_retired(catalog, layout, window_s=0.0)
+
+
+def rewrite_anew(path: Path, data: bytes) -> None:
+    """As a restore from a backup does: with its old time."""
+    path.write_bytes(data)
+    os.utime(path, (0, 0))

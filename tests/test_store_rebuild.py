@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from store import Catalog, FencedError, FormatError, LockedError, RunLayout, export, write_segment
+from store import Catalog, FencedError, FormatError, LockedError, RunLayout, export, write_open_sql, write_segment
+from store.exchange import export_selection, import_selection
 from store.reading.query import connect
 from store.upkeep.fsck import CONTENTS, check
 from store.upkeep.rebuild import rebuild
-from tests.store_runs import copy_run, fingerprint, flip, make_run
+from tests.store_runs import copy_run, fingerprint, flip, make_run, rewrite
 from tests.store_samples import make_trajectory, open_train_group, play
 
 # Everything that is exported, or said by the files themselves. An lsn of the catalog alone is not, nor is a batch's epoch.
@@ -212,3 +213,43 @@ def test_an_older_copy_of_the_catalog_is_refused_and_nothing_committed_since_is_
     assert ask(layout, "SELECT traj_uid FROM trajectory ORDER BY traj_uid") == trajectories
     with Catalog.open(layout) as catalog:
         assert catalog.counts().complete > 0
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_groups_whose_exported_part_is_gone_are_put_together_again(layout: RunLayout, intact: RunLayout, missing: bool) -> None:
+    layout.catalog.unlink()
+    for part in layout.exports.glob("groups-*.parquet"):
+        part.unlink() if missing else rewrite(part, b"garbage")
+    report = rebuild(layout)
+    assert any("groups are in no readable export" in line for line in report.lost)
+    same = "SELECT group_uid, split, ordinal, task_id, state, n_members, n_steps, n_won, return_sum FROM grp WHERE ordinal < 6"
+    assert ask(layout, same) == ask(intact, same)
+    assert ask(layout, "SELECT * FROM batch_group") == ask(intact, "SELECT * FROM batch_group")
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_group_that_only_the_ledger_names_is_left_out_and_said(layout: RunLayout) -> None:
+    layout.catalog.unlink()
+    for part in layout.exports.glob("groups-*.parquet"):
+        part.unlink()
+    shutil.rmtree(layout.segments)
+    layout.segments.mkdir()
+    assert any("their ledger and lineage are left out" in line for line in rebuild(layout).lost)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_versions_of_imported_groups_are_none_of_this_run(layout: RunLayout, tmp_path: Path) -> None:
+    other = RunLayout.create(tmp_path / "other", config_yaml="a: 1\n")
+    with Catalog.open(other) as catalog:
+        write_open_sql(other, macros=(), max_staleness=4)
+        play(other, catalog, open_train_group(catalog, 0), version=70)
+        export(catalog, other)
+    export_selection(other.root, tmp_path / "dataset", where=None, as_of=None)
+    for exported in (False, True):
+        import_selection(layout.root, tmp_path / "dataset")
+        if exported:
+            with Catalog.open(layout) as catalog:
+                export(catalog, layout)
+        layout.catalog.unlink()
+        rebuild(layout)
+        assert max(ask(layout, "SELECT version FROM version")) == (3,)

@@ -23,7 +23,7 @@ from store.catalog.records import (
 from store.catalog.snapshot import Part, Snapshot, take_snapshot
 from store.layout import RunLayout
 from store.records import uid_text
-from store.segments import SegmentMeta
+from store.segments import SegmentMeta, TrajectoryMeta
 
 
 class Catalog:
@@ -262,7 +262,7 @@ class Catalog:
             files.mark_removed(tx, segment_ids)
 
     def known_paths(self) -> frozenset[str]:
-        """Files that are committed and not removed; others beneath segments/ are orphans."""
+        """Files that must stay; others beneath segments/ are orphans."""
         with self._database.transaction() as tx:
             return files.known_paths(tx)
 
@@ -277,6 +277,11 @@ class Catalog:
         """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is read from there."""
         with self._database.transaction() as tx:
             return repairs.set_aside(tx, path=path, why=why, rescued=rescued)
+
+    def take_back(self, path: str, held: Sequence[TrajectoryMeta]) -> int:
+        """A file that was set aside and is whole counts again; how many of its trajectories `held` were lost."""
+        with self._database.transaction() as tx:
+            return repairs.take_back(tx, path=path, held=held)
 
     def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
         """Of these trajectories, those a live file holds and that are not counted from it are no longer seen."""

@@ -17,6 +17,11 @@ from store.segments import SegmentMeta, TrajectoryMeta
 # Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too, but that is rare.
 _WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND g.split = 'train'))"
 
+# Removed files that may hold what no other file does: what was lost was read from them, or from what they were merged into.
+WANTED_BACK = """(removed_us IS NOT NULL AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (
+    SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
+    AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
+
 
 def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
     """Every live segment, oldest first."""
@@ -138,8 +143,11 @@ def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
 
 
 def known_paths(tx: Transaction) -> frozenset[str]:
-    """Every file the catalog still counts on; a file that is not among them was never committed, or is removed."""
-    return frozenset(row["path"] for row in tx.rows("SELECT path FROM segment WHERE removed_us IS NULL"))
+    """Every file that must not be swept; one that is not among them was never committed, or is removed.
+
+    A removed file whose trajectories were lost is wanted again, should somebody put it back.
+    """
+    return frozenset(row["path"] for row in tx.rows(f"SELECT path FROM segment WHERE removed_us IS NULL OR {WANTED_BACK}"))
 
 
 def expirable(

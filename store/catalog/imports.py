@@ -89,14 +89,7 @@ def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) 
 
 def _take_in(tx: Transaction, group: ImportedGroup, *, source: str) -> None:
     """The group's sums and state, now that more of its members are here."""
-    row = tx.row(
-        """SELECT n_members, (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
-           FROM grp g WHERE group_uid = :group_uid""",
-        group_uid=group.group_uid,
-    )
-    assert row is not None
-    if row["here"] >= row["n_members"]:  # a consumed group that lost members keeps the sums of what the learner saw
-        sums.recompute(tx, group.group_uid)
+    sums.recompute_if_whole(tx, group.group_uid)
     complete_if_whole(tx, group.group_uid)
     tx.run(
         """UPDATE grp SET state = 'complete', reason = :reason, completed_lsn = :lsn, completed_us = :now_us

@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping
 
 from store.catalog.batches import release
 from store.catalog.database import Transaction
-from store.catalog.files import insert_segment, mark_removed, retire
+from store.catalog.files import WANTED_BACK, insert_segment, mark_removed, retire
+from store.catalog.groups import complete_if_whole, insert_trajectory
 from store.catalog.records import SetAside
-from store.catalog.sums import reopen
+from store.catalog.sums import recompute_if_whole, reopen
 from store.errors import StoreError
-from store.segments import SegmentMeta
+from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "fsck"
 # Consumed groups keep their state: what was trained on, was. A held-out group is consumed once its round has a figure.
@@ -65,6 +66,54 @@ def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | No
     )
     tx.log(component=COMPONENT, what="quarantine", detail=detail)
     return SetAside(rescued=n_rescued, lost=lost, reopened=reopened, released=released)
+
+
+def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -> int:
+    """A file that was set aside counts again, with those of its trajectories `held` that no other file holds; how many.
+
+    If there are none it is a replaced file, to be swept. Groups keep their state, but an open one may be complete now.
+    """
+    row = tx.row(f"SELECT segment_id FROM segment WHERE path = :path AND {WANTED_BACK}", path=path)
+    if row is None:
+        raise StoreError(f"{path} is not a file that was set aside; run fsck again")
+    segment_id = row["segment_id"]
+    taken = {meta.traj_uid: meta for meta in held if _is_missing(tx, meta)}
+    tx.run(
+        """UPDATE segment SET lsn = iif(:live, :lsn, lsn), retired_lsn = iif(:live, NULL, :lsn), removed_us = NULL,
+               retired_us = iif(:live, NULL, :now_us), retired_why = iif(:live, NULL, 'compacted')
+           WHERE segment_id = :segment_id""",
+        live=bool(taken),
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+        segment_id=segment_id,
+    )
+    tx.run("DELETE FROM duplicate WHERE segment_id = :segment_id", segment_id=segment_id)
+    for meta in held:
+        if meta.traj_uid in taken:
+            insert_trajectory(tx, meta, segment_id=segment_id)
+        else:
+            tx.run(
+                "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
+                segment_id=segment_id,
+                traj_uid=meta.traj_uid,
+            )
+    for group_uid in dict.fromkeys(meta.group_uid for meta in taken.values()):
+        recompute_if_whole(tx, group_uid)
+        complete_if_whole(tx, group_uid)
+    tx.log(component=COMPONENT, what="return", detail=f"{path}: {len(taken)} trajectories that were lost are here again")
+    tx.touch("segments", "excluded", "groups")
+    return len(taken)
+
+
+def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
+    """It was committed once, and is in no file."""
+    return bool(
+        tx.row(
+            """SELECT 1 FROM lost_trajectory WHERE traj_uid = :traj_uid
+               AND NOT EXISTS (SELECT 1 FROM trajectory WHERE traj_uid = :traj_uid)""",
+            traj_uid=meta.traj_uid,
+        )
+    )
 
 
 def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:

@@ -7,7 +7,7 @@ trajectories that the exports do not know, claims that nobody can settle any mor
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,8 @@ def _put_back(tx: Transaction, found: Found) -> None:
         lines.setdefault(row["group_uid"], []).append(row)
     for row in tables["groups"]:
         _put_back_group(tx, row, lines=lines.get(row["group_uid"], []), lsn=lsn)
-    for row in tables["ledger"]:
+    known = {row["group_uid"] for row in tables["groups"]}
+    for row in (row for row in tables["ledger"] if row["group_uid"] in known):  # of the others the caller has spoken
         names = ("group_uid", "state", "reason", "lsn")
         _insert(tx, "group_state", **{name: row[name] for name in names}, at_us=row["at"])
     for row in tables["groups"]:
@@ -118,7 +119,7 @@ def _put_back(tx: Transaction, found: Found) -> None:
         if [line["state"] for line in lines.get(row["group_uid"], [])][-1:] != [row["state"]]:
             values = {"state": row["state"], "reason": row["reason"] or "dispatched", "lsn": lsn, "at_us": row["opened_at"]}
             _insert(tx, "group_state", group_uid=row["group_uid"], **values)
-    _put_back_batches(tx, tables["lineage"], lines=lines, lsn=lsn)
+    _put_back_batches(tx, tables["lineage"], lines=lines, lsn=lsn, known=known)
     for row in tables["versions"]:
         values = {name: row[name] for name in ("version", "path", "digest", "learner_step", "epoch")}
         _insert(tx, "version", **values, published_us=row["published_at"], lsn=lsn)
@@ -150,7 +151,9 @@ def _put_back_group(tx: Transaction, row: Row, *, lines: Sequence[Row], lsn: int
     )
 
 
-def _put_back_batches(tx: Transaction, lineage: Sequence[Row], *, lines: Mapping[bytes, Sequence[Row]], lsn: int) -> None:
+def _put_back_batches(
+    tx: Transaction, lineage: Sequence[Row], *, lines: Mapping[bytes, Sequence[Row]], lsn: int, known: Container[bytes]
+) -> None:
     of_batch: dict[int, list[Row]] = {}
     for row in lineage:
         of_batch.setdefault(row["batch_id"], []).append(row)
@@ -177,7 +180,7 @@ def _put_back_batches(tx: Transaction, lineage: Sequence[Row], *, lines: Mapping
             trained_lsn=min(settled, default=changed) if trained else None,
             rolled_back_lsn=changed if state == "rolled_back" else None,
         )
-        for row in rows:
+        for row in (row for row in rows if row["group_uid"] in known):
             names = ("batch_id", "group_uid", "live", "outcome", "version_min", "version_max")
             _insert(tx, "batch_group", **{name: row[name] for name in names}, changed_lsn=row.get("changed_lsn", lsn))
 

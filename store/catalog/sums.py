@@ -18,6 +18,18 @@ def recompute(tx: Transaction, group_uid: bytes) -> None:
     tx.touch("groups")
 
 
+def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
+    """The same, unless the group lacks members: a consumed one keeps the figures of what the learner saw."""
+    row = tx.row(
+        """SELECT n_members, (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
+           FROM grp g WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+    )
+    assert row is not None
+    if row["here"] >= row["n_members"]:
+        recompute(tx, group_uid)
+
+
 def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
     """The members it lacks are to be played again; those it has stay."""
     tx.run(

@@ -78,7 +78,7 @@ def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
 
 
 def _rows(layout: RunLayout, path: str) -> list[dict[str, Any]]:
-    table = pq.read_table(pa.BufferReader(layout.storage.read(path)))
+    table = pq.read_table(pa.BufferReader(layout.storage.read(path)), page_checksum_verification=True)
     for position, field in enumerate(table.schema):
         if pa.types.is_timestamp(field.type):  # a datetime would lose the unit
             table = table.set_column(position, field.name, table[field.name].cast(pa.int64()))

@@ -146,7 +146,8 @@ def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> P
 
 def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
     sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"format_version": str(FORMAT_VERSION)}), sink, compression="zstd")
+    labelled = table.replace_schema_metadata({"format_version": str(FORMAT_VERSION)})
+    pq.write_table(labelled, sink, compression="zstd", write_page_checksum=True)
     path = layout.relative(layout.exports / name)
     layout.storage.write(path, sink.getvalue())
     return path

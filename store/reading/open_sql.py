@@ -13,6 +13,8 @@ SOURCES = Path(__file__).with_name("sources.sql")
 VIEWS = Path(__file__).with_name("views.sql")
 RUN_LINE = "SET VARIABLE run = '.';"
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
+BOUND = re.compile(r"SET VARIABLE max_staleness = (\d+);")
+CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d+)$", re.MULTILINE)
 VIEWS_MARK = "-- The views."
 MACROS_MARK = "-- The macros."
 FORMAT_1_VIEWS_END = "GROUP BY t.learner_step, t.begin_us, t.end_us;\n"
@@ -37,6 +39,21 @@ def upgrade(layout: RunLayout) -> None:
         return
     text = layout.open_sql.read_text()
     macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
-    staleness = re.search(r"SET VARIABLE max_staleness = (\d+);", text)
+    staleness = BOUND.search(text)
     new = compose(macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0)
     write(layout, new)
+
+
+def is_whole(layout: RunLayout) -> bool:
+    """Whether it is there with all its parts."""
+    if not layout.open_sql.is_file():
+        return False
+    text = layout.open_sql.read_text(errors="replace")
+    return all(part in text for part in (RUN_LINE, VIEWS_MARK, MACROS_MARK))
+
+
+def write_again(layout: RunLayout) -> None:
+    """The views without macros, which only the run's next start knows; the bound is that of the run, if anything tells it."""
+    left = layout.open_sql.read_text(errors="replace") if layout.open_sql.is_file() else ""
+    staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
+    write(layout, compose(macros=(), max_staleness=int(staleness[1]) if staleness else 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,10 +12,12 @@ from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.durable import TEMPORARY_SUFFIX
 from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
+from store.reading import open_sql
 from store.reading.manifest import Manifest, read_manifest
 from store.upkeep.finding import Finding, error, warning
 from store.upkeep.fsck_segments import AGAIN, GRACE_S, Opener
 
+NAMED_FILE = re.compile(r'([^"/]+\.parquet)"')
 CODES = frozenset(
     {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"} | {"export_missing", "export_damaged"}
 )
@@ -25,30 +28,60 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
     repair = f"python -m store fsck --repair {layout.root}"
     name = layout.relative(layout.manifest)
     if not layout.manifest.is_file():
-        if not layout.open_sql.is_file():  # nothing was ever shown of this run
+        if not layout.open_sql.is_file() and not _has_begun(catalog):  # nothing was ever shown of this run
             return []
-        return [error("manifest_missing", name, "open.sql has nothing to read", remedy=repair)]
+        missing = error("manifest_missing", name, "open.sql has nothing to read", remedy=repair)
+        return [missing, *_check_open_sql(catalog, layout, remedy=repair)]
     try:
         manifest = read_manifest(layout)
     except FormatError as unreadable:
         return [error("manifest_damaged", name, str(unreadable), remedy=repair)]
     if manifest is None:  # of an older format: the next owner replaces it
-        return []
+        gone = _gone(layout)
+        detail = f"it is of an older format, and {len(gone)} of its files are gone, e.g. {min(gone, default='')}"
+        return [error("manifest_damaged", name, detail, remedy=repair)] if gone else []
     if manifest.run_id != layout.info.run_id:
         return [error("manifest_foreign", name, f"it is of run {manifest.run_id}", remedy=repair)]
     with catalog() as connection:
         lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
-        known = {row[0] for row in connection.execute("SELECT path FROM segment WHERE removed_us IS NULL")}
+        rows = connection.execute("SELECT path, retired_lsn FROM segment WHERE removed_us IS NULL").fetchall()
+    # A live file that is gone is check_segments' business; one that was retired may have been swept.
+    shown = set(manifest.segments)
+    known = {path for path, retired in rows if path in shown and (retired is None or layout.storage.exists(path))}
     if manifest.lsn > lsn:
         detail = f"it shows lsn {manifest.lsn}, the catalog is at {lsn}: an older catalog was put back"
         newest = f"put the newest catalog back, or: python -m store rebuild --force {layout.root}"
         return [error("manifest_ahead", name, detail, remedy=newest)]
     found = [
-        error("manifest_segment", path, "the manifest names it, the catalog has no such file", remedy=repair)
+        error("manifest_segment", path, "the manifest names it, there is no such file", remedy=repair)
         for path in manifest.segments[1:]
         if path not in known
     ]
+    found += _check_open_sql(catalog, layout, remedy=repair)
     return found + _check_exports(layout, manifest, contents=contents)
+
+
+def _has_begun(catalog: Opener) -> bool:
+    """Else a start that did not get further; the next one writes what is not there."""
+    with catalog() as connection:
+        return connection.execute("SELECT 1 FROM segment").fetchone() is not None
+
+
+def _check_open_sql(catalog: Opener, layout: RunLayout, *, remedy: str) -> list[Finding]:
+    if open_sql.is_whole(layout) or not _has_begun(catalog):
+        return []
+    return [error("open_sql_missing", layout.open_sql.name, "it is not there, or not whole: there are no views", remedy=remedy)]
+
+
+def _gone(layout: RunLayout) -> set[str]:
+    """Files that a manifest of an older format names, whatever its fields are called, and that are not there."""
+    named = set(NAMED_FILE.findall(layout.manifest.read_text()))
+    there = {
+        file.path.rpartition("/")[2]
+        for place in (layout.segments, layout.exports)
+        for file in layout.storage.files(layout.relative(place))
+    }
+    return named - there
 
 
 def check_unfinished(layout: RunLayout) -> list[Finding]:
@@ -78,7 +111,8 @@ def _check_exports(layout: RunLayout, manifest: Manifest, *, contents: bool) -> 
             found.append(error("export_missing", path, "the manifest names it", remedy=remedy))
         elif contents:
             try:
-                held = pq.read_table(io.BytesIO(layout.storage.read(path))).num_rows
+                data = io.BytesIO(layout.storage.read(path))
+                held = pq.read_table(data, page_checksum_verification=True).num_rows
             except UnavailableError as unavailable:
                 found.append(error("export_unavailable", path, str(unavailable), remedy=AGAIN))
                 continue

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from store.catalog.files import WANTED_BACK
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import CANONICALISER_VERSION, file_digest
@@ -24,6 +25,7 @@ GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
 AGAIN = "make it readable, then check again; --repair leaves it alone"
 ATTEMPTS = 5  # live → retired → removed: the owner cannot change one file more often
 _RELATIVE = 1e-9  # of a return: the order of a sum is not fixed
+RETURNED = f"SELECT path, retired_why FROM segment WHERE {WANTED_BACK}"
 
 Opener = Callable[[], AbstractContextManager[sqlite3.Connection]]
 
@@ -54,7 +56,12 @@ def check_segments(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
                 found += _check_again(catalog, layout, segment_id, contents=contents)
     with catalog() as connection:  # a new one: of what was committed since the listing
         known = {row["path"] for row in connection.execute("SELECT path FROM segment WHERE removed_us IS NULL")}
-        for path in sorted(listed.keys() - known):
+        returned = {row["path"]: row["retired_why"] for row in connection.execute(RETURNED)}
+        for path in sorted(listed.keys() & returned.keys()):
+            if layout.storage.exists(path):  # else it was set aside while we looked
+                detail = f"it was {returned[path]} and removed, and is there again; only it may hold what was lost with it"
+                found.append(error("segment_returned", path, detail, remedy=f"python -m store fsck --repair {layout.root}"))
+        for path in sorted(listed.keys() - known - returned.keys()):
             if listed[path].modified_us < now_us() - GRACE_S * US_PER_S:
                 found.append(_stray(connection, layout, path, contents=contents))
     return found

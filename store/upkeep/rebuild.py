@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -18,7 +17,7 @@ from pathlib import PurePosixPath
 from store.catalog.catalog import Catalog
 from store.catalog.database import take_lock
 from store.catalog.imports import IMPORTED
-from store.catalog.restore import COMPONENT, Found, FoundGroup, FoundSegment, Restored, restore
+from store.catalog.restore import COMPONENT, Found, FoundSegment, Restored, restore
 from store.clock import now_us
 from store.durable import TEMPORARY_SUFFIX
 from store.errors import StoreError, UnavailableError
@@ -29,13 +28,12 @@ from store.reading.manifest import export
 from store.segments import SegmentMeta
 from store.storage import StoredFile
 from store.upkeep.compact import WORKER as COMPACTED
+from store.upkeep.found_groups import as_exported, new_groups
 from store.upkeep.repair import quarantine
 from store.upkeep.rows import Played, open_rows, trajectories
 from store.upkeep.sweep import SEGMENT_PATH
 
 EPOCHS_WITHOUT_TRACE = 1000  # owners that committed nothing; their workers must stay fenced too
-ORDINALS_TRIED = 100_000  # beyond the largest exported one: groups dispatched since the last export
-ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
 WEIGHTS_NAME = re.compile(r"v(\d{6,})")
 
 
@@ -106,9 +104,39 @@ def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
 
 
 def _put_together(layout: RunLayout, exported: Exported, files: Sequence[_File]) -> tuple[Found, list[str]]:
+    played = [trajectory for file in files for trajectory in file.played]
     known = {row["group_uid"]: int(row["size"]) for row in exported.tables["groups"]}
-    groups = {group.group_uid: group for group in _new_groups(layout, exported, files, known=known)}
+    groups = {group.group_uid: group for group in new_groups(layout.info.run_id, exported, played, known=known)}
+    derived = dict(as_exported(groups, exported, played))
+    tables = {**exported.tables, "groups": [*exported.tables["groups"], *derived.values()]}
     sizes = known | {group_uid: group.size for group_uid, group in groups.items()}
+    imported = {row["group_uid"] for row in tables["groups"] if row["split"] == IMPORTED}
+    imported |= {group.group_uid for group in groups.values() if group.split == IMPORTED}
+    segments, strangers = _segments(files, exported, sizes=sizes)
+    epochs = [file.epoch for file in files] + [int(row["epoch"]) for row in exported.tables["versions"]]
+    found = Found(
+        run_id=layout.info.run_id,
+        epoch=max(epochs, default=0) + EPOCHS_WITHOUT_TRACE,
+        lsn=max(exported.lsn, 1),
+        tables=tables,
+        groups=tuple(group for group in groups.values() if group.group_uid not in derived),
+        segments=segments,
+        versions=_new_versions(layout, exported, [one for one in played if one.meta.group_uid in sizes.keys() - imported]),
+    )
+    missing = [path for path in exported.segments or () if path not in {file.stored.path for file in files}]
+    lost = [f"{path} was live at the last export and is not there or not readable" for path in missing]
+    if derived:
+        lost.append(f"{len(derived)} groups are in no readable export: they are put together from rows, ledger and lineage")
+    nameless = {row["group_uid"] for name in ("ledger", "lineage") for row in tables[name]} - sizes.keys()
+    if nameless:
+        lost.append(f"{len(nameless)} groups are in no readable export and no file: their ledger and lineage are left out")
+    if strangers:
+        lost.append(f"{strangers} trajectories are no members of any group that could be recovered; their rows are left out")
+    return found, lost
+
+
+def _segments(files: Sequence[_File], exported: Exported, *, sizes: Mapping[bytes, int]) -> tuple[list[FoundSegment], int]:
+    """Each file with the trajectories that are read from it, and how many trajectories are no member of any known group."""
     excluded = {(row["path"], row["traj_uid"]) for row in exported.tables["excluded"]}
     order = {path: number for number, path in enumerate(exported.segments or ())}
     segments, strangers, counted = [], 0, set()
@@ -144,90 +172,13 @@ def _put_together(layout: RunLayout, exported: Exported, files: Sequence[_File])
                 written_us=file.stored.modified_us,
             )
         )
-    epochs = [file.epoch for file in files] + [int(row["epoch"]) for row in exported.tables["versions"]]
-    found = Found(
-        run_id=layout.info.run_id,
-        epoch=max(epochs, default=0) + EPOCHS_WITHOUT_TRACE,
-        lsn=max(exported.lsn, 1),
-        tables=exported.tables,
-        groups=tuple(groups.values()),
-        segments=segments,
-        versions=_new_versions(layout, exported, files),
-    )
-    missing = [path for path in exported.segments or () if path not in {file.stored.path for file in files}]
-    lost = [f"{path} was live at the last export and is not there or not readable" for path in missing]
-    if strangers:
-        lost.append(f"{strangers} trajectories are no members of any group that could be recovered; their rows are left out")
-    return found, lost
+    return segments, strangers
 
 
-def _new_groups(
-    layout: RunLayout, exported: Exported, files: Sequence[_File], *, known: Mapping[bytes, int]
-) -> Iterator[FoundGroup]:
-    """Groups that the exports do not know. Their ordinals are found by trying: the uid is made of them."""
-    members: dict[bytes, list[Played]] = {}
-    for file in files:
-        for played in file.played:
-            if played.meta.group_uid not in known:
-                members.setdefault(played.meta.group_uid, []).append(played)
-    wanted = {group_uid: rows[0].split for group_uid, rows in members.items()}
-    places = dict(_places(layout.info.run_id, exported, wanted))
-    usual = {
-        split: Counter(row["size"] for row in exported.tables["groups"] if row["split"] == split).most_common(1)
-        for split in ("train", "heldout")
-    }
-    largest = {
-        split: max((row.meta.member + 1 for rows in members.values() for row in rows if row.split == split), default=1)
-        for split in usual
-    }
-    taken = max((row["ordinal"] for row in exported.tables["groups"] if row["split"] == IMPORTED), default=-1)
-    for group_uid, rows in members.items():
-        # No group of this run has such a uid: it was imported. Only the members that are here are ever expected.
-        split, ordinal, round_ = places.get(group_uid, (IMPORTED, -1, None))
-        if split == IMPORTED:
-            ordinal = taken = taken + 1
-            size = max(row.meta.member for row in rows) + 1
-        else:
-            size = usual[split][0][0] if usual[split] else largest[split]
-        yield FoundGroup(
-            group_uid=group_uid,
-            split=split,
-            ordinal=ordinal,
-            task_id=rows[0].task_id,
-            size=max(size, *(row.meta.member + 1 for row in rows)),
-            purpose_version=round_,
-        )
-
-
-def _places(
-    run_id: str, exported: Exported, wanted: Mapping[bytes, str]
-) -> Iterator[tuple[bytes, tuple[str, int, int | None]]]:
-    """(group, (split, ordinal, round)) of those wanted groups that are of this run."""
-    left = {group_uid for group_uid, split in wanted.items() if split == "train"}
-    ordinals = [row["ordinal"] for row in exported.tables["groups"] if row["split"] == "train"]
-    for ordinal in range(max(ordinals, default=-1) + 1 + ORDINALS_TRIED):
-        if not left:
-            break
-        group_uid = uid(run_id, "train", ordinal, None)
-        if group_uid in left:
-            left.remove(group_uid)
-            yield group_uid, ("train", ordinal, None)
-    left = {group_uid for group_uid, split in wanted.items() if split == "heldout"}
-    rounds = [row["purpose_version"] for row in exported.tables["groups"] if row["split"] == "heldout"]
-    newest = max([0, *rounds, *(row["version"] for row in exported.tables["versions"])]) + ROUNDS_TRIED
-    per_round = max(2 * max(Counter(rounds).values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
-    for version in range(newest, -1, -1):
-        for ordinal in range(per_round if left else 0):
-            group_uid = uid(run_id, "heldout", ordinal, version)
-            if group_uid in left:
-                left.remove(group_uid)
-                yield group_uid, ("heldout", ordinal, version)
-
-
-def _new_versions(layout: RunLayout, exported: Exported, files: Sequence[_File]) -> dict[int, str]:
+def _new_versions(layout: RunLayout, exported: Exported, played: Sequence[Played]) -> dict[int, str]:
     """Versions that left a trace and are not exported: their numbers must not be used again."""
     known = {row["version"] for row in exported.tables["versions"]}
-    seen = {played.meta.version_max for file in files for played in file.played} if known else set()
+    seen = {trajectory.meta.version_max for trajectory in played} if known else set()
     for path in layout.weights.iterdir() if layout.weights.is_dir() else ():
         match = WEIGHTS_NAME.fullmatch(path.name)
         if match is not None:
@@ -247,6 +198,11 @@ def _write(layout: RunLayout, found: Found) -> Restored:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             restored = restore(connection, found)
+    except sqlite3.IntegrityError as error:
+        raise StoreError(
+            f"the exported tables contradict each other ({error}); move {layout.exports} and {layout.manifest.name} away, "
+            "then rebuild from the segments alone"
+        ) from error
     except sqlite3.Error as error:
         raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
     for suffix in ("-wal", "-shm", ""):  # the log first: it belongs to no other catalog

@@ -21,15 +21,16 @@ from store.catalog.catalog import Catalog
 from store.catalog.repairs import COMPONENT
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, sync_directory, write_atomically
-from store.errors import StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import file_digest
 from store.layout import RunLayout
+from store.reading import open_sql
 from store.reading.manifest import export
 from store.records import uid_text
 from store.segments import SegmentMeta, decode, write_rows
 from store.upkeep.finding import Finding
 from store.upkeep.fsck_manifest import CODES as MANIFEST_CODES
-from store.upkeep.rows import open_rows, trajectories
+from store.upkeep.rows import malformed, open_rows, trajectories
 
 WORKER = "repair"  # the directory of files that were put together from others
 BYTES_ARE_GONE = frozenset({"segment_missing", "segment_damaged", "segment_unreadable"})
@@ -47,6 +48,9 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
             damaged.setdefault(finding.subject, finding)
     for path, finding in damaged.items():
         done.append(_set_aside(catalog, layout, path, finding))
+    for finding in findings:
+        if finding.what == "segment_returned":
+            done.append(_take_back(catalog, layout, finding.subject))
     for path in dict.fromkeys(finding.subject for finding in findings if finding.what == "uncounted_rows"):
         if path not in damaged:
             held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
@@ -65,10 +69,22 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
         if (layout.root / path).is_file() or layout.storage.exists(path):
             place = quarantine(layout, path)
             catalog.log(component=COMPONENT, what="manifest", detail=f"{path}: {finding.detail}; moved to {place}")
+    if any(finding.what == "open_sql_missing" for finding in findings):
+        done.append(_write_open_sql(catalog, layout))
     if done or shown:
         lsn = export(catalog, layout)
         done += [f"the manifest was written anew, at lsn {lsn}"] if shown else []
     return done
+
+
+def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
+    left = layout.open_sql.read_bytes() if layout.open_sql.is_file() else None
+    open_sql.write_again(layout)
+    if left is not None:
+        make_directory(layout.quarantine)
+        write_atomically(layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY)
+    catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
+    return "open.sql was written again, with the views; the next start of the run adds advantages(...)"
 
 
 def quarantine(layout: RunLayout, path: str) -> str:
@@ -102,6 +118,16 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
     line = f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
     line += f", {len(result.reopened)} groups are played again"
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
+
+
+def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
+    """A file that was set aside, put back by hand: if it is what was committed, it counts again."""
+    data = _whole(layout, path)
+    held = None if data is None else open_rows(data, path=layout.root / path)
+    if held is None or held.run_id != layout.info.run_id or malformed(held):
+        return f"{path}: what was put back is not what was committed; moved to {quarantine(layout, path)}"
+    n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
+    return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
 def _write_note(layout: RunLayout, place: str, meta: SegmentMeta, finding: Finding) -> None:
@@ -143,9 +169,18 @@ def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMe
 
 
 def _intact(layout: RunLayout, path: str) -> pa.Table | None:
+    data = _whole(layout, path)
+    try:
+        return None if data is None else decode(data, path=Path(path))
+    except FormatError:
+        return None
+
+
+def _whole(layout: RunLayout, path: str) -> pa.Buffer | None:
+    """The bytes of a file if they are those it is named after."""
     try:
         data = layout.storage.read(path)
-        return decode(data, path=Path(path)) if file_digest(data) == PurePosixPath(path).stem else None
+        return data if file_digest(data) == PurePosixPath(path).stem else None
     except UnavailableError:  # what it holds may be all that is left: nothing is given up for an outage
         raise
     except StoreError:  # this one is damaged too

@@ -1,0 +1,90 @@
+"""fsck of what readers read: exports, the manifest and open.sql; repair writes them anew."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from store import Catalog, RunLayout, export
+from store.reading.query import connect
+from store.upkeep.fsck import CONTENTS, check
+from store.upkeep.repair import repair
+from tests.store_damage import an_export, ask
+from tests.store_runs import flip, make_run
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = make_run(tmp_path / "run")
+    info = json.loads(layout.run_json.read_text())
+    layout.run_json.write_text(json.dumps({**info, "config_yaml": "max_staleness: 2\n"}))
+    return RunLayout.open(layout.root)
+
+
+def test_flipped_bits_in_an_export_are_found_and_it_is_written_anew(layout: RunLayout) -> None:
+    path = an_export(layout, part=-1)
+    page = pq.ParquetFile(path).metadata.row_group(0).column(0)  # uids: any bits will do
+    flip(path, 8 * (page.dictionary_page_offset + page.total_compressed_size // 2))
+    assert pq.read_table(path).num_rows
+    (finding,) = check(layout, level=CONTENTS)
+    assert finding.what == "export_damaged"
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, [finding])
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_an_older_manifest_whose_files_are_gone_is_replaced(layout: RunLayout) -> None:
+    older = json.loads(layout.manifest.read_text())
+    retired = ask(layout, "SELECT path FROM segment WHERE retired_lsn IS NOT NULL")[0][0]
+    for number, content in enumerate(
+        (
+            {**older, "segments": [*older["segments"], retired]},
+            {"format_version": 1, "run_id": older["run_id"], "lsn": 1, "segments": [], "exports": {"x": "export/x-1.parquet"}},
+        )
+    ):
+        (layout.root / retired).unlink(missing_ok=True)
+        layout.manifest.write_text(json.dumps(content))
+        found = [finding for finding in check(layout, level=CONTENTS) if finding.severity == "error"]
+        assert [finding.what for finding in found] == [("manifest_segment", "manifest_damaged")[number]]
+        with Catalog.open(layout) as catalog:
+            repair(catalog, layout, check(layout, level=CONTENTS))
+        assert check(layout, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize("text", [None, "garbage", "SET VARIABLE max_staleness = 7;\n"])
+def test_open_sql_that_is_gone_or_garbage_is_written_again(layout: RunLayout, text: str | None) -> None:
+    layout.open_sql.unlink()
+    if text is not None:
+        layout.open_sql.write_text(text)
+    (finding,) = check(layout, level=CONTENTS)
+    assert finding.what == "open_sql_missing"
+    with Catalog.open(layout) as catalog:
+        (line,) = repair(catalog, layout, [finding])
+    assert "advantages(...)" in line
+    assert check(layout, level=CONTENTS) == []
+    with closing(connect(layout)) as views:
+        assert views.sql("SELECT count(*) FROM steps").fetchall()[0][0]
+        staleness = views.sql("SELECT getvariable('max_staleness')").fetchall()[0][0]
+    assert staleness == (7 if text and "7" in text else 2)  # of what is left of it, or of run.json
+
+
+def test_a_run_without_manifest_and_open_sql_gets_both(layout: RunLayout) -> None:
+    layout.open_sql.unlink()
+    layout.manifest.unlink()
+    found = check(layout, level=CONTENTS)
+    assert [finding.what for finding in found] == ["manifest_missing", "open_sql_missing"]
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, found)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_start_that_did_not_get_to_open_sql_is_no_damage(tmp_path: Path) -> None:
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    with Catalog.open(layout) as catalog:
+        assert check(layout, level=CONTENTS) == []
+        export(catalog, layout)
+        assert check(layout, level=CONTENTS) == []
