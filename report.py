@@ -22,6 +22,9 @@ SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
        avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {FIRST_AND_LAST_STEPS})
 FROM metrics WHERE name = 'train/success'
 """
+TIMES = """
+SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_s') FROM metrics
+"""
 FINISHED = """
 SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
@@ -41,6 +44,7 @@ def show(config: Config, console: Console) -> None:
     with store.open(config.run_dir) as reader:
         won, played = _row(reader, HELDOUT)
         first, last = _row(reader, TRAINING)
+        step_s, advantages_s = _row(reader, TIMES)
         trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
     console.print()
     if first is not None:
@@ -50,6 +54,11 @@ def show(config: Config, console: Console) -> None:
         console.print(
             f"success on held-out tasks: {won / played:.2f}  "
             f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)",
+        )
+    if step_s:
+        share = advantages_s / step_s
+        console.print(
+            f"a learner step took {step_s:.2f} s (median), {advantages_s * 1e3:.0f} ms of it ({share:.1%}) for advantages"
         )
     run = config.run_dir
     console.print(

@@ -145,6 +145,7 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Fi
     assert "success on training tasks" in output
     assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
     assert "python -m store sql" in output
+    assert re.search(r"a learner step took \d+\.\d\d s \(median\), \d+ ms of it \(\d+\.\d%\) for advantages", output)
     assert "Traceback" not in output
 
 
