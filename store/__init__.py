@@ -10,21 +10,17 @@ from store.catalog.database import check_unowned
 from store.catalog.records import (
     Batch,
     CheckpointRecord,
-    ClaimedGroup,
     CommitResult,
     Counts,
-    Evaluation,
     GroupRecord,
     LiveSegment,
-    RollBack,
-    SuccessRate,
     VersionRecord,
 )
 from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
 from store.hashing import state_hash, uid
-from store.layout import FORMAT_VERSION, RunInfo, RunLayout
+from store.layout import FORMAT_VERSION, RunLayout
 from store.logs import capture_output
 from store.reading.manifest import export
 from store.reading.query import write_open_sql
@@ -43,12 +39,10 @@ __all__ = [
     "Batch",
     "Catalog",
     "CheckpointRecord",
-    "ClaimedGroup",
     "CommitResult",
     "CompactionPolicy",
     "Counts",
     "DigestError",
-    "Evaluation",
     "FencedError",
     "FormatError",
     "GroupRecord",
@@ -57,14 +51,11 @@ __all__ = [
     "Maintainer",
     "MaintainerSettings",
     "Reader",
-    "RollBack",
-    "RunInfo",
     "RunLayout",
     "SegmentMeta",
     "SqlTimeout",
     "Step",
     "StoreError",
-    "SuccessRate",
     "Trajectory",
     "TrajectoryMeta",
     "UnavailableError",
