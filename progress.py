@@ -75,6 +75,8 @@ class Progress:
             ("generated", shown(metrics, "tokens/generated_per_s", "{:.0f} tok/s")),
             ("trained", shown(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
             ("learner idle", shown(metrics, "learner/idle_fraction", "{:.0%}")),
+            ("learner step", shown(metrics, "time/step_s", "{:.2f} s")),
+            ("advantages", shown(metrics, "time/advantages_s", "{:.3f} s")),
         ]
         return rows
 

@@ -58,7 +58,7 @@ def show(config: Config, console: Console) -> None:
     if step_s:
         share = advantages_s / step_s
         console.print(
-            f"a learner step took {step_s:.2f} s (median), {advantages_s * 1e3:.0f} ms of it ({share:.1%}) for advantages"
+            f"a learner step took {step_s:.2f} s (median), {advantages_s * 1e3:.0f} ms of it ({share:.2%}) for advantages"
         )
     run = config.run_dir
     console.print(

@@ -10,7 +10,7 @@ duckdb, pyarrow, numpy, rapidfuzz and torch, and nothing of ours.
 
 from __future__ import annotations
 
-from gigpo.advantages import compute_advantages, with_anchor_keys
+from gigpo.advantages import compute_advantages, prepare_advantages, with_anchor_keys
 from gigpo.corrections import (
     CORRECTIONS,
     Correction,
@@ -123,6 +123,7 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "log_ratio",
+    "prepare_advantages",
     "signal_settings",
     "similarity_keys",
     "singleton_fraction",

@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from configs import Config, LearnerConfig
-from gigpo import AdvantageSettings, signal_settings, singleton_fraction, step_variance_share
+from gigpo import AdvantageSettings, prepare_advantages, signal_settings, singleton_fraction, step_variance_share
 from learner.batch import micro_batches, split_updates
 from learner.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from learner.engine import Engine, UpdateStats
@@ -71,6 +71,8 @@ class Learner:
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
+        for settings in filter(None, (self.settings, self.signal)):
+            prepare_advantages(settings)
         self.engine = Engine(
             model_path=self.model_path,
             model=self.config.model,
@@ -103,7 +105,7 @@ class Learner:
             ready = self._wait_for_batch()
             if ready is None:
                 break
-            waited_s = time.monotonic() - started - ready.read_s - ready.advantages_s
+            waited_s = time.monotonic() - started - ready.read_s - ready.advantages_s - ready.signal_s
             empty = 0 if ready.rows.num_rows else empty + 1
             if empty > MAX_EMPTY_BATCHES and ready.success < SOLVED:
                 raise StarvationError(
@@ -160,6 +162,7 @@ class Learner:
             "learner/idle_fraction": waited_s / step_s,
             "staleness/max": float(self.version - min(g.version_min for g in ready.batch.groups)),
             "time/advantages_s": ready.advantages_s,
+            "time/signal_s": ready.signal_s,
             "time/read_s": ready.read_s,
             "time/step_s": step_s,
             "tokens/generated_per_s": ready.n_response_tokens / step_s,

@@ -145,7 +145,7 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Fi
     assert "success on training tasks" in output
     assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
     assert "python -m store sql" in output
-    assert re.search(r"a learner step took \d+\.\d\d s \(median\), \d+ ms of it \(\d+\.\d%\) for advantages", output)
+    assert re.search(r"a learner step took \d+\.\d\d s \(median\), \d+ ms of it \(\d+\.\d\d%\) for advantages", output)
     assert "Traceback" not in output
 
 
@@ -153,7 +153,7 @@ def test_every_promised_metric_has_rows(finished: tuple[Finished, Leftovers, Lef
     names = {name for (name,) in rows(finished[0].run, "SELECT DISTINCT name FROM metrics")}
     assert names >= {
         "train/success", "heldout/success", "staleness/max", "learner/idle_fraction", "tokens/generated_per_s",
-        "tokens/trained_per_s", "time/advantages_s", "time/step_s",
+        "tokens/trained_per_s", "time/advantages_s", "time/signal_s", "time/step_s",
     }  # fmt: skip
     assert rows(finished[0].run, "SELECT count(DISTINCT learner_step) FROM metrics WHERE name = 'train/success'") == [(6,)]
 
