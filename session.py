@@ -71,7 +71,7 @@ class Session:
             "coordinator", CoordinatorActor.options(num_cpus=0).remote(self.config, learns=self.learns)
         )
         if self.learns:
-            learner = LearnerActor.options(num_cpus=0, num_gpus=self.config.learner.gpus, max_concurrency=2)
+            learner = LearnerActor.options(num_cpus=0, num_gpus=self.config.learner.gpus_per_rank, max_concurrency=2)
             setup = LearnerSetup(config=self.config, model_path=self.model_path)
             self._add("learner", learner.remote(setup, self.coordinator))
         for name in [f"worker-{number}" for number in range(actors.workers)]:

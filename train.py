@@ -112,10 +112,10 @@ def check_tasks(config: Config, console: Console) -> None:
 
 def check_gpus(config: Config) -> None:
     """Ray would wait for ever for a GPU that is not there. Raises ConfigError."""
-    wanted, there = config.actors.workers * config.actors.gpus_per_worker + config.learner.gpus, available_gpus()
+    wanted, there = config.actors.workers * config.actors.gpus_per_worker + config.learner.ranks * config.learner.gpus_per_rank, available_gpus()
     if wanted > there:
         raise ConfigError(
-            f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.gpus), Ray has {there}; "
+            f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.ranks x gpus_per_rank), Ray has {there}; "
             "set both to 0 for a CPU run, or join a cluster with RAY_ADDRESS"
         )
 

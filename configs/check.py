@@ -26,7 +26,11 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
     "learner.zero_stage": "",
-    "learner.gpus": "; use 0 for a CPU learner",
+    "learner.gpus_per_rank": "; use 0 for a CPU learner",
+    "learner.keep_every": "; use 0 to keep the newest learner.keep_checkpoints only",
+    "model.lora_rank": "; use 0 to train all weights",
+    "alarms.ess_below": "; use 0 for no such alarm",
+    "alarms.entropy_below": "; use 0 for no such alarm",
     "evaluation.every": "; use 0 to evaluate at the end only",
     "evaluation.temperature": "; use 0 for greedy play",
     "store.keep_days": "; use 0 to keep trajectories for ever",
@@ -76,7 +80,8 @@ def _check_choices(config: Config) -> None:
         "loss.kl": (config.loss.kl, ("k1", "k2", "k3")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
-        "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2)),
+        "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
+        "learner.gpus_per_rank": (config.learner.gpus_per_rank, (0, 1)),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
@@ -144,6 +149,8 @@ def _check_precision(config: Config) -> None:
             "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so small updates would be "
             "rounded away; set learner.zero_stage=1"
         )
+    if config.learner.offload and config.learner.zero_stage == 0:
+        raise ConfigError("learner.offload=true with learner.zero_stage=0 would do nothing; set learner.zero_stage=1")
 
 
 def _check_loss(config: Config) -> None:

@@ -45,7 +45,7 @@ def describe_plan(config: Config) -> str:
     """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be told."""
     actors, learner = config.actors, config.learner
     billions = model_billions(config)
-    gpus = actors.workers * actors.gpus_per_worker + learner.gpus
+    gpus = actors.workers * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank
     weight = BYTES[config.model.dtype]
     optimizer = ADAM_BYTES if config.model.dtype == "float32" else MASTER_BYTES
     reference = weight if config.loss.kl_coef else 0
@@ -62,7 +62,7 @@ def describe_plan(config: Config) -> str:
         f"  coordinator  1 process, CPU\n"
         f"  workers      {actors.workers} x {actors.gpus_per_worker or 'no'} GPU, one vLLM engine each, "
         f"{config.env.processes} environment processes beside each\n"
-        f"  learner      1 rank x {learner.gpus or 'no'} GPU, DeepSpeed ZeRO {learner.zero_stage}\n"
+        f"  learner      {learner.ranks} rank(s) x {learner.gpus_per_rank or 'no'} GPU, DeepSpeed ZeRO {learner.zero_stage}\n"
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
         f"  each engine  {engine_gib:.1f} GiB weights; {cache}\n"
         f"  learner      {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "

@@ -48,6 +48,8 @@ class ModelConfig:
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     dtype: str = "float32"  # "float32" or "bfloat16"
     gradient_checkpointing: bool = False
+    lora_rank: int = 0  # 0 trains all weights; else adapters of this rank on all linear layers, published merged
+    lora_alpha: float = 32.0  # an adapter's product is scaled by lora_alpha / lora_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,18 +132,35 @@ class LearnerConfig:
     groups_per_step: int = 8
     updates_per_step: int = 1  # optimizer updates per learner step, over consecutive parts of its rows
     learning_rate: float = 1e-6
+    ess_scaled: bool = False  # learning rate times the update's effective sample size (a fraction), for stale data
     weight_decay: float = 0.01
     schedule: str = "constant"  # after the warm-up: "constant", or "linear" down to a tenth at the run's last step
     warmup_updates: int = 0
     grad_clip: float = 1.0
-    micro_batch_tokens: int = 16384  # padded tokens per forward pass
-    zero_stage: int = 0  # DeepSpeed ZeRO, 0 to 2 here
-    gpus: int = 0
-    threads: int = 1  # torch threads of a CPU learner
+    max_bad_updates: int = 3  # in a row with a loss or gradient that is not finite; one more ends the run
+    micro_batch_tokens: int = 16384  # tokens per forward pass
+    merge_steps: bool = True  # a step whose prompt repeats the last one's tokens continues its sequence
+    ranks: int = 1  # processes of the learner; each has a copy, or with ZeRO a part, of the model and of every batch
+    gpus_per_rank: int = 0  # 1, or 0 for a CPU learner
+    zero_stage: int = 0  # DeepSpeed ZeRO: 1 shares out the optimizer's state, 2 also gradients, 3 also weights
+    offload: bool = False  # the optimizer's state stays in main memory; ZeRO stages 1 to 3
+    threads: int = 1  # torch threads of each rank of a CPU learner
     checkpoint_every: int = 10  # learner steps
     keep_checkpoints: int = 2
+    keep_every: int = 0  # learner steps; checkpoints of these are never removed; 0: only the newest keep_checkpoints stay
     keep_versions: int = 4  # newest published weights kept on disk; a checkpoint has its own copy
     starvation_timeout_s: float = 600.0  # no batch for this long ends the run with the reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlarmsConfig:
+    """Signs of a collapse, looked at after every learner step; each is an event in the store and a line on the screen."""
+
+    stop: bool = False  # the first alarm ends the run, with a checkpoint; otherwise it warns
+    ess_below: float = 0.1  # effective sample size of the importance ratios, fraction of the tokens
+    entropy_below: float = 0.0  # nats per token; 0 never warns, as a policy may become sure of itself for good reasons
+    mismatch_kl_above: float = 0.2  # nats per token, between the policy that sampled and the one that learns
+    length_factor: float = 4.0  # mean response length, so many times longer or shorter than in the run's first 5 steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,5 +191,6 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     store: StoreConfig = field(default_factory=StoreConfig)

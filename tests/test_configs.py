@@ -54,7 +54,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("actors.max_model_tokens=100", ["actors.max_model_tokens=100", "2560"]),
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
         ("actors.scripted=true", ["behaviour_cloning"]),
-        ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2"]),
+        ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),
         ("learner=3", ["'learner' is a section"]),
         ("actors.cpu_cores=foo", ["actors.cpu_cores='foo'", "0,2-3"]),

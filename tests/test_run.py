@@ -299,7 +299,7 @@ def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(tmp_p
         (["env.name=no_such_module:World"], ["no_such_module"]),
         (["model.path=models/nowhere"], ["models/nowhere", "config.json"]),
         (["max_staleness=-2"], ["max_staleness=-2"]),
-        (["learner.gpus=1", "actors.gpus_per_worker=1"], ["2 GPUs", "0"]),
+        (["learner.gpus_per_rank=1", "actors.gpus_per_worker=1"], ["2 GPUs", "0"]),
     ],
 )
 def test_a_users_mistake_is_one_line_and_starts_nothing(tmp_path: Path, overrides: Sequence[str], words: list[str]) -> None:
