@@ -112,11 +112,12 @@ def check_tasks(config: Config, console: Console) -> None:
 
 def check_gpus(config: Config) -> None:
     """Ray would wait for ever for a GPU that is not there. Raises ConfigError."""
-    wanted, there = config.actors.workers * config.actors.gpus_per_worker + config.learner.ranks * config.learner.gpus_per_rank, available_gpus()
+    actors, learner = config.actors, config.learner
+    wanted, there = actors.workers * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank, available_gpus()
     if wanted > there:
         raise ConfigError(
-            f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.ranks x gpus_per_rank), Ray has {there}; "
-            "set both to 0 for a CPU run, or join a cluster with RAY_ADDRESS"
+            f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.ranks x "
+            f"learner.gpus_per_rank), Ray has {there}; set both to 0 for a CPU run, or join a cluster with RAY_ADDRESS"
         )
 
 
