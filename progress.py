@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table in a terminal, a line now and then elsewhere, TensorBoard files."""
+"""What a person sees of a run: a live table in a terminal, a line now and then elsewhere, notices, TensorBoard files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from actors import Status
 from configs import Config
 
 LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal
+NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
 class Progress:
@@ -28,6 +29,7 @@ class Progress:
         self.first_step: int | None = None
         self.written_step = self.lined_at = -1.0
         self.heldout_open = 0
+        self.noticed = 0  # number of the last notice shown
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -46,11 +48,20 @@ class Progress:
             for name, value in status.metrics.items():
                 self.board.add_scalar(name, value, status.learner_step)
             self.written_step, self.heldout_open = status.learner_step, status.heldout_open
+        self.show_notices(status)
         if self.live:
             self.live.update(self.table(status), refresh=True)
         elif time.monotonic() - self.lined_at >= LINE_EVERY_S or self.lined_at < 0:
             self.lined_at = time.monotonic()
             self.console.print("  ".join(f"{name} {value}" for name, value in self.figures(status)))
+
+    def show_notices(self, status: Status) -> None:
+        """Each notice once, as a line of its own that stays; in a terminal it appears above the table."""
+        for number, text in sorted(status.notices.items()):
+            if number > self.noticed:
+                short = text if len(text) <= NOTICE_CHARACTERS else f"{text[:NOTICE_CHARACTERS]} ..."
+                self.console.print(short, style="yellow", markup=False)
+                self.noticed = number
 
     def table(self, status: Status) -> Table:
         table = Table(title=f"{self.title}  {self.config.run_dir}", show_header=False, min_width=60)

@@ -7,7 +7,7 @@ Waits for nothing: every call is a short transaction on the catalog and returns;
           what it is waiting for.
 
 It keeps no counter of its own: what is outstanding, which task comes next and which version is the newest are queries on the
-catalog, so a restart has nothing to recover.
+catalog, so a restart has nothing to recover. (The learner's notices are kept to be shown; the catalog has them as events.)
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from store import (
 
 EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
 MAINTENANCE_PAUSE_S = 5.0
+NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +58,9 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    checkpoint: CheckpointRecord | None
     latest_version: int | None  # None in a new run
     groups_available_again: int
+    metrics: Mapping[str, float]  # newest value of each name, up to the learner step resumed from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,7 @@ class Status:
     metrics: Mapping[str, float]  # newest value of each name
     waiting: Mapping[str, str]  # component -> what it waits for
     heldout_open: int  # held-out groups still to be played
+    notices: Mapping[int, str]  # the newest ones of the learner, numbered from 1: alarms and the like
 
 
 class Coordinator:
@@ -84,6 +86,8 @@ class Coordinator:
         self.tasks = list_tasks(config.env.name, config.env.options)
         self._by_id = {task.id: task for tasks in self.tasks.values() for task in tasks}
         self._exported_at = 0.0
+        self._n_notices = 0
+        self._notices: dict[int, str] = {}
         self.maintainer = Maintainer(self.catalog, self.layout, maintainer_settings(config.store))
         self.maintainer.start()
 
@@ -127,25 +131,55 @@ class Coordinator:
         self._export_when_due()
         return self.catalog.latest_version()
 
+    def newest_version(self) -> VersionRecord | None:
+        """Asked many times a second: unlike a heartbeat it writes nothing."""
+        return self.catalog.latest_version()
+
+    def record_event(self, component: str, what: str, detail: str) -> None:
+        """One line of the events view."""
+        self.catalog.log(component=component, what=what, detail=detail)
+
     # learner
 
     def claim(self, current_version: int) -> Batch | None:
+        """The oldest complete groups; None if they are too few. `current_version` is the one they will be trained at."""
         return self.catalog.claim(
             n_groups=self.config.learner.groups_per_step,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
         )
 
-    def resume(self) -> ResumePoint:
-        """Where the learner goes on: un-consumes what the newest checkpoint does not contain."""
-        checkpoint = self.catalog.latest_checkpoint()
+    def checkpoints(self) -> tuple[CheckpointRecord, ...]:
+        """What the learner may go on from, newest first. The directories of old ones have been removed."""
+        return self.catalog.live_checkpoints()[::-1]
+
+    def resume(self, learner_step: int) -> ResumePoint:
+        """The learner goes on from the checkpoint of `learner_step`, 0 without one: un-consumes what it does not contain.
+
+        Checkpoints, metrics and claims after it are rolled back, whoever made them; what is in it stays consumed.
+        """
         newest = self.catalog.latest_version()
-        again = self.catalog.roll_back(checkpoint.learner_step if checkpoint else 0)
+        again = self.catalog.roll_back(learner_step)
         return ResumePoint(
-            checkpoint=checkpoint,
             latest_version=newest.version if newest else None,
             groups_available_again=again.groups,
+            metrics=self.catalog.latest_metrics(),
         )
+
+    def give_back(self, learner_step: int) -> int:
+        """The learner stops after `learner_step`: groups it claimed and did not train on are available again. How many."""
+        return self.catalog.roll_back(learner_step).groups
+
+    def notice(self, what: str, detail: str) -> None:
+        """Something a person should see: an event in the store, and a line on the screen."""
+        self.catalog.log(component="learner", what=what, detail=detail)
+        self._n_notices += 1
+        self._notices[self._n_notices] = f"{what}: {detail}"
+        self._notices.pop(self._n_notices - NOTICES_KEPT, None)
+
+    def export_now(self) -> int:
+        """The catalog's lsn, which outside readers see from now on: what was settled until now is in it."""
+        return export(self.catalog, self.layout)
 
     def checkpoint(self, learner_step: int, path: str, version: int) -> None:
         self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
@@ -189,6 +223,7 @@ class Coordinator:
             metrics=self.catalog.latest_metrics(),
             waiting=self.catalog.waiting(),
             heldout_open=self.catalog.open_heldout(),
+            notices=dict(self._notices),
         )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
     policy = await VLLMPolicy.start(model_path=..., dtype=..., actors=..., max_requests=..., stop_token_ids=..., log_path=...)
     completion = await policy.generate(prompt, seed=seed, temperature=1.0)
-    load = await policy.load_weights(version=7, path=run_dir / "weights/v000007")
+    load = await policy.load_weights(version=7, path=run_dir / "weights/v000007", digest=published.digest)
 
 Token ids in, token ids out: the engine has no tokenizer. Weights change under running requests: they are frozen, their
 cached keys and values dropped, and they go on with the new weights; `version_min` and `version_max` of a completion say so.
@@ -11,9 +11,7 @@ cached keys and values dropped, and they go on with the new weights; `version_mi
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
 import multiprocessing
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.engine_environment import engine_environment, environment
 from actors.policy import Completion, Prompt
-from actors.weight_files import check_shapes, tensor_shapes
+from actors.weight_files import WeightFileError, check_shapes, tensor_shapes
 from configs import ActorsConfig
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 
 
 STOP_PATIENCE_S = 10.0
+VERIFY_POLL_S = 0.005
 CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
 
 
@@ -46,14 +45,13 @@ class WeightLoad:
     """What one change of weights cost; generation stands still from pause to resume."""
 
     version: int
-    file_digest: str  # SHA-256, in hex, of what the engine read: that of the file, as its publisher recorded it
-    checksum: str  # SHA-256 over the engine's own tensors. CPU engines hide their packed matrices from it
-    check_ms: float  # header of the new file against the model, while generation goes on
+    file_digest: str  # of the files as the engine read them (`weight_files.files_digest`), equal to the published one
+    check_ms: float  # headers of the new files against the model
+    verify_ms: float  # the engine reads the files for their digest; until here generation goes on
     pause_ms: float
     start_ms: float
     update_ms: float
     finish_ms: float
-    checksum_ms: float
     resume_ms: float
 
 
@@ -147,13 +145,15 @@ class VLLMPolicy:
             raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
         raise EngineLostError("the vLLM engine ended a request without an answer; start a new policy")
 
-    async def load_weights(self, *, version: int, path: Path) -> WeightLoad:
+    async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
         """Replace the weights by those of `version` in `path`, a safetensors file or a directory of them.
 
-        Raises WeightFileError with the engine untouched, or EngineLostError with the engine stopped and the running
-        requests ended as "abort". Shielded: a cancelled caller cannot leave the engine paused between two versions.
+        `digest` is what their publisher recorded (`weight_files.files_digest`). Files that have another, lack a tensor or
+        cannot be read raise WeightFileError with the engine untouched; a failure later raises EngineLostError with the
+        engine stopped and the running requests ended as "abort". Shielded: a cancelled caller cannot leave the engine
+        paused between two versions.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._load_weights(version=version, path=path)))
+        return await asyncio.shield(asyncio.ensure_future(self._load_weights(version=version, path=path, digest=digest)))
 
     async def close(self) -> None:
         """Stop the engine process. Running requests end as "abort". Safe to call twice."""
@@ -169,7 +169,7 @@ class VLLMPolicy:
             raise EngineLostError("this policy is closed; start a new one")
         return self._llm
 
-    async def _load_weights(self, *, version: int, path: Path) -> WeightLoad:
+    async def _load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._one_load:
@@ -177,6 +177,8 @@ class VLLMPolicy:
             clock = _PhaseClock()
             check_shapes(path, expected=self._shapes)
             clock.lap("check")
+            await self._verify(llm, path=path, digest=digest)
+            clock.lap("verify")
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
                 clock.lap("pause")
@@ -186,9 +188,6 @@ class VLLMPolicy:
                 clock.lap("update")
                 await llm.finish_weight_update(weight_version=str(version))
                 clock.lap("finish")
-                digests = await llm.collective_rpc("received_digest")
-                checksum = _digest(await llm.compute_weight_checksums())
-                clock.lap("checksum")
                 await llm.resume_generation()
                 clock.lap("resume")
             except Exception as error:  # process border: the engine's errors arrive as bare Exception
@@ -198,7 +197,26 @@ class VLLMPolicy:
                     f"was stopped because it may hold parts of both. Start a new policy. Cause: {error}"
                 ) from error
             self._version = version
-            return WeightLoad(version=version, file_digest=digests[0], checksum=checksum, **clock.laps_ms)
+            return WeightLoad(version=version, file_digest=digest, **clock.laps_ms)
+
+    async def _verify(self, llm: AsyncLLM, *, path: Path, digest: str) -> None:
+        """Every process of the engine opens and reads the files it would load. Raises WeightFileError, EngineLostError."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            answers = await llm.collective_rpc("stage_weights", args=(str(path),))
+            while None in answers:
+                await asyncio.sleep(VERIFY_POLL_S)
+                answers = await llm.collective_rpc("staged_weights")
+        except EngineDeadError as error:
+            raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
+        for found, fault in answers:
+            if fault:
+                raise WeightFileError(f"{path} cannot be read: {fault}; publish it again")
+            if found != digest:
+                raise WeightFileError(
+                    f"{path} has digest {found}, published was {digest}: it changed on disk; publish it again"
+                )
 
     def _completion(self, output: CompletionOutput, *, submitted_at: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):
@@ -270,8 +288,3 @@ def _engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requ
         use_tqdm_on_load=False,
         **placement,
     )
-
-
-def _digest(checksums: Sequence[Mapping[str, str]]) -> str:
-    """One digest over (rank, tensor name, SHA-256), whatever the order in which they came."""
-    return hashlib.sha256(json.dumps(list(checksums), sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """vLLM's pluggable weight transfer, by file; runs inside the engine process.
 
+    stage(path)                opens the files and reads them once, in a thread, for their digest; generation goes on
     start_weight_update()      layers go back to the layout of a checkpoint
-    receive_weights(path)      tensors are loaded, layer by layer
+    receive_weights(path)      the tensors of the files that were staged are loaded, layer by layer
     finish_weight_update()     layers take the layout of the kernels again, in the memory they had before
 
 vLLM's own engines need GPUs on both sides; a file needs nothing but a disk that both can see, and is the durable version too.
@@ -11,16 +12,17 @@ The engine process imports this module because `worker_extension_cls` names `Wor
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -29,10 +31,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.engine_environment import ENGINE_CORES, engine_cores
-from actors.weight_files import weight_files
+from actors.weight_files import WeightFileError, files_digest, weight_files
 
 BACKEND = "safetensors_file"
+STAGE_AT_ONCE_S = 0.003  # a tiny model's files are read in less: spares a call, which waits for the engine's next step
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 @dataclass
@@ -45,13 +49,25 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     path: str  # a .safetensors file, or a directory of them
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """Files that are open, so that what is loaded is what was looked at, also if they are removed in between."""
+
+    path: str
+    digest: str
+    files: Sequence[Any]  # safe_open's
+
+
 class WorkerExtension:
     """vLLM makes this a base of its worker: its methods can be called by name from the other process."""
 
     weight_transfer_engine: FileWeightTransferEngine  # the worker's
 
-    def received_digest(self) -> str:
-        return self.weight_transfer_engine.received_digest
+    def stage_weights(self, path: str) -> tuple[str, str] | None:
+        return self.weight_transfer_engine.stage(path)
+
+    def staged_weights(self) -> tuple[str, str] | None:
+        return self.weight_transfer_engine.staged()
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -64,21 +80,41 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.received_digest = ""  # SHA-256, in hex, of the file last received, or of the files of a directory in order
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-weights")
+        self._staging: Future[Staged] | None = None
         die_with_parent()
+        if device.type == "cpu":
+            keep_freed_memory()
         if ENGINE_CORES in os.environ:
             bind_to(engine_cores(os.environ[ENGINE_CORES]))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
 
+    def stage(self, path: str) -> tuple[str, str] | None:
+        """Begins to read `path`; the answer is that of `staged`, for small files already the final one."""
+        self._staging = self._reader.submit(_stage, path)
+        wait([self._staging], timeout=STAGE_AT_ONCE_S)
+        return self.staged()
+
+    def staged(self) -> tuple[str, str] | None:
+        """None while the files are being read; then their digest and "", or "" and why they cannot be read."""
+        assert self._staging is not None, "stage first"
+        if not self._staging.done():
+            return None
+        try:
+            return self._staging.result().digest, ""
+        except (OSError, SafetensorError, WeightFileError) as error:
+            return "", str(error)
+
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        files = weight_files(Path(update_info.path))
-        self.received_digest = _digest(files)
-        self.model.load_weights(_tensors(files))
+        assert self._staging is not None, "stage first"
+        staged, self._staging = self._staging.result(), None  # closes the files afterwards
+        assert staged.path == update_info.path, f"staged {staged.path}, not {update_info.path}"
+        self.model.load_weights(_tensors(staged.files))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -106,25 +142,33 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def keep_freed_memory() -> None:
+    """Ask malloc to reuse large blocks instead of giving them back to the kernel. CPU engines only.
+
+    A load makes and frees copies of every layer, and new pages are a quarter of what that costs: measured with 135M
+    parameters in float32, 330 ms instead of 450, for some 500 MB more memory.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
 def bind_to(cores: Sequence[int]) -> None:
     """Keep all threads of this process, and those they start later, on these cores."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 
 
-def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _stage(path: str) -> Staged:
+    paths = weight_files(Path(path))
+    files = [safe_open(file, framework="pt") for file in paths]
+    return Staged(path=path, digest=files_digest(paths), files=files)
+
+
+def _tensors(files: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, tensors.get_tensor(name)
-
-
-def _digest(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
+        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, file.get_tensor(name)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # a second import would be an error

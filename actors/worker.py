@@ -4,7 +4,8 @@ _play_groups     consumes leases, starts one task per group
                  waits for "admission" when it has nothing to play (the learner unblocks it by training)
 _play_group      plays the group's episodes at once, writes one segment, commits it
                  waits for its engine and its environments
-_follow_weights  consumes published versions, once a heartbeat; loads them under the running requests
+_follow_weights  consumes published versions, looking for news many times a second; loads them under the running requests
+_beat            says that the worker is alive, and what it waits for
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from actors.coordinator import Lease
 from actors.policy import Policy, ScriptedPolicy
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
-from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightLoad
-from actors.weight_files import WeightFileError
+from actors.served_weights import ServedWeights
+from actors.vllm_policy import VLLMPolicy
 from configs import Config
 from envs import EnvironmentPool
-from store import RunLayout, StoreError, Trajectory, VersionRecord, capture_output, local_directory, write_segment
+from store import RunLayout, Trajectory, VersionRecord, capture_output, write_segment
 
 POLL_S = 0.1  # between two requests for a lease while none is free
-HEARTBEAT_S = 0.5  # how soon newer weights are noticed
+HEARTBEAT_S = 0.5
+VERSION_POLL_S = 0.05  # how soon newer weights are noticed, with few workers
+VERSION_POLLS_PER_S = 200.0  # of all workers together: the coordinator has more to do than to answer them
 COORDINATOR_TIMEOUT_S = 60.0
 
 
@@ -58,7 +61,7 @@ class Worker:
         self.environments = EnvironmentPool(config.env.name, config.env.options, processes=config.env.processes)
         self.engine: VLLMPolicy | None = None
         self.policy: Policy = ScriptedPolicy(self.form.encode_answer)
-        self.loading = asyncio.Lock()
+        self.weights: ServedWeights | None = None  # of the engine
         self.waiting_on: str | None = None
         self.stopping = False
 
@@ -79,12 +82,20 @@ class Worker:
                 log_path=self.layout.logs / f"{self.name}-engine.log",
             )
             self.policy = self.engine
+            self.weights = ServedWeights(
+                self.engine,
+                self.layout,
+                newest=self._newest_version,
+                record=self._record,
+                max_staleness=self.config.max_staleness,
+            )
         return time.monotonic() - started
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._play_groups(loops))
             loops.create_task(self._follow_weights())
+            loops.create_task(self._beat())
 
     async def stop(self) -> None:
         """Asks `run` to end; episodes that are still being played are given up, their groups stay open for a resume."""
@@ -106,7 +117,8 @@ class Worker:
                 await asyncio.sleep(POLL_S)
             else:
                 self.waiting_on = None
-                await self._load(lease.version)
+                if self.weights is not None:
+                    await self.weights.serve(lease.version)
                 playing[loops.create_task(self._play_group(lease))] = len(lease.group.missing)
             playing = {task: episodes for task, episodes in playing.items() if not task.done()}
         for task in playing:
@@ -130,39 +142,24 @@ class Worker:
             return await play_episode(environment, self.policy, self.form, task=lease.task, episode=ids, rules=rules)
 
     async def _follow_weights(self) -> None:
-        while not self.stopping:
-            newest = await self._ask(self.coordinator.heartbeat.remote(self.name, self.waiting_on))
+        pause_s = max(VERSION_POLL_S, self.config.actors.workers / VERSION_POLLS_PER_S)
+        while not self.stopping and self.weights is not None:
+            newest = await self._newest_version()
             if newest is not None:
-                await self._load(newest)
+                await self.weights.serve(newest)
+            await asyncio.sleep(pause_s)
+
+    async def _beat(self) -> None:
+        while not self.stopping:
+            await self._ask(self.coordinator.heartbeat.remote(self.name, self.waiting_on))
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _load(self, version: VersionRecord) -> None:
-        """Makes the engine serve `version` or newer. One at a time; generation only pauses for the copy.
+    async def _newest_version(self) -> VersionRecord | None:
+        newest: VersionRecord | None = await self._ask(self.coordinator.newest_version.remote())
+        return newest
 
-        Raises EngineLostError if what the engine read is not what was published: its samples would have a wrong version.
-        """
-        if self.engine is None or version.version <= self.engine.version:
-            return
-        async with self.loading:
-            if version.version <= self.engine.version:
-                return
-            try:
-                loaded = await self._load_files(self.engine, version)
-            except (WeightFileError, StoreError):
-                newest = await self._ask(self.coordinator.heartbeat.remote(self.name, self.waiting_on))
-                if newest == version:
-                    raise
-                version = newest  # the file was pruned, because others moved on: so does this worker
-                loaded = await self._load_files(self.engine, version)
-            if loaded.file_digest != version.digest:
-                raise EngineLostError(
-                    f"version {version.version} in {version.path} has digest {loaded.file_digest}, "
-                    f"published was {version.digest}; its file changed on disk, start again from the last checkpoint"
-                )
-
-    async def _load_files(self, engine: VLLMPolicy, version: VersionRecord) -> WeightLoad:
-        directory = await asyncio.to_thread(local_directory, self.layout, version.path)  # fetched if it is not here
-        return await engine.load_weights(version=version.version, path=directory)
+    async def _record(self, what: str, detail: str) -> None:
+        await self._ask(self.coordinator.record_event.remote(self.name, what, detail))
 
     async def _ask(self, call: Any) -> Any:
         """The coordinator's answer. Raises TimeoutError: it answers in milliseconds, or it is gone."""

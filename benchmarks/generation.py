@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # our packages 
 
 from actors.policy import Prompt
 from actors.vllm_policy import VLLMPolicy
+from actors.weight_files import files_digest, weight_files
 from configs import ActorsConfig
 
 PROMPT_TOKENS = 120  # as a text game's prompt with two turns of history
@@ -106,9 +107,10 @@ async def benchmark(*, directory: Path, cores: str, seconds: float, loads: int) 
         for in_flight in (1, 16, MAX_IN_FLIGHT):
             results[f"in_flight_{in_flight}"] = await measure(policy, in_flight=in_flight, seconds=seconds)
         busy = asyncio.ensure_future(measure(policy, in_flight=MAX_IN_FLIGHT, seconds=seconds))
-        done = [
-            await policy.load_weights(version=n, path=directory / ("other" if n % 2 else "base")) for n in range(1, loads + 1)
-        ]
+        done = []
+        for n in range(1, loads + 1):
+            path = directory / ("other" if n % 2 else "base")
+            done.append(await policy.load_weights(version=n, path=path, digest=files_digest(weight_files(path))))
         await busy
         phases = [name for name in asdict(done[0]) if name.endswith("_ms")]
         results["load_weights"] = {name: statistics.median(getattr(load, name) for load in done) for name in phases}

@@ -1,20 +1,38 @@
-"""How fast the learner trains the tiny model on one core, and what each of its choices is worth.
+"""How fast the learner trains, beside a plain Hugging Face loop and TRL's GRPO trainer, on the same rows and model; on a CPU.
 
-    python benchmarks/learner.py [--quick]
+    python benchmarks/learner.py [--quick] [--model DIR]
 
-Rows: about 120 prompt tokens (60 to 240), 8 response tokens. Each figure is the best of several updates, in CPU seconds
-of the process, so that another program on the machine does not count. The last line is JSON; ratios above 1 are gains.
+Tokens per CPU second, from a table of rows to new weights: padding or packing, forward, loss, backward, clipping, AdamW, in
+float32 with one thread. Tokens are the rows' prompts and responses, never padding, the same number for all. Each contender has
+a process of its own (support/learner_seats.py); they take turns, and the best of several updates counts, with the best of
+several sizes of a forward pass for each: a small one saves the others padding, down to one row a pass. The first gradients must
+have the same norm. Memory is in passes of the size printed beside it. The project's own tiny model; rows are
+
+    real          prompts of 24 to 80 tokens, responses of 1 to 13: those of a quick-start run (support/learner_rows.py)
+    equal         all of their mean lengths, 50 and 6: nothing to pad
+    all_response  1 and 55: nothing else to save either, every token needs the output layer
+    long_tail     made up: prompts of 64 to 2,048 tokens, half below 300; responses of 8 to 512
+    histories     full-history prompts, each beginning with the step before: merged into one sequence, against one for each row
+
+The contenders, in support/: the Hugging Face loop pads rows on the right in the order they come, up to the longest of each
+pass, with an attention mask, and takes the logits of all positions. TRL 1.16 or newer is an extra, `pip install trl` (null
+without it): its own training loop, loss and optimizer, given fixed completions in place of its generation.
+`publish_to_serve_ms`: from the learner's call until a vLLM engine has answered with the new weights (support/
+publish_to_serve.py); with --model of that model too. The last line is JSON; ratios are above 1 where this learner is better.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,160 +41,133 @@ import pyarrow as pa
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
-from gigpo import BatchTotals, Objective, PpoClip, Tokens, TokenTis
-from learner import make_tiny_model, train_tokenizer, write_weights
-from learner.batch import MicroBatch, micro_batches
-from learner.engine import Engine
+from support.learner_contenders import CLIP, GRAD_CLIP, LEARNING_RATE, WEIGHT_DECAY, HfLoop, Learner, rows_per_pass
+from support.learner_rows import MIXES, make_histories, make_rows, n_tokens
+from support.learner_seats import Contender, Seat, seated
+from support.publish_to_serve import publish_to_serve
 
-MEAN_PROMPT_TOKENS, PROMPT_TOKENS_RANGE, RESPONSE_TOKENS = 120, (60, 240), 8
-BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
-OBJECTIVE = Objective(policy=PpoClip(), corrections=(TokenTis(),))  # what LossConfig() is
+from configs import TinyModelConfig
+from learner import make_tiny_model, train_tokenizer
 
-
-def make_rows(n_rows: int, *, vocabulary: int) -> pa.Table:
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(MEAN_PROMPT_TOKENS), 0.3, n_rows), *PROMPT_TOKENS_RANGE).astype(int)
-    behaviour = np.full((n_rows, RESPONSE_TOKENS), -np.log(vocabulary), dtype=np.float32)
-    return pa.table(
-        {
-            "prompt_ids": pa.array([rng.integers(0, vocabulary, n).tolist() for n in lengths], pa.list_(pa.int32())),
-            "response_ids": pa.array(rng.integers(0, vocabulary, (n_rows, RESPONSE_TOKENS)).tolist(), pa.list_(pa.int32())),
-            "response_logprobs": pa.array(behaviour.tolist(), pa.list_(pa.float32())),
-            "advantage": pa.array(rng.normal(size=n_rows), pa.float64()),
-            "staleness": pa.array(np.zeros(n_rows, dtype=np.int64)),
-        }
-    )
+HAS_TRL = importlib.util.find_spec("trl") is not None
+REQUIRED = {
+    "over_hf_loop_equal": ">= 1.0",
+    "over_hf_loop_real_lengths": ">= 2",
+    "over_trl": ">= 2",
+    "merged_over_rows": "",
+    "publish_to_serve_ms": "< 150",
+    "publish_to_serve_model_ms": "< 1000 (135 M)",
+}
+LIKE_GRADIENTS = 1e-3  # relative, of the first updates' norms: float32 sums in other orders, and no more
+Make = Callable[[pa.Table, int], Contender]  # of rows and the tokens of a forward pass
 
 
-def best_s(work: Callable[[], object], *, repeats: int) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return min(times)
-
-
-def padded_to_the_longest(rows: pa.Table, *, micro_batch_tokens: int) -> list[MicroBatch]:
-    """What a trainer does that pads the batch once: equal numbers of rows a micro-batch, in order of arrival."""
-    (whole,) = micro_batches(rows, micro_batch_tokens=sys.maxsize)
-    width = whole.input_ids_BT.shape[1]
-    per_batch = micro_batch_tokens // width
-    batches = []
-    for start in range(0, rows.num_rows, per_batch):
-        (narrow,) = micro_batches(rows.slice(start, per_batch), micro_batch_tokens=sys.maxsize)
-        narrow_width = narrow.input_ids_BT.shape[1]
-        batches.append(
-            MicroBatch(
-                input_ids_BT=torch.nn.functional.pad(narrow.input_ids_BT, (0, width - narrow_width)),
-                positions_N=narrow.positions_N // narrow_width * width + narrow.positions_N % narrow_width,
-                response_ids_N=narrow.response_ids_N,
-                behaviour_logprobs_N=narrow.behaviour_logprobs_N,
-                advantages_N=narrow.advantages_N,
-                staleness_N=narrow.staleness_N,
-                rows_N=narrow.rows_N,
-            )
-        )
-    return batches
-
-
-def plain_update(engine: Engine, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch]) -> None:
-    """The same update in plain torch, without DeepSpeed and without statistics."""
-    totals = BatchTotals(
-        n_tokens=sum(batch.n_response_tokens for batch in batches), n_sequences=sum(batch.n_rows for batch in batches)
-    )
-    for batch in batches:
-        logprobs_N, _ = engine.policy(batch.input_ids_BT, batch.positions_N, batch.response_ids_N)
-        tokens = Tokens(
-            logprobs_N=logprobs_N,
-            behaviour_logprobs_N=batch.behaviour_logprobs_N,
-            advantages_N=batch.advantages_N,
-            sequence_N=batch.rows_N,
-        )
-        terms = OBJECTIVE(tokens, reference_logprobs_N=None, entropy_N=None)
-        OBJECTIVE.aggregation(terms.loss_N, tokens.sequence_N, totals).backward()
-    torch.nn.utils.clip_grad_norm_(engine.policy.parameters(), engine.learner.grad_clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def full_logits(engine: Engine, batches: Sequence[MicroBatch]) -> None:
-    """Forward and backward with the vocabulary at every position, as a plain language-model loss computes it."""
-    for batch in batches:
-        logits_BTV = engine.policy.causal_lm(input_ids=batch.input_ids_BT).logits
-        logprobs_BTV = torch.log_softmax(logits_BTV.float(), -1)
-        logprobs_BTV.flatten(0, 1)[batch.positions_N, batch.response_ids_N].sum().backward()
-
-
-def response_logits(engine: Engine, batches: Sequence[MicroBatch]) -> None:
-    for batch in batches:
-        logprobs_N, _ = engine.policy(batch.input_ids_BT, batch.positions_N, batch.response_ids_N)
-        logprobs_N.sum().backward()
-
-
-def measure(engine: Engine, base: Path, *, n_rows: int, repeats: int) -> dict[str, float | int]:
-    rows = make_rows(n_rows, vocabulary=engine.policy.causal_lm.config.vocab_size)
-    n_tokens = sum(len(ids) for name in ("prompt_ids", "response_ids") for ids in rows[name].to_pylist())
-    packing_s = best_s(lambda: micro_batches(rows, micro_batch_tokens=4096), repeats=repeats)
-    by_budget = {}
-    for budget in BUDGETS:
-        batches = micro_batches(rows, micro_batch_tokens=budget)
-        by_budget[budget] = best_s(lambda batches=batches: engine.update(batches), repeats=repeats)
-        padded = sum(batch.n_padded_tokens for batch in batches)
-        print(
-            f"micro_batch_tokens {budget:6d}: {len(batches):3d} micro-batches, padding {padded / n_tokens - 1:6.1%}, "
-            f"update {by_budget[budget]:.3f} s, {n_tokens / by_budget[budget]:8.0f} tokens/s"
-        )
-    best = min(by_budget, key=by_budget.__getitem__)
-    batches, naive = (cut(rows, micro_batch_tokens=best) for cut in (micro_batches, padded_to_the_longest))
-    naive_s = best_s(lambda: engine.update(naive), repeats=repeats)
-    optimizer = torch.optim.AdamW(engine.policy.parameters(), lr=engine.learner.learning_rate)
-    plain_s = best_s(lambda: plain_update(engine, optimizer, batches), repeats=repeats)
-    engine_s = best_s(lambda: engine.update(batches), repeats=repeats)
-    full_s = best_s(lambda: full_logits(engine, batches), repeats=repeats)
-    response_s = best_s(lambda: response_logits(engine, batches), repeats=repeats)
-    engine.policy.zero_grad()
-    engine.policy.causal_lm.set_attn_implementation("eager")
-    eager_s = best_s(lambda: engine.update(batches), repeats=repeats)
-    started = time.perf_counter()
-    write_weights(engine.state_dict(), base.parent / "v000001", source_dir=base)
-    return {
-        "tokens_per_cpu_s": round(n_tokens / by_budget[best]),
-        "response_tokens_per_cpu_s": round(n_rows * RESPONSE_TOKENS / by_budget[best]),
-        "best_micro_batch_tokens": best,
-        "bucketed_over_padded": round(naive_s / by_budget[best], 3),
-        "deepspeed_over_plain_time": round(engine_s / plain_s, 3),
-        "sdpa_over_eager": round(eager_s / engine_s, 3),
-        "response_logits_over_full": round(full_s / response_s, 3),
-        "packing_ms": round(packing_s * 1e3, 2),
-        "publish_ms": round((time.perf_counter() - started) * 1e3, 1),
+def contenders(base: Path) -> dict[str, Make]:
+    made: dict[str, Make] = {
+        "learner": lambda rows, pass_tokens: Learner(base, rows, pass_tokens=pass_tokens, merge_steps=True),
+        "by_row": lambda rows, pass_tokens: Learner(base, rows, pass_tokens=pass_tokens, merge_steps=False),
+        "hf_loop": lambda rows, pass_tokens: HfLoop(base, rows, pass_tokens=pass_tokens),
     }
+    if HAS_TRL:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the version of vLLM, which is not used
+            from support.learner_trl import TrlTrainer
+
+        settings = {
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "max_grad_norm": GRAD_CLIP,
+            "epsilon": CLIP,
+        }
+        made["trl"] = lambda rows, pass_tokens: TrlTrainer(
+            base, rows, rows_per_pass=rows_per_pass(rows, pass_tokens=pass_tokens), settings=settings
+        )
+    return made
+
+
+def compared(made: Mapping[str, Make], rows: pa.Table, *, sizes: tuple[int, ...], repeats: int) -> dict[str, Seat]:
+    """The seat of each contender, measured, with the pass size that suits it best."""
+    size_of = dict.fromkeys(made, sizes[0])
+    if len(sizes) > 1:
+        trials = {f"{name} {size}": partial(make, rows, size) for name, make in made.items() for size in sizes}
+        with seated(trials) as tried:
+            in_turns(tried, repeats=2)
+        size_of = {name: min(sizes, key=lambda size: tried[f"{name} {size}"].best_s) for name in made}
+    with seated({name: partial(make, rows, size_of[name]) for name, make in made.items()}) as seats:
+        in_turns(seats, repeats=repeats)
+    norms = {name: seat.grad_norm for name, seat in seats.items()}
+    if max(norms.values()) - min(norms.values()) > LIKE_GRADIENTS * max(norms.values()):
+        raise SystemExit(f"the contenders do not compute the same: their first gradients' norms are {norms}")
+    for name, seat in seats.items():
+        tokens_per_s = n_tokens(rows) / seat.best_s
+        print(f"  {name:12s} {tokens_per_s:9,.0f} tokens/s, {seat.peak_mib:6,.0f} MiB, passes of {size_of[name]:6,d} tokens")
+    return seats
+
+
+def in_turns(seats: Mapping[str, Seat], *, repeats: int) -> None:
+    for _ in range(1 + repeats):
+        for seat in seats.values():
+            seat.update()
+
+
+def ratio(seats: Mapping[str, Seat], name: str) -> float | None:
+    return round(seats[name].best_s / seats["learner"].best_s, 2) if name in seats else None
+
+
+def measure(base: Path, *, quick: bool) -> dict[str, float | None]:
+    sizes = (1024,) if quick else (1024, 4096, 16384)
+    repeats, rng = (3 if quick else 5), np.random.default_rng(0)
+    made, figures = contenders(base), dict.fromkeys(REQUIRED)
+    if not HAS_TRL:
+        print("trl is not installed, so over_trl is null; `pip install 'trl>=1.16'` and run this again")
+    for mix in ("equal", "all_response", "real") if quick else MIXES:
+        n_rows = 16 if mix == "long_tail" else 128 if quick else 256  # powers of two: TRL's passes all have as many rows
+        rows = make_rows(MIXES[mix](rng, n_rows), rng=rng, vocabulary=TinyModelConfig().vocabulary_size)
+        print(f"{mix}: {n_rows} rows, {n_tokens(rows):,} tokens")
+        rivals = {name: make for name, make in made.items() if name != "by_row"}
+        seats = compared(rivals, rows, sizes=sizes, repeats=repeats)
+        figures |= {f"over_hf_loop_{mix}": ratio(seats, "hf_loop"), f"over_trl_{mix}": ratio(seats, "trl")}
+        figures |= {f"peak_mib_{mix}_{name}": round(seat.peak_mib) for name, seat in seats.items()}
+    rows = make_histories(8 if quick else 32, rng=rng, vocabulary=TinyModelConfig().vocabulary_size)
+    print(f"histories: {rows.num_rows} rows, {n_tokens(rows):,} tokens")
+    seats = compared({name: made[name] for name in ("learner", "by_row")}, rows, sizes=sizes, repeats=repeats)
+    figures |= {
+        "merged_over_rows": ratio(seats, "by_row"),
+        "over_hf_loop_real_lengths": figures.pop("over_hf_loop_real"),
+        "over_trl": figures.pop("over_trl_real"),
+        "peak_mib_merged": round(seats["learner"].peak_mib),
+        "peak_mib_by_row": round(seats["by_row"].peak_mib),
+    }
+    return figures
+
+
+def published_ms(base: Path, directory: Path, *, quick: bool) -> float:
+    """The median of several publishes."""
+    directory.mkdir()
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:-1]) or "0"
+    times_ms = publish_to_serve(base, publishes=5 if quick else 15, cores=cores, directory=directory)
+    print(f"publish to serve, {base.name}: " + ", ".join(f"{time_ms:.0f}" for time_ms in times_ms) + " ms")
+    return round(statistics.median(times_ms), 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rows and repeats, under a minute")
-    quick = parser.parse_args().quick
-    with tempfile.TemporaryDirectory() as directory:
-        base = Path(directory) / "base"
+    parser.add_argument("--quick", action="store_true", help="fewer rows, mixes and repeats, under a minute")
+    parser.add_argument("--model", type=Path, help="a model directory whose publishing is measured too, such as SmolLM2-135M")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        base = directory / "tiny"
         words = " ".join(f"{a}{b}{c}" for a in "bcdfglmnprst" for b in "aeiou" for c in "bcdfglmnprst")
         tiny = TinyModelConfig()
         make_tiny_model(base, train_tokenizer([words], vocabulary_size=tiny.vocabulary_size), tiny, seed=0)
-        engine = Engine(
-            model_path=base,
-            model=ModelConfig(),
-            learner=LearnerConfig(threads=1),
-            loss=LossConfig(),
-            temperature=1.0,
-            seed=0,
-        )
-        n_parameters = sum(parameter.numel() for parameter in engine.policy.parameters())
-        vocabulary = engine.policy.causal_lm.config.vocab_size
-        print(f"{n_parameters:,} parameters, vocabulary {vocabulary}, torch threads {torch.get_num_threads()}")
-        figures = measure(engine, base, n_rows=96 if quick else 768, repeats=2 if quick else 7)
-        engine.close()
+        figures = measure(base, quick=args.quick)
+        figures["publish_to_serve_ms"] = published_ms(base, directory / "published", quick=args.quick)
+        if args.model is not None:
+            figures["publish_to_serve_model_ms"] = published_ms(args.model, directory / "published_model", quick=args.quick)
+    for name, required in REQUIRED.items():
+        print(f"{name:28s} {figures[name]!s:>8s}  {required}")
     print(json.dumps(figures))
 
 

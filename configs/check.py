@@ -25,6 +25,7 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "loss.quadratic_coef": "; use 0 for no pull to the policy that sampled",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
+    "learner.max_bad_updates": "; use 0 to end the run at the first",
     "learner.zero_stage": "",
     "learner.gpus_per_rank": "; use 0 for a CPU learner",
     "learner.keep_every": "; use 0 to keep the newest learner.keep_checkpoints only",
@@ -55,6 +56,7 @@ def check(config: Config) -> None:
     _check_choices(config)
     _check_positive(config)
     _check_staleness(config)
+    _check_alarms(config)
     _check_algorithm(config)
     _check_cores(config)
     _check_precision(config)
@@ -108,10 +110,27 @@ def _check_staleness(config: Config) -> None:
     learner = config.learner
     if learner.keep_checkpoints < 2:
         raise ConfigError("learner.keep_checkpoints=1 leaves none if the newest turns out to be damaged; keep at least 2")
+    if learner.keep_every % learner.checkpoint_every:
+        raise ConfigError(
+            f"learner.keep_every={learner.keep_every} is no multiple of learner.checkpoint_every={learner.checkpoint_every}, "
+            "so most of those steps would have no checkpoint to keep; use a multiple"
+        )
     if learner.keep_versions < config.max_staleness + 2:
         raise ConfigError(
             f"learner.keep_versions={learner.keep_versions} could delete weights that an actor is about to load; "
             f"with max_staleness={config.max_staleness} keep at least {config.max_staleness + 2}"
+        )
+
+
+def _check_alarms(config: Config) -> None:
+    alarms = config.alarms
+    if alarms.length_factor <= 1.0:
+        raise ConfigError(
+            f"alarms.length_factor={alarms.length_factor:g} would call every length a collapse; use more than 1, e.g. 4"
+        )
+    if alarms.ess_below > 1.0:
+        raise ConfigError(
+            f"alarms.ess_below={alarms.ess_below:g} would always warn: it is a fraction of the tokens; use at most 1, e.g. 0.1"
         )
 
 
@@ -144,7 +163,7 @@ def _check_cores(config: Config) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    if config.model.dtype == "bfloat16" and config.learner.zero_stage == 0:
+    if config.model.dtype == "bfloat16" and config.learner.zero_stage == 0 and config.model.lora_rank == 0:
         raise ConfigError(
             "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so small updates would be "
             "rounded away; set learner.zero_stage=1"

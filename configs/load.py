@@ -12,6 +12,25 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.check import ConfigError, check, flat, hint
 from configs.schema import Config
 
+MAY_CHANGE = {  # between two starts of one run, and all of `alarms`
+    "run_dir",
+    "actors.workers",
+    "actors.cpu_cores",
+    "learner.steps",
+    "learner.ranks",
+    "learner.gpus_per_rank",
+    "learner.zero_stage",
+    "learner.offload",
+    "learner.micro_batch_tokens",
+    "learner.max_bad_updates",
+    "learner.checkpoint_every",
+    "learner.keep_checkpoints",
+    "learner.keep_every",
+    "store.snapshot_window_s",
+    "store.keep_days",
+    "store.keep_versions",
+}
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of `path` with `key=value` overrides on top, checked.
@@ -58,12 +77,16 @@ def from_yaml(text: str) -> Config:
 def differences(old: Config, new: Config) -> list[str]:
     """`key: old -> new` for every setting that differs; where the run lies, its end and how long it keeps data are left out.
 
-    A run may be continued for more steps, from a moved directory, or with less on disk; anything else would be another run.
+    A run may be continued for more steps, from a moved directory, on other devices, with more or less kept on disk, and
+    with other alarms; anything else would be another run.
     """
-    free = {"run_dir", "learner.steps", "store.snapshot_window_s", "store.keep_days", "store.keep_versions"}
     before, after = dict(flat(old)), dict(flat(new))
     keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in free and before.get(k) != after.get(k)]
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if not _may_change(k) and before.get(k) != after.get(k)]
+
+
+def _may_change(key: str) -> bool:
+    return key in MAY_CHANGE or key.startswith("alarms.")
 
 
 def _checked_override(text: str) -> str:

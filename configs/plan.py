@@ -25,6 +25,7 @@ def cloning_config(config: Config) -> Config:
     return replace(
         config,
         max_staleness=tiny.clone_steps,
+        model=replace(config.model, lora_rank=0),
         actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step),
         algorithm=replace(config.algorithm, estimator="grpo", group_size=1),
         loss=LossConfig(policy="behaviour_cloning"),
@@ -47,9 +48,8 @@ def describe_plan(config: Config) -> str:
     billions = model_billions(config)
     gpus = actors.workers * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank
     weight = BYTES[config.model.dtype]
-    optimizer = ADAM_BYTES if config.model.dtype == "float32" else MASTER_BYTES
-    reference = weight if config.loss.kl_coef else 0
-    learner_gib = billions * 1e9 * (2 * weight + optimizer + reference) / GIB
+    reference = bool(config.loss.kl_coef) and not config.model.lora_rank
+    learner_gib = billions * 1e9 * _learner_bytes(config, reference=reference) / GIB
     engine_gib = billions * 1e9 * weight / GIB
     where = "GPU" if gpus else "CPU"
     cache = (
@@ -62,14 +62,26 @@ def describe_plan(config: Config) -> str:
         f"  coordinator  1 process, CPU\n"
         f"  workers      {actors.workers} x {actors.gpus_per_worker or 'no'} GPU, one vLLM engine each, "
         f"{config.env.processes} environment processes beside each\n"
-        f"  learner      {learner.ranks} rank(s) x {learner.gpus_per_rank or 'no'} GPU, DeepSpeed ZeRO {learner.zero_stage}\n"
+        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x {learner.gpus_per_rank or 'no'} GPU, "
+        f"DeepSpeed ZeRO {learner.zero_stage}\n"
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
         f"  each engine  {engine_gib:.1f} GiB weights; {cache}\n"
-        f"  learner      {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "
+        f"  each rank    {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "
         f"activations on top, for micro-batches of {learner.micro_batch_tokens} tokens\n"
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} episodes x "
         f"at most {config.env.max_steps} steps\n"
     )
+
+
+def _learner_bytes(config: Config, *, reference: bool) -> float:
+    """Of one rank on its device, per parameter of the model; adapters are counted as nothing."""
+    learner, weight = config.learner, BYTES[config.model.dtype]
+    optimizer = ADAM_BYTES if config.model.dtype == "float32" else MASTER_BYTES
+    trained = 0 if config.model.lora_rank else 1
+    held = {"weights": weight, "gradients": weight * trained, "optimizer": optimizer * trained * (not learner.offload)}
+    shared_from = {"weights": 3, "gradients": 2, "optimizer": 1}  # ZeRO stage
+    shares = {name: learner.ranks if learner.zero_stage >= stage else 1 for name, stage in shared_from.items()}
+    return sum(size / shares[name] for name, size in held.items()) + weight * reference
 
 
 def model_billions(config: Config) -> float:

@@ -1,16 +1,22 @@
 """The learner turns claimed groups into numbered weights.
 
-`learner.py` is the loop; `source.py` brings rows with advantages from the store, `batch.py` makes tensors of them,
-`objective.py` reads off the config what to minimise, `engine.py` (DeepSpeed around `policy_model.py`) updates, `publish.py`
-writes weights, `checkpoint.py` what a restart needs. `tiny_model.py` makes a base policy where there is none.
+`learner.py` is the loop. `source.py` makes rows with advantages of a claimed batch, `batch.py` (with `sequences.py` and
+`packing.py`) tensors of the rows, `prefetch.py` does both beside the training. `ranks.py` trains: one `engine.py` (DeepSpeed
+around `policy_model.py`) a process, minimising what `objective.py` reads off the config. `guards.py` looks at the outcome,
+`metrics.py` and `stats.py` name it. `publish.py` writes weights, `checkpoint.py` what a restart needs. `lora.py` adapts,
+`tiny_model.py` makes a base policy where there is none.
 """
 
-from learner.learner import Learner, LearnerActor, LearnerSetup, StarvationError, advantage_settings
+from learner.guards import BadUpdatesError, CollapseError
+from learner.learner import Learner, LearnerActor, LearnerSetup, StarvationError
 from learner.objective import with_published
 from learner.publish import copy_weights, write_weights
+from learner.source import advantage_settings
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
 __all__ = [
+    "BadUpdatesError",
+    "CollapseError",
     "Learner",
     "LearnerActor",
     "LearnerSetup",

@@ -1,9 +1,9 @@
 """From rows with advantages to tensors: what one forward pass of the learner sees.
 
-    for part in split_updates(rows, 2, seed=learner_step):          # one optimizer update each
-        batches = micro_batches(part, micro_batch_tokens=16384)  # together exactly the part's response tokens
+    for part in split_updates(rows, 2, seed=learner_step):                                       # one optimizer update each
+        batches = micro_batches(part, micro_batch_tokens=16384, merge_steps=True, ranks=2)  # rank r: batches[r::2]
 
-Letters: R rows, B rows of one micro-batch, T tokens of its longest row, N its response tokens, V vocabulary.
+Letters: R rows, S token sequences of one micro-batch, T their tokens together, N its response tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,50 +15,54 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-# Rows are padded on the right: a causal model reads only to its left, so no response token ever sees the padding and
-# no attention mask is needed (which keeps the faster causal kernel). Any valid id will do.
-PAD_ID = 0
+from learner.packing import packed
+from learner.sequences import Lists, Sequences, lists, ranges, sequences
+
+FILLER_ID = 0  # the token of a micro-batch without sequences; nothing is learnt there, so any valid id will do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Rows of one forward pass, and the flat positions at which the model predicts a response token.
+    """Token sequences end to end, and the positions at which the model predicts a response token.
 
     The last response token is predicted, but predicts nothing, so it is not an input. Two rows,
     prompt (5, 6, 7) with response (8, 9), and prompt (3,) with response (4, 2):
 
-        input_ids_BT   [[5, 6, 7, 8],      positions_N     [2, 3, 4, 5]      = b * T + t
-                        [3, 4, 0, 0]]      response_ids_N  [8, 9, 4, 2]      rows_N  [0, 0, 1, 1]
+        input_ids_T     [5, 6, 7, 8, 3, 4]      positions_N     [2, 3, 4, 5]
+        position_ids_T  [0, 1, 2, 3, 0, 1]      response_ids_N  [8, 9, 4, 2]
+        bounds_S1       [0, 4, 6]               rows_N          [0, 0, 1, 1]
 
-    The vocabulary projection is computed at `positions_N` only: N of the B * T positions, a tenth in long-prompt games.
+    Had the second row continued the first, with prompt (5, 6, 7, 8, 9, 3), both would be the one sequence 5 6 7 8 9 3 4
+    with positions 2 3 and 5 6. Attention is within a sequence. The vocabulary projection is computed at `positions_N`
+    only: N of the T positions, a tenth in long-prompt games.
+
+    A rank that has nothing to do has one token, no row and N = 0: all ranks do equally many passes.
     """
 
-    input_ids_BT: torch.Tensor  # int64, padded on the right
-    positions_N: torch.Tensor  # int64, index into the flattened B * T
+    input_ids_T: torch.Tensor  # int64
+    position_ids_T: torch.Tensor  # int64, from 0 in each sequence
+    bounds_S1: torch.Tensor  # int32, sequence s is the tokens bounds_S1[s] to bounds_S1[s + 1]; the last is T
+    positions_N: torch.Tensor  # int64, index into T of the token whose output predicts the response token
     response_ids_N: torch.Tensor  # int64, the token predicted there
     behaviour_logprobs_N: torch.Tensor  # float32, natural log, as recorded at sampling
     advantages_N: torch.Tensor  # float32, the row's advantage on each of its tokens
     staleness_N: torch.Tensor  # int64, versions: the learner's at consumption minus the oldest that sampled the row
-    rows_N: torch.Tensor  # int64, row of the table the micro-batch was made from; a row is a sequence, never cut in two
+    rows_N: torch.Tensor  # int64, row of the table; one step, the unit of the loss, never cut in two
+    n_rows: int  # distinct ones
     proximal_logprobs_N: torch.Tensor | None = None  # float32, of the policy before the learner step's first update
 
     @property
-    def n_rows(self) -> int:
-        """Sequences, each with at least one response token."""
-        return self.input_ids_BT.shape[0]
+    def n_tokens(self) -> int:
+        """T: what the forward pass computes."""
+        return self.input_ids_T.numel()
 
     @property
     def n_response_tokens(self) -> int:
         return self.response_ids_N.numel()
 
-    @property
-    def n_padded_tokens(self) -> int:
-        """B * T: what the forward pass computes, padding included."""
-        return self.input_ids_BT.numel()
-
     def to(self, device: torch.device) -> MicroBatch:
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        return MicroBatch(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return MicroBatch(**{name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in values.items()})
 
 
 def split_updates(rows: pa.Table, parts: int, *, seed: int) -> list[pa.Table]:
@@ -73,75 +77,92 @@ def split_updates(rows: pa.Table, parts: int, *, seed: int) -> list[pa.Table]:
     return [rows.take(pa.array(part)) for part in np.array_split(order, min(parts, rows.num_rows))]
 
 
-def micro_batches(rows: pa.Table, *, micro_batch_tokens: int) -> list[MicroBatch]:
-    """Cuts rows into micro-batches of at most `micro_batch_tokens` padded tokens, rows of like length together.
+def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool, ranks: int) -> list[MicroBatch]:
+    """The rows with a response, packed into micro-batches of at most `micro_batch_tokens` tokens; a multiple of `ranks`.
 
-    Longest first, so that a batch too large for the memory fails at once and not after minutes. A row longer than the
-    budget has a micro-batch of its own; a row without response tokens has nothing to learn and is left out.
-    Reads the columns prompt_ids, response_ids, response_logprobs, advantage and staleness.
+    With `merge_steps` a step that repeats the tokens before it continues their sequence (`sequences.py`); how sequences
+    are spread is in `packing.py`. A sequence longer than the budget has a micro-batch of its own. A row without response
+    tokens has nothing to learn and is left out; if all are, there is no micro-batch.
+    Reads prompt_ids, response_ids, response_logprobs, advantage and staleness; to merge, also traj_uid and step_index.
+    Raises ValueError for an empty prompt, and for a response without a log-probability for each token.
     """
-    columns = _Columns(rows)
-    lengths_R = columns.prompt_lengths_R + columns.response_lengths_R - 1
-    order = np.argsort(-lengths_R, kind="stable")
-    order = order[columns.response_lengths_R[order] > 0]
-    batches: list[MicroBatch] = []
-    start = 0
-    while start < len(order):
-        longest = int(lengths_R[order[start]])
-        n_rows = max(1, micro_batch_tokens // longest)
-        batches.append(_micro_batch(columns, order[start : start + n_rows]))
-        start += n_rows
-    return batches
+    columns = _columns(rows)
+    together = sequences(rows, prompts=columns.prompts, responses=columns.responses, merge_steps=merge_steps)
+    last_S = together.last_row_S
+    lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1
+    return [
+        _micro_batch(columns, together, chosen_S) if len(chosen_S) else _empty()
+        for chosen_S in packed(lengths_S, micro_batch_tokens=micro_batch_tokens, ranks=ranks)
+    ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Columns:
-    """The five columns as flat numpy arrays; row r of a list column is `values[offsets[r]:offsets[r + 1]]`."""
-
-    def __init__(self, rows: pa.Table) -> None:
-        self.prompt_ids, self.prompt_offsets = _flat(rows, "prompt_ids")
-        self.response_ids, self.response_offsets = _flat(rows, "response_ids")
-        self.logprobs, self.logprob_offsets = _flat(rows, "response_logprobs")
-        self.advantages_R = rows["advantage"].to_numpy()
-        self.staleness_R = rows["staleness"].to_numpy()
-        self.prompt_lengths_R = np.diff(self.prompt_offsets)
-        self.response_lengths_R = np.diff(self.response_offsets)
-        unequal = np.flatnonzero(self.response_lengths_R != np.diff(self.logprob_offsets))
-        if unequal.size:
-            raise ValueError(
-                f"row {unequal[0]} has {self.response_lengths_R[unequal[0]]} response tokens but "
-                f"{np.diff(self.logprob_offsets)[unequal[0]]} log-probabilities; "
-                "each token needs the one it was sampled with"
-            )
-        if (self.prompt_lengths_R == 0).any():
-            row = int(np.argmin(self.prompt_lengths_R))
-            raise ValueError(f"row {row} has an empty prompt; the first response token needs a token that predicts it")
+    prompts: Lists
+    responses: Lists
+    logprobs: Lists
+    advantages_R: NDArray[np.float64]
+    staleness_R: NDArray[np.int64]
 
 
-def _flat(rows: pa.Table, name: str) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    column = rows[name].combine_chunks()
-    return column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy().astype(np.int64)
+def _columns(rows: pa.Table) -> _Columns:
+    columns = _Columns(
+        prompts=lists(rows, "prompt_ids"),
+        responses=lists(rows, "response_ids"),
+        logprobs=lists(rows, "response_logprobs"),
+        advantages_R=rows["advantage"].to_numpy(),
+        staleness_R=rows["staleness"].to_numpy(),
+    )
+    unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
+    if unequal.size:
+        row = int(unequal[0])
+        raise ValueError(
+            f"row {row} has {columns.responses.lengths_R[row]} response tokens but {columns.logprobs.lengths_R[row]} "
+            "log-probabilities; each token needs the one it was sampled with"
+        )
+    if (columns.prompts.lengths_R == 0).any():
+        row = int(np.argmin(columns.prompts.lengths_R))
+        raise ValueError(f"row {row} has an empty prompt; the first response token needs a token that predicts it")
+    return columns
 
 
-def _micro_batch(columns: _Columns, rows_B: NDArray[np.int64]) -> MicroBatch:
-    lengths_B = columns.response_lengths_R[rows_B]
-    width = int((columns.prompt_lengths_R[rows_B] + lengths_B - 1).max())
-    input_ids_BT = np.full((len(rows_B), width), PAD_ID, dtype=np.int64)
-    positions, responses, logprobs = [], [], []
-    for b, row in enumerate(rows_B):
-        prompt = columns.prompt_ids[columns.prompt_offsets[row] : columns.prompt_offsets[row + 1]]
-        response = columns.response_ids[columns.response_offsets[row] : columns.response_offsets[row + 1]]
-        input_ids_BT[b, : len(prompt)] = prompt
-        input_ids_BT[b, len(prompt) : len(prompt) + len(response) - 1] = response[:-1]
-        first = b * width + len(prompt) - 1
-        positions.append(np.arange(first, first + len(response)))
-        responses.append(response)
-        logprobs.append(columns.logprobs[columns.logprob_offsets[row] : columns.logprob_offsets[row + 1]])
+def _micro_batch(columns: _Columns, together: Sequences, chosen_S: NDArray[np.int64]) -> MicroBatch:
+    """The sequences `chosen_S` end to end, in that order. K: their rows."""
+    n_rows_S = np.diff(together.first_S1)[chosen_S]
+    rows_K = together.rows_K[ranges(together.first_S1[chosen_S], n_rows_S)]
+    last_S = together.last_row_S[chosen_S]
+    n_prompt_S, n_response_S = columns.prompts.lengths_R[last_S], columns.responses.lengths_R[last_S]
+    bounds_S1 = np.concatenate([[0], np.cumsum(n_prompt_S + n_response_S - 1)])
+    input_ids_T = np.empty(bounds_S1[-1], dtype=np.int64)
+    input_ids_T[ranges(bounds_S1[:-1], n_prompt_S)] = columns.prompts.of(last_S, drop_last=False)
+    input_ids_T[ranges(bounds_S1[:-1] + n_prompt_S, n_response_S - 1)] = columns.responses.of(last_S, drop_last=True)
+    first_K = np.repeat(bounds_S1[:-1], n_rows_S) + columns.prompts.lengths_R[rows_K] - 1
+    n_response_K = columns.responses.lengths_R[rows_K]
     return MicroBatch(
-        input_ids_BT=torch.from_numpy(input_ids_BT),
-        positions_N=torch.from_numpy(np.concatenate(positions)),
-        response_ids_N=torch.from_numpy(np.concatenate(responses).astype(np.int64)),
-        behaviour_logprobs_N=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)),
-        advantages_N=torch.from_numpy(np.repeat(columns.advantages_R[rows_B], lengths_B).astype(np.float32)),
-        staleness_N=torch.from_numpy(np.repeat(columns.staleness_R[rows_B], lengths_B).astype(np.int64)),
-        rows_N=torch.from_numpy(np.repeat(rows_B, lengths_B).astype(np.int64)),
+        input_ids_T=torch.from_numpy(input_ids_T),
+        position_ids_T=torch.from_numpy(ranges(np.zeros_like(last_S), np.diff(bounds_S1))),
+        bounds_S1=torch.from_numpy(bounds_S1.astype(np.int32)),
+        positions_N=torch.from_numpy(ranges(first_K, n_response_K)),
+        response_ids_N=torch.from_numpy(columns.responses.of(rows_K, drop_last=False).astype(np.int64)),
+        behaviour_logprobs_N=torch.from_numpy(columns.logprobs.of(rows_K, drop_last=False).astype(np.float32)),
+        advantages_N=torch.from_numpy(np.repeat(columns.advantages_R[rows_K], n_response_K).astype(np.float32)),
+        staleness_N=torch.from_numpy(np.repeat(columns.staleness_R[rows_K], n_response_K).astype(np.int64)),
+        rows_N=torch.from_numpy(np.repeat(rows_K, n_response_K)),
+        n_rows=len(rows_K),
+    )
+
+
+def _empty() -> MicroBatch:
+    nothing, no_float = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float32)
+    return MicroBatch(
+        input_ids_T=torch.full((1,), FILLER_ID),
+        position_ids_T=torch.zeros(1, dtype=torch.int64),
+        bounds_S1=torch.tensor([0, 1], dtype=torch.int32),
+        positions_N=nothing,
+        response_ids_N=nothing,
+        behaviour_logprobs_N=no_float,
+        advantages_N=no_float,
+        staleness_N=nothing,
+        rows_N=nothing,
+        n_rows=0,
     )

@@ -1,31 +1,40 @@
 """What a run needs to go on bit for bit: weights, optimizer state, random states, and where it was.
 
-    save_checkpoint(engine, Path("checkpoints/step000010"), learner_step=10, version=11)
+    save_checkpoint(engine, Path("checkpoints/step000010"), learner_step=10, version=11, lsn=420)
     point = load_checkpoint(engine, Path("checkpoints/step000010"))      # point.learner_step == 10
 
-A checkpoint is a directory that appears whole or not at all:
+All ranks call these together. A checkpoint does not depend on the ZeRO stage or on the number of ranks, so a run may go on
+with others. It is a directory that appears whole or not at all; of KIND master, exp_avg and exp_avg_sq (`full_state.py`):
 
-    deepspeed/state/    DeepSpeed's own files
-    checkpoint.json     learner step, version, optimizer updates, random states of torch, numpy and python
+    KIND-rank00000.safetensors   float32 tensors by parameter name; rank r of R writes parameters r, r + R, r + 2 R, ...
+    checkpoint.json              what `_content` says, with the digests of those files
+
+Parameters that are not trained, LoRA's base, are not in it.
 """
 
 from __future__ import annotations
 
 import json
-import random
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 
 from learner.engine import Engine
-from learner.publish import prune_oldest, visible_last
+from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_of, trainable, write_state
+from learner.publish import UNFINISHED_SUFFIX, prune_oldest, visible_last, wait_until_durable
+from learner.random_states import random_states, restore_random_states
+from learner.shards import SHARD_BYTES, files_digest, write_shards
 
-STATE_DIR, STATE_TAG = "deepspeed", "state"
 POINT_FILE = "checkpoint.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
+OLDER = "use an older checkpoint"
 
 
 class CheckpointError(ValueError):
@@ -37,77 +46,154 @@ class CheckpointPoint:
     learner_step: int
     version: int  # policy version of these weights
     n_updates: int  # optimizer updates applied so far
+    lsn: int  # of the catalog: what the run had done when it was written
 
 
-def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: int) -> None:
-    with visible_last(dest) as unfinished:
-        engine.deepspeed.save_checkpoint(str(unfinished / STATE_DIR), tag=STATE_TAG, save_latest=False)
-        content = {
-            "format_version": FORMAT_VERSION,
-            "learner_step": learner_step,
-            "version": version,
-            "n_updates": engine.n_updates,
-            "zero_stage": engine.learner.zero_stage,
-            "random_states": _random_states(),
-        }
-        (unfinished / POINT_FILE).write_text(json.dumps(content) + "\n")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Files:
+    """What one rank wrote of one kind."""
+
+    kind: str
+    names: tuple[str, ...]
+    n_bytes: int
+    digest: str  # of all of them in order, as `shards.py` says
+
+
+def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: int, lsn: int) -> None:
+    """Durable when it returns, and so are all weights published before it. Nothing is seen of it before."""
+    point = CheckpointPoint(learner_step=learner_step, version=version, n_updates=engine.n_updates, lsn=lsn)
+    if engine.rank == 0:
+        wait_until_durable()
+        with visible_last(dest) as unfinished:
+            content = _written(engine, unfinished, point)
+            (unfinished / POINT_FILE).write_text(json.dumps(content) + "\n")
+    else:
+        _written(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
+    dist.barrier()
 
 
 def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
-    """Restores the engine and the random states of this process; CheckpointError if it does not fit."""
+    """Restores the engine and the random states of this process.
+
+    Raises CheckpointError, on every rank, if it is damaged or of another model; the engine is as it was then.
+    """
+    content = read_content(source)
+    faults = _from_all_ranks(engine, _fault(source, content, share=slice(engine.rank, None, engine.ranks)))
+    if any(faults):
+        raise CheckpointError(next(filter(None, faults)))
+    parameters = trainable(engine.policy.causal_lm)
+    check_parameters(source, content["parameters"], parameters)
+    write_state(engine.deepspeed, parameters, saved_tensors(source, content), steps=content["adam_steps"])
+    point = CheckpointPoint(**content["point"])
+    engine.n_updates = point.n_updates
+    if engine.rank < len(content["random_states"]):  # a rank that was not there has nothing to go on with
+        restore_random_states(content["random_states"][engine.rank])
+    return point
+
+
+def read_content(source: Path) -> dict[str, Any]:
+    """checkpoint.json. Raises CheckpointError if it is not one of this code's."""
+    path = source / POINT_FILE
     try:
-        content = json.loads((source / POINT_FILE).read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source} is not a checkpoint (no {POINT_FILE} in it); choose another") from error
-    if content["format_version"] > FORMAT_VERSION:
+        content: dict[str, Any] = json.loads(path.read_text())
+        found = content["format_version"]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{source} is not a whole checkpoint (no {POINT_FILE} in it); {OLDER}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); {OLDER}") from error
+    if found != FORMAT_VERSION:
+        remedy = "start the run anew" if found < FORMAT_VERSION else "update the code"
+        raise CheckpointError(f"{source} has format version {found}, this code reads {FORMAT_VERSION}; {remedy}")
+    return content
+
+
+def check_whole(source: Path, content: Mapping[str, Any]) -> None:
+    """Reads all files. Raises CheckpointError for one that is missing, cut or changed."""
+    fault = _fault(source, content, share=slice(None))
+    if fault:
+        raise CheckpointError(fault)
+
+
+def check_parameters(source: Path, saved: Mapping[str, Sequence[int]], parameters: Parameters) -> None:
+    """Raises CheckpointError naming the first difference between what was saved, name -> shape, and what is trained here."""
+    here = {name: shape_of(parameter) for name, parameter in parameters.items()}
+    wrong = [name for name in [*here, *saved] if here.get(name) != saved.get(name)]
+    if wrong:
+        name = wrong[0]
         raise CheckpointError(
-            f"{source} has format version {content['format_version']}, this code reads up to {FORMAT_VERSION}; update"
+            f"{source} is of another model: {len(set(wrong))} trained parameters differ, the first is {name}, of shape "
+            f"{saved.get(name, 'missing')} there and {here.get(name, 'missing')} here. Use the model.path, model.lora_rank "
+            "and model.tiny it was written with"
         )
-    if content["zero_stage"] != engine.learner.zero_stage:
-        raise CheckpointError(
-            f"{source} was written with learner.zero_stage={content['zero_stage']}, not {engine.learner.zero_stage}; "
-            "optimizer state is laid out by stage, so continue with the same one"
-        )
-    path, _ = engine.deepspeed.load_checkpoint(str(source / STATE_DIR), tag=STATE_TAG)
-    if path is None:
-        raise CheckpointError(f"DeepSpeed found no state in {source / STATE_DIR}; it is damaged, use an older checkpoint")
-    engine.n_updates = content["n_updates"]
-    _restore_random_states(content["random_states"])
-    return CheckpointPoint(learner_step=content["learner_step"], version=content["version"], n_updates=content["n_updates"])
 
 
-def prune_checkpoints(checkpoints_dir: Path, *, keep: int) -> list[str]:
-    """Removes all but the newest `keep` checkpoints; returns the names removed."""
-    return prune_oldest(checkpoints_dir, keep=keep)
+def saved_tensors(source: Path, content: Mapping[str, Any]) -> Callable[[str, str], torch.Tensor]:
+    """(parameter name, kind) -> the float32 tensor, read from the disk when asked for."""
+    where: dict[tuple[str, str], Any] = {}
+    for item in content["files"]:
+        for name in item["names"]:
+            file = safe_open(source / name, framework="pt")
+            where |= {(parameter, item["kind"]): file for parameter in file.keys()}  # noqa: SIM118 (no mapping)
+
+    def saved(parameter: str, kind: str) -> torch.Tensor:
+        tensor: torch.Tensor = where[parameter, kind].get_tensor(parameter)
+        return tensor
+
+    return saved
 
 
-def _random_states() -> dict[str, Any]:
-    """As JSON: nothing of ours is pickled to disk."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = numpy_state
-    version, internal, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+def prune_checkpoints(checkpoints_dir: Path, *, keep: int, keep_every: int) -> list[str]:
+    """Removes all but the newest `keep` and those of every `keep_every`-th learner step (0: none); returns the names removed.
+
+    Keep 2, and every 10th: of steps 5, 10, 15, 20, 25, 30 step 5 and 15 are removed.
+    """
+    names = [path.name for path in checkpoints_dir.iterdir()]
+    steps = {name: int(number[0]) for name in names if (number := re.search(r"\d+$", name))}
+    kept = frozenset(name for name, step in steps.items() if keep_every and step % keep_every == 0)
+    return prune_oldest(checkpoints_dir, keep=keep, kept=kept)
+
+
+def _written(engine: Engine, directory: Path, point: CheckpointPoint) -> dict[str, Any]:
+    """Writes this rank's files; returns the content of checkpoint.json, the same on every rank."""
+    dist.barrier()  # until rank 0 has made the directory
+    parameters = trainable(engine.policy.causal_lm)
+    mine = [_write_kind(engine, parameters, directory, kind) for kind in KINDS]
+    per_rank = _from_all_ranks(engine, (mine, random_states()))
     return {
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(state) for state in cuda],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "python": [version, list(internal), gauss],
+        "format_version": FORMAT_VERSION,
+        "point": asdict(point),
+        "dtype": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+        "zero_stage": engine.learner.zero_stage,  # for people, as is dtype: neither has to stay as it is
+        "adam_steps": read_steps(engine.deepspeed, parameters),
+        "parameters": {name: shape_of(parameter) for name, parameter in parameters.items()},
+        "files": [asdict(files) for files_of_rank, _ in per_rank for files in files_of_rank],
+        "random_states": [states for _, states in per_rank],
     }
 
 
-def _restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(_from_hex(states["torch"]))
-    for device, state in enumerate(states["cuda"]):
-        torch.cuda.set_rng_state(_from_hex(state), device)
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+def _write_kind(engine: Engine, parameters: Parameters, directory: Path, kind: str) -> _Files:
+    gathered = read_state(engine.deepspeed, parameters, kind)
+    stem = f"{kind}-rank{engine.rank:05d}"
+    share = islice(gathered, engine.rank, None, engine.ranks)
+    shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES)
+    return _Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
 
 
-def _hex(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
+def _fault(source: Path, content: Mapping[str, Any], *, share: slice) -> str | None:
+    """What is wrong with the files of the checkpoint; of these ones only, in their order, the bytes are looked at."""
+    for number, item in enumerate(content["files"]):
+        paths = [source / name for name in item["names"]]
+        missing = [path for path in paths if not path.is_file()]
+        if missing:
+            return f"{missing[0]} is missing; {OLDER}"
+        if sum(path.stat().st_size for path in paths) != item["n_bytes"]:
+            return f"{paths[0]} is not as long as it was written; {OLDER}"
+        if number in range(len(content["files"]))[share] and files_digest(paths) != item["digest"]:
+            return f"{paths[0]} was changed after it was written (digest); {OLDER}"
+    return None
 
 
-def _from_hex(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+def _from_all_ranks(engine: Engine, value: Any) -> list[Any]:
+    values = [value] * engine.ranks
+    dist.all_gather_object(values, value)
+    return values

@@ -1,6 +1,12 @@
-"""The one place that imports DeepSpeed: its settings, its process group, its standard output turned to the log.
+"""The one place that imports DeepSpeed: its settings, the group of ranks, its standard output turned to the log.
 
-Nothing here touches the network: a process group of one rank keeps its store in memory.
+    store = host_ranks()                                            # in one process; several ranks only
+    join_ranks(0, ranks=2, address=f"127.0.0.1:{store.port}")       # in each rank's process, before `initialize`
+    engine = initialize(module, dtype="float32", learner=learner)
+    with whole(parameter):                                          # ZeRO 3: all ranks together
+        parameter.shape
+
+One rank touches no network: its group keeps its store in memory.
 """
 
 from __future__ import annotations
@@ -9,6 +15,8 @@ import contextlib
 import io
 import logging
 import os
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +26,7 @@ from configs import LearnerConfig
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asks for it in a single process too
+os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed's device index; Ray shows each rank its own device only, as number 0
 
 _log = logging.getLogger(__name__)
 
@@ -40,21 +48,32 @@ with _standard_output_to_log():
 # Its own handler writes to standard output, which is the reader's; the run's log files get the records instead.
 logging.getLogger("DeepSpeed").handlers.clear()
 logging.getLogger("DeepSpeed").propagate = True
+# ZeRO 3 calls torch by names that it is to lose one day, and says so for every parameter of every pass.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8  # Kingma and Ba 2015
 # DeepSpeed's own default of 5e8 elements is allocated at once, 2 GB in float32; a model needs no more than it has.
 MAX_BUCKET_ELEMENTS = 500_000_000
 LEAST_BF16_ZERO_STAGE = 1  # below it DeepSpeed keeps no fp32 masters and accumulates gradients in bf16
+PARTITIONED = 3  # the ZeRO stage from which a rank holds only its part of a parameter
+WHOLE_ELEMENTS = 100_000  # parameters smaller than this stay whole on each rank: a norm's are not worth a message
+# Longer than ranks ever wait for each other (one pass, or rank 0 writing one weight); then the others have died.
+GROUP_TIMEOUT = timedelta(minutes=5)
+LOOPBACK = "127.0.0.1"
 
 
 def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> Any:
-    """A DeepSpeed engine with AdamW whose gradient accumulation boundary the caller sets."""
+    """A DeepSpeed engine with AdamW whose gradient accumulation boundary the caller sets. All ranks call it together.
+
+    At ZeRO 3 the module's parameters are empty outside of its forward pass and of `whole`.
+    """
     if dtype == "bfloat16" and learner.zero_stage < LEAST_BF16_ZERO_STAGE:
         raise ValueError(
             f"learner.zero_stage={learner.zero_stage} with model.dtype=bfloat16 would train without fp32 masters; "
             f"set learner.zero_stage={LEAST_BF16_ZERO_STAGE}, which on one rank costs the same memory"
         )
-    _join_process_group()
+    if learner.offload and not learner.zero_stage:
+        raise ValueError("learner.offload=true with learner.zero_stage=0: only ZeRO's optimizers offload; set zero_stage=1")
     with _standard_output_to_log():
         engine, _, _, _ = deepspeed.initialize(
             model=module,
@@ -64,11 +83,29 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
     return engine
 
 
+def whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
+    """Inside it the parameter has all its elements on every rank, to read. All ranks enter it together."""
+    return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+
+
+def forget_gradient(engine: Any) -> None:
+    """After an update that DeepSpeed refused: offloaded bf16 gradients of ZeRO 1 and 2 would be added to the next ones."""
+    if engine.zero_optimization_stage() < PARTITIONED:
+        engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
+
+
 def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> dict[str, Any]:
     bucket_elements = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters()))
+    zero: dict[str, Any] = {
+        "stage": learner.zero_stage,
+        "reduce_bucket_size": bucket_elements,
+        "allgather_bucket_size": bucket_elements,
+        "stage3_param_persistence_threshold": WHOLE_ELEMENTS,
+    }
+    if learner.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
-        # Micro-batches are cut by tokens and the loss is already the mean over all: DeepSpeed divides by nothing.
-        "train_batch_size": 1,
+        # Micro-batches are cut by tokens and the loss is already the mean over all: DeepSpeed divides by nothing but ranks.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": learner.grad_clip,
@@ -80,24 +117,45 @@ def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) ->
                 "betas": list(ADAM_BETAS),
                 "eps": ADAM_EPSILON,
                 "torch_adam": True,  # DeepSpeed's own Adam is compiled at the first start, for two minutes
+                "fused": True,  # one pass over memory; on a CPU it takes an eighth of the time
             },
         },
-        "zero_optimization": {
-            "stage": learner.zero_stage,
-            "reduce_bucket_size": bucket_elements,
-            "allgather_bucket_size": bucket_elements,
-        },
+        "zero_force_ds_cpu_optimizer": False,  # torch's Adam runs on offloaded state too
+        "zero_optimization": zero,
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",  # of gradients: a sum over ranks and micro-batches in bf16 would depend on the cut
     }
 
 
-def _join_process_group() -> None:
+def host_ranks() -> dist.TCPStore:
+    """Where the ranks of a group meet, on a free port (`.port`); its process keeps it as long as the group lives."""
+    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+
+
+def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
+    """Makes this process one rank of a group, for good; returns when all have come. Raises RuntimeError if they do not.
+
+    `address` is host:port of a `host_ranks`; one rank alone needs none. A process stays what it has become: DeepSpeed
+    keeps groups of its own.
+    """
     if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
+            raise RuntimeError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already and cannot become rank {rank} of "
+                f"{ranks}; a process has one group of ranks for its life, so start the learner in another"
+            )
         return
-    # A kernel for several ranks on one CPU, compiled at the first start (a minute, and it needs a C++ compiler); one
-    # rank has nobody to talk to.
+    # A kernel for several ranks on one CPU, compiled at the first start (a minute, and it needs a C++ compiler).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would resolve the host name otherwise, which may hang
+    host, _, port = (address or f"{LOOPBACK}:").rpartition(":")
+    if host == LOOPBACK:  # gloo would resolve the host name otherwise, which may hang
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if ranks == 1:
+        store: dist.Store = dist.HashStore()
+    elif port:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
+    else:
+        raise ValueError(f"{ranks} ranks need an address to meet at; see host_ranks")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)

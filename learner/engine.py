@@ -1,61 +1,45 @@
 """DeepSpeed around one policy: forward, loss, gradient, optimizer update; nothing of files, Ray or the store.
 
     engine = Engine(model_path=base, model=c.model, learner=c.learner, loss=c.loss, temperature=1.0, seed=0)
-    stats = engine.update(micro_batches(rows, micro_batch_tokens=16384))   # one optimizer update, however it is cut
-    weights = engine.state_dict()                                          # Hugging Face names, to publish
+    stats = engine.train([micro_batches(rows, ...)])         # one optimizer update for each list, however it is cut
+    for name, tensor in engine.weights():                    # Hugging Face names, to publish
+        ...
     engine.close()
 
-One process is one rank, and has one engine at a time. Letters as in `batch.py`.
+One process is one rank, and has one engine at a time. With `learner.ranks` above 1 each rank has an engine of its own, and
+all of them call the same methods with the same arguments at the same time (`ranks.py` sees to it): rank r computes
+micro-batches r, r + ranks, ...; what a method returns is about all of them. Letters as in `batch.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 from configs import LearnerConfig, LossConfig, ModelConfig
-from gigpo import BatchTotals, Terms, Tokens, interpolated_proximal, token_diagnostics
+from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.batch import MicroBatch
-from learner.deepspeed_setup import initialize
+from learner.deepspeed_setup import forget_gradient, initialize, join_ranks
+from learner.lora import adapters_off, add_adapters, merged
 from learner.objective import objective_of
 from learner.policy_model import PolicyModel, load_policy
+from learner.stats import Pass, UpdateStats, from_all_ranks, gathered, token_values, update_stats
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateStats:
-    """One optimizer update, over all its tokens. What is not finite is inf: a NaN would be NULL in the catalog."""
-
-    loss: float  # what was differentiated: policy loss, plus kl_coef * KL, minus entropy_coef * entropy
-    kl: float  # mean estimate of the KL to the reference; 0 without a reference model
-    entropy: float  # mean, nats
-    grad_norm: float  # 2-norm before clipping
-    learning_rate: float
-    n_rows: int
-    n_tokens: int  # response tokens
-    n_padded_tokens: int  # computed by the forward passes
-    skipped: bool  # the loss or the gradient was not finite, so the weights stayed as they were
-    tokens: dict[str, float]  # gigpo's `token_diagnostics`: ratios, effective sample size, mismatch, what was dropped
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
-    """Of one micro-batch, detached: its share of the update's loss (a scalar) and the values of its N tokens."""
-
-    loss: torch.Tensor
-    tokens: Tokens
-    terms: Terms
-    staleness_N: torch.Tensor
-    entropy_N: torch.Tensor
-
-
 class Engine:
-    """Holds the model, the optimizer and, where `kl_coef` > 0, a frozen copy of the base model."""
+    """Holds the model, the optimizer and, where `kl_coef` > 0, a frozen copy of the base model, whole on each rank.
+
+    With `model.lora_rank` only adapters are trained, and the base model is the policy without them: no copy.
+
+    `address` is where the ranks meet (`deepspeed_setup.host_ranks`); one rank alone needs none. Every rank reads the whole
+    model into main memory once, also at ZeRO 3, where it then keeps its part.
+    """
 
     def __init__(
         self,
@@ -66,52 +50,67 @@ class Engine:
         loss: LossConfig,
         temperature: float,
         seed: int,
+        rank: int = 0,
+        address: str | None = None,
     ) -> None:
         self.objective = objective_of(loss)
         torch.manual_seed(seed)
         if not torch.cuda.is_available():
             torch.set_num_threads(learner.threads)
-        self.learner = learner
-        self.n_updates = 0  # optimizer updates that were applied; the warm-up counts in them
+        self.learner, self.rank, self.ranks = learner, rank, learner.ranks
+        self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
         self.policy = _load(model_path, model, temperature=temperature)
-        self.deepspeed = initialize(self.policy, dtype=model.dtype, learner=learner)
+        self.has_adapters = model.lora_rank > 0
+        if self.has_adapters:
+            add_adapters(self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha)
+        join_ranks(rank, ranks=self.ranks, address=address)
+        # Adapters are float32 whatever the base is; DeepSpeed's bf16 mode would round them with it.
+        trained_dtype = "float32" if self.has_adapters else model.dtype
+        self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
         self.reference: PolicyModel | None = None
-        if self.objective.kl_coef > 0.0:
+        if self.objective.kl_coef > 0.0 and not self.has_adapters:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
             self.reference.to(self.deepspeed.device)
+
+    def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
+        """One optimizer update for each list of micro-batches, in order: the updates of one learner step.
+
+        They have one proximal policy, that of before the first of them.
+        """
+        if self.objective.proximal == "recomputed":
+            updates = [self.with_proximal(batches) for batches in updates]
+        return [self.update(batches) for batches in updates]
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateStats:
         """One optimizer update with the gradient of the objective over all `micro_batches`, however they were cut.
 
         They are of one table: equal rows_N are one sequence. With loss.proximal=recomputed they come from `with_proximal`.
+        A loss or gradient that is not finite leaves everything as it was, on all ranks.
         """
-        if not micro_batches:
-            raise ValueError("an update needs at least one response token; leave empty batches out")
+        mine = self._mine(micro_batches)
         totals = BatchTotals(
             n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
             n_sequences=sum(batch.n_rows for batch in micro_batches),
         )
+        scored = self.objective.batch_wide or self.learner.ess_scaled
+        scores = self.score(micro_batches) if scored else []
         learning_rate = scheduled(self.learner, n_updates=self.n_updates)
+        if self.learner.ess_scaled:
+            learning_rate *= _ess_fraction(micro_batches, scores)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
-        factors = self._batch_wide_factors(micro_batches) if self.objective.batch_wide else [None] * len(micro_batches)
+        factors = self._batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks] if self.objective.batch_wide else []
         passes = []
-        for index, (batch, factor_N) in enumerate(zip(micro_batches, factors, strict=True)):
+        for index, batch in enumerate(mine):
             # By hand, because the number of micro-batches differs from update to update: the last one reduces.
-            self.deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
+            factor_N = factors[index].to(self.deepspeed.device) if factors else None
             passes.append(self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals))
         grad_norm = self._step()
         skipped = not math.isfinite(grad_norm)
         self.n_updates += not skipped
-        n_padded_tokens = sum(batch.n_padded_tokens for batch in micro_batches)
-        return _stats(
-            passes,
-            totals,
-            n_padded_tokens=n_padded_tokens,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            skipped=skipped,
-        )
+        everyone = gathered(passes, micro_batches, ranks=self.ranks)
+        return update_stats(micro_batches, everyone, grad_norm=grad_norm, learning_rate=learning_rate, skipped=skipped)
 
     def with_proximal(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The same with the log-probabilities of the policy as it is now: the centre of decoupled PPO's trust region."""
@@ -119,18 +118,47 @@ class Engine:
         return [replace(batch, proximal_logprobs_N=score_N) for batch, score_N in zip(micro_batches, scores, strict=True)]
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The current policy's logprobs_N of each micro-batch, on the CPU, without gradient."""
+        """The current policy's logprobs_N of every micro-batch, float32 on the CPU, without gradient."""
+        mine = self._mine(micro_batches)
         with torch.no_grad():
-            return [_forward(self.policy, batch.to(self.deepspeed.device))[0].cpu() for batch in micro_batches]
+            scores = [self.policy(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
+        joined: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
+        for rank, scores_N in enumerate(from_all_ranks(torch.cat(scores), ranks=self.ranks)):
+            of_rank = micro_batches[rank :: self.ranks]
+            joined[rank :: self.ranks] = scores_N.split([batch.n_response_tokens for batch in of_rank])
+        return joined
 
-    def _batch_wide_factors(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The corrections' factors of each micro-batch, from a forward pass over all before the one that learns.
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights of the loss by Hugging Face names, each once: a tied output layer has no entry of its own. Adapters are
+        merged into the weights they adapt.
 
-        A correction that ranks the update's tokens would, by micro-batch, drop others with every other cut.
+        All ranks iterate to the end, together; at ZeRO 3 each weight is gathered when its turn comes. On rank 0 they are
+        on the CPU, and not copies if the model is: use them before the next update.
         """
-        scored = [self._tokens(batch, score_N) for batch, score_N in zip(micro_batches, self.score(micro_batches), strict=True)]
-        factor_N = self.objective.factor(_joined(scored)).to(self.deepspeed.device)
-        return list(factor_N.split([batch.n_response_tokens for batch in micro_batches]))
+        for name, tensor in merged(self.policy.causal_lm):
+            yield name, tensor.cpu() if self.rank == 0 else tensor
+
+    def close(self) -> None:
+        """Frees what DeepSpeed holds; the process group stays for the next engine of this process."""
+        self.deepspeed.destroy()
+
+    def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """This rank's share. At ZeRO 3 a pass needs all ranks, so a rank with fewer of them would wait for ever."""
+        if not any(batch.n_response_tokens for batch in micro_batches):
+            raise ValueError("an update needs at least one response token; leave empty batches out")
+        if len(micro_batches) % self.ranks:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches cannot be shared by {self.ranks} ranks; cut them with ranks={self.ranks}"
+            )
+        return micro_batches[self.rank :: self.ranks]
+
+    def _batch_wide_factors(self, batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The corrections' factors of each micro-batch, from the scores of the whole update.
+
+        A correction that ranks the update's tokens would, by micro-batch or rank, drop others with every other cut.
+        """
+        scored = [self._tokens(batch, score_N) for batch, score_N in zip(batches, scores, strict=True)]
+        return list(self.objective.factor(_joined(scored)).split([batch.n_response_tokens for batch in batches]))
 
     def _tokens(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> Tokens:
         proximal_N = batch.proximal_logprobs_N
@@ -144,43 +172,36 @@ class Engine:
             proximal_logprobs_N=proximal_N,
         )
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights by Hugging Face names, those of the loss. Not copies: read them before the next update."""
-        return self.policy.weights()
-
-    def close(self) -> None:
-        """Frees what DeepSpeed holds; the process group stays for the next engine of this process."""
-        self.deepspeed.destroy()
-
-    def _backward(self, batch: MicroBatch, *, factor_N: torch.Tensor | None, totals: BatchTotals) -> _Pass:
-        logprobs_N, entropy_N = _forward(self.deepspeed, batch)
-        reference_logprobs_N = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_logprobs_N, _ = _forward(self.reference, batch)
+    def _backward(self, batch: MicroBatch, *, factor_N: torch.Tensor | None, totals: BatchTotals) -> Pass:
+        reference_logprobs_N = self._reference_logprobs(batch) if self.objective.kl_coef > 0.0 else None
+        logprobs_N, entropy_N = self.deepspeed(batch)
         tokens = self._tokens(batch, logprobs_N)
         terms = self.objective(tokens, reference_logprobs_N=reference_logprobs_N, entropy_N=entropy_N, factor_N=factor_N)
         loss = self.objective.aggregation(terms.loss_N, tokens.sequence_N, totals)
-        if not torch.isfinite(loss):
-            # A non-finite loss may have a finite gradient. Made NaN, it cannot be overlooked, on no rank, in `_step`.
-            loss = loss * math.nan
-        self.deepspeed.backward(loss, scale_wrt_gas=False)
-        return _Pass(
-            loss=loss.detach(),
-            tokens=replace(tokens, logprobs_N=logprobs_N.detach()),
-            terms=replace(terms, loss_N=terms.loss_N.detach()),
-            staleness_N=batch.staleness_N,
-            entropy_N=entropy_N.detach(),
-        )
+        # A non-finite loss may have a finite gradient. Made NaN, it cannot be overlooked, on no rank, in `_step`.
+        # The totals are the whole update's, so ranks add up to its loss; DeepSpeed takes their mean.
+        scale = torch.where(torch.isfinite(loss.detach()), float(self.ranks), math.nan)
+        self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
+        return Pass(loss=loss.detach(), values_6N=token_values(terms, logprobs_N=logprobs_N, entropy_N=entropy_N))
+
+    def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            if self.reference is not None:
+                return self.reference(batch)[0]
+            with adapters_off(self.policy.causal_lm):
+                return self.policy(batch)[0]
 
     def _step(self) -> float:
-        """Clips and applies the gradient unless it is not finite; returns its norm.
+        """Clips and applies the gradient unless it is not finite; returns its norm, the same on all ranks.
 
-        DeepSpeed's ZeRO and bf16 optimizers refuse such a gradient by themselves; at stage 0 nothing looks at it.
+        DeepSpeed's ZeRO optimizers refuse such a gradient by themselves; at stage 0 nothing looks at it.
         """
         if self.deepspeed.zero_optimization():
             self.deepspeed.step()
-            return float(self.deepspeed.get_global_grad_norm())
+            grad_norm = float(self.deepspeed.get_global_grad_norm())
+            if not math.isfinite(grad_norm):
+                forget_gradient(self.deepspeed)
+            return grad_norm
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         grad_norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(grad_norm):
@@ -202,6 +223,16 @@ def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:
     return learner.learning_rate * warm * (1.0 - fall)
 
 
+def _ess_fraction(batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> float:
+    """(sum rho)^2 / (n sum rho^2) over the update's n tokens, rho = pi / mu before it: 1 on policy, small on stale data.
+
+    It costs a forward pass over the update before the one that learns, unless a correction needs that anyway.
+    """
+    behaviour_N = torch.cat([batch.behaviour_logprobs_N for batch in batches])
+    fraction = ess(torch.exp(log_ratio(torch.cat(list(scores)), behaviour_N)))
+    return fraction if math.isfinite(fraction) else 1.0  # a NaN among the scores: the update will be skipped
+
+
 def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> PolicyModel:
     return load_policy(
         Path(path),
@@ -211,45 +242,7 @@ def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> Policy
     )
 
 
-def _forward(module: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs_N, entropy_N = module(batch.input_ids_BT, batch.positions_N, batch.response_ids_N)
-    return logprobs_N, entropy_N
-
-
 def _joined(parts: Sequence[Tokens]) -> Tokens:
     """The tokens of several micro-batches as one."""
     columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(Tokens)}
     return Tokens(**{name: torch.cat(column) for name, column in columns.items() if column[0] is not None})
-
-
-def _stats(
-    passes: Sequence[_Pass],
-    totals: BatchTotals,
-    *,
-    n_padded_tokens: int,
-    grad_norm: float,
-    learning_rate: float,
-    skipped: bool,
-) -> UpdateStats:
-    """Over the tokens of all micro-batches at once: a ratio's ESS or maximum is not the mean of the micro-batches'."""
-    return UpdateStats(
-        loss=_finite_or_inf(sum(float(p.loss) for p in passes)),
-        kl=_finite_or_inf(float(torch.cat([p.terms.kl_N for p in passes]).mean())),
-        entropy=_finite_or_inf(float(torch.cat([p.entropy_N for p in passes]).mean())),
-        grad_norm=_finite_or_inf(grad_norm),
-        learning_rate=learning_rate,
-        n_rows=totals.n_sequences,
-        n_tokens=totals.n_tokens,
-        n_padded_tokens=n_padded_tokens,
-        skipped=skipped,
-        tokens=token_diagnostics(
-            _joined([p.tokens for p in passes]),
-            factor_N=torch.cat([p.terms.factor_N for p in passes]),
-            clipped_N=torch.cat([p.terms.clipped_N for p in passes]),
-            staleness_N=torch.cat([p.staleness_N for p in passes]),
-        ),
-    )
-
-
-def _finite_or_inf(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

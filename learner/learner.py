@@ -1,38 +1,49 @@
-"""The learner's loop: claim, train, publish, settle, checkpoint.
+"""The learner's loop: take a batch, train, publish, settle, checkpoint.
 
-    run  consumes batches of complete groups, produces numbered weights
+    run  consumes batches of complete groups, which `prefetch.py` makes ready beside it, produces numbered weights
          waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason
 
 Why a crash between any two of them is harmless: whatever was claimed or settled after the newest checkpoint is available
 again at the next start, to the checkpoint's weights, published under a new number; what is too old for that number becomes
-stale, with the reason, and stays in the store.
+stale, with the reason, and stays in the store. If that checkpoint is damaged the same holds for the one before it.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 from ray.actor import ActorHandle
 
-from configs import Config, LearnerConfig
-from gigpo import AdvantageSettings, prepare_advantages, signal_settings, singleton_fraction, step_variance_share
-from learner.batch import micro_batches, split_updates
-from learner.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from learner.engine import Engine, UpdateStats
-from learner.publish import prune_versions, write_weights
-from learner.source import COORDINATOR_TIMEOUT_S, ReadyBatch, next_batch
-from store import RunLayout, VersionRecord, capture_output, publish_directory
+from configs import Config
+from gigpo import prepare_advantages
+from learner.checkpoint import CheckpointError, prune_checkpoints
+from learner.guards import (
+    ALARM,
+    ALARM_ENDED,
+    BAD_UPDATE,
+    CollapseError,
+    bad_update_line,
+    collapse_alarms,
+    too_many_bad_updates,
+)
+from learner.metrics import Times, step_metrics
+from learner.prefetch import Prefetch
+from learner.publish import prune_versions, weight_files
+from learner.ranks import Ranks
+from learner.shards import files_digest
+from learner.source import ReadyBatch, source_of
+from learner.stats import UpdateStats
+from store import Batch, CheckpointRecord, RunLayout, VersionRecord, capture_output, publish_directory
 
-POLL_S = 0.05  # between two claims while there are too few groups
+POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
 HEARTBEAT_S = 1.0
+COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
-FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
 SOLVED = 0.99  # success above which empty batches are no trouble: every group wins in the same way
 
 
@@ -47,22 +58,20 @@ class LearnerSetup:
 
 
 class Learner:
-    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()` frees the device."""
+    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()` frees the devices."""
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
         self.config, self.model_path, self.coordinator = setup.config, setup.model_path, coordinator
         self.layout = RunLayout.open(Path(setup.config.run_dir))
-        self.settings = advantage_settings(self.config)
-        # Under mean_std a lost group's penalties weigh as much as wins do elsewhere, so leaving such groups out is a choice.
-        algorithm = self.config.algorithm
-        penalty = algorithm.invalid_penalty if algorithm.penalty_is_signal else 0.0
-        clones = self.config.loss.policy == "behaviour_cloning"
-        counted = replace(self.settings, invalid_penalty=penalty)
-        self.signal = None if clones else signal_settings(counted, signal=algorithm.signal)
+        self.source = source_of(self.config, self.layout, claim=self._claim)
         self.stopping = False
+        self.collapse: str | None = None  # the alarm that ends the run
         self.step = 0
         self.saved_step = 0  # of the newest checkpoint: an announced one is never written again
         self.version = 0
+        self.bad_updates = 0  # in a row
+        self.empty_batches = 0  # in a row
+        self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
         self.beat_at = 0.0
         self.waiting_on: str | None = None
 
@@ -71,50 +80,52 @@ class Learner:
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
-        for settings in filter(None, (self.settings, self.signal)):
+        for settings in filter(None, (self.source.advantages, self.source.signal)):
             prepare_advantages(settings)
-        self.engine = Engine(
-            model_path=self.model_path,
-            model=self.config.model,
-            learner=self.config.learner,
-            loss=self.config.loss,
-            temperature=self.config.actors.temperature,
-            seed=self.config.seed,
-        )
-        point = self._ask(self.coordinator.resume.remote())
-        if point.checkpoint is not None:
-            self.step = load_checkpoint(self.engine, self.layout.root / point.checkpoint.path).learner_step
-            self.saved_step = self.step
+        self.ranks = Ranks(self.config, model_path=self.model_path)
+        checkpoint, faults = self._restore()
+        point = self._ask(self.coordinator.resume.remote(self.step))
+        self.figures = point.metrics
         if point.latest_version is None:
             self._publish(0)
             return "a new run"
-        if point.checkpoint is not None and point.checkpoint.version == point.latest_version:
+        if checkpoint is not None and checkpoint.version == point.latest_version and self._newest_are_whole():
             self.version = point.latest_version  # stopped in order: these very weights are the newest already
         else:  # weights of the checkpoint under a number nobody has seen: versions are never used twice
             self._publish(point.latest_version + 1)
+        for fault in faults:
+            self._notice("checkpoint left out", f"going on from learner step {self.step} instead: {fault}")
+        left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
         return (
-            f"continues at learner step {self.step} as version {self.version}; {point.groups_available_again} groups "
+            f"continues at learner step {self.step} as version {self.version}{left_out}; {point.groups_available_again} groups "
             f"consumed after the checkpoint are available again, those within max_staleness are trained on"
         )
 
     def run(self) -> int:
-        """Trains; returns the learner step it ended at. Raises StarvationError."""
-        empty = 0
-        while self.step < self.config.learner.steps and not self.stopping:
-            started = time.monotonic()
-            ready = self._wait_for_batch()
-            if ready is None:
-                break
-            waited_s = time.monotonic() - started - ready.read_s - ready.advantages_s - ready.signal_s
-            empty = 0 if ready.rows.num_rows else empty + 1
-            if empty > MAX_EMPTY_BATCHES and ready.success < SOLVED:
-                raise StarvationError(
-                    f"{empty} batches in a row had no advantage to learn from, with success {ready.success:.2f}: every "
-                    "group's episodes were alike. Use easier tasks, a larger algorithm.group_size, or a better model"
+        """Trains; returns the learner step it ended at. Raises StarvationError, BadUpdatesError, CollapseError."""
+        with Prefetch(self.source) as batches:
+            while self.step < self.config.learner.steps and not self.stopping:
+                started = time.monotonic()
+                ready = self._wait_for_batch(batches)
+                if ready is None:
+                    break
+                waited_s = time.monotonic() - started
+                if self.config.max_staleness > 0 and self.step + 1 < self.config.learner.steps:
+                    batches.start(version=self.version + 1, learner_step=self.step + 2)
+                updates = self._train(ready)
+                groups_wait_s = min(max(0.0, ready.claimed_at_s - started), waited_s)
+                times = Times(
+                    groups_wait_s=groups_wait_s,
+                    batch_wait_s=waited_s - groups_wait_s,
+                    step_s=time.monotonic() - started,
                 )
-            self._finish_step(ready, self._train(ready), waited_s=waited_s, started=started)
+                self._finish_step(ready, updates, times)
+        if batches.under_way:
+            self._ask(self.coordinator.give_back.remote(self.step))
         if self.step != self.saved_step:
             self._checkpoint()
+        if self.collapse is not None:
+            raise CollapseError(f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same command goes on")
         return self.step
 
     def stop(self) -> None:
@@ -122,74 +133,101 @@ class Learner:
         self.stopping = True
 
     def close(self) -> None:
-        self.engine.close()
+        self.ranks.close()
 
-    def _wait_for_batch(self) -> ReadyBatch | None:
+    def _newest_are_whole(self) -> bool:
+        newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
+        return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
+
+    def _claim(self, version: int) -> Batch | None:
+        return self._ask(self.coordinator.claim.remote(version))
+
+    def _restore(self) -> tuple[CheckpointRecord | None, list[str]]:
+        """Loads the newest checkpoint that is whole; which, and what is wrong with newer ones. CheckpointError if none is."""
+        faults: list[CheckpointError] = []
+        for checkpoint in self._ask(self.coordinator.checkpoints.remote()):
+            try:
+                self.step = self.ranks.load_checkpoint(self.layout.root / checkpoint.path).learner_step
+            except CheckpointError as error:
+                faults.append(error)
+            else:
+                self.saved_step = self.step
+                return checkpoint, list(map(str, faults))
+        if faults:
+            raise faults[0]
+        return None, []
+
+    def _wait_for_batch(self, batches: Prefetch) -> ReadyBatch | None:
+        if not batches.under_way:
+            batches.start(version=self.version, learner_step=self.step + 1)
         deadline = time.monotonic() + self.config.learner.starvation_timeout_s
         while not self.stopping:
-            ready = next_batch(
-                self.coordinator,
-                self.layout,
-                self.settings,
-                current_version=self.version,
-                signal=self.signal,
-            )
+            ready = batches.take(timeout_s=POLL_S)
             if ready is not None:
+                assert ready.version == self.version, f"prepared for version {ready.version}, not {self.version}"
                 return ready
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not batches.has_groups:
                 status = self._ask(self.coordinator.status.remote())
                 raise StarvationError(
                     f"no {self.config.learner.groups_per_step} complete groups within "
                     f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {dict(status.waiting)}"
                 )
-            self._beat("groups")
-            time.sleep(POLL_S)
+            self._beat(None if batches.has_groups else "groups")
         return None
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
-        """One learner step: `updates_per_step` optimizer updates over consecutive parts of the batch's shuffled rows."""
+        """The optimizer updates of one learner step. Raises StarvationError after too many batches without any."""
         self._beat(None)
-        if not ready.rows.num_rows:
+        self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
+        if self.empty_batches > MAX_EMPTY_BATCHES and ready.success < SOLVED:
+            raise StarvationError(
+                f"{self.empty_batches} batches in a row had no advantage to learn from, with success {ready.success:.2f}: "
+                "every group's episodes were alike. Use easier tasks, a larger algorithm.group_size, or a better model"
+            )
+        if not ready.updates:
             return []
-        seed = self.config.seed + self.step
-        return train_on(self.engine, ready.rows, learner=self.config.learner, version=self.version, seed=seed)
+        updates = self.ranks.train([update.micro_batches for update in ready.updates])
+        self._guard_updates(ready, updates)
+        return updates
 
-    def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats], *, waited_s: float, started: float) -> None:
+    def _guard_updates(self, ready: ReadyBatch, updates: list[UpdateStats]) -> None:
+        """Says which rows made an update not finite. Raises BadUpdatesError after too many in a row."""
+        for number, (update, stats) in enumerate(zip(ready.updates, updates, strict=True), start=1):
+            self.bad_updates = self.bad_updates + 1 if stats.skipped else 0
+            if stats.skipped:
+                self._notice(BAD_UPDATE, bad_update_line(update, stats, learner_step=self.step + 1, number=number))
+            if self.bad_updates > self.config.learner.max_bad_updates:
+                raise too_many_bad_updates(
+                    self.bad_updates, learner_step=self.step + 1, rows_named=bool(stats.bad_rows), config=self.config
+                )
+
+    def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> None:
         self.step += 1
-        step_s = time.monotonic() - started
-        metrics = {
-            "train/success": ready.success,
-            "learner/idle_fraction": waited_s / step_s,
-            "staleness/max": float(self.version - min(g.version_min for g in ready.batch.groups)),
-            "time/advantages_s": ready.advantages_s,
-            "time/signal_s": ready.signal_s,
-            "time/read_s": ready.read_s,
-            "time/step_s": step_s,
-            "tokens/generated_per_s": ready.n_response_tokens / step_s,
-            "tokens/trained_per_s": sum(update.n_padded_tokens for update in updates) / (step_s - waited_s),
-            "groups/no_signal": float(len(ready.no_signal)),
-            "anchor/singleton_fraction": singleton_fraction(ready.rows) if ready.rows.num_rows else 0.0,
-            "anchor/step_variance_share": step_variance_share(ready.rows, self.settings.omega),
-            **mean_of_updates(updates),
-        }
-        trained_at_version = self.version
+        metrics = step_metrics(ready, updates, times, omega=self.source.advantages.omega)
+        alarms = collapse_alarms(metrics, before=self.figures, learner_step=self.step, config=self.config)
+        self.figures = {**metrics, **alarms.values}
         # Published before it is settled: settling lets workers start new groups, and those must find the new weights.
         self._publish(self.version + 1)
         call = self.coordinator.settle.remote(
             ready.batch.batch_id,
             learner_step=self.step,
             no_signal=ready.no_signal,
-            version_in=trained_at_version,
-            metrics=metrics,
+            version_in=ready.version,
+            metrics=self.figures,
         )
         self._ask(call)
+        for what, lines in ((ALARM, alarms.began), (ALARM_ENDED, alarms.ended)):
+            for line in lines:
+                self._notice(what, line)
+        if alarms.began and self.config.alarms.stop:
+            self.stopping, self.collapse = True, alarms.began[0]
         if self._checkpoint_is_due():
             self._checkpoint()
 
     def _publish(self, version: int) -> None:
         """Writes the weights, then tells the coordinator: a version that is announced is always whole."""
         directory = self.layout.weights_dir(version)
-        digest = write_weights(self.engine.state_dict(), directory, source_dir=self.model_path)
+        digest = self.ranks.publish(directory)
         publish_directory(self.layout, directory, keep=self.config.learner.keep_versions)
         record = VersionRecord(
             version=version,
@@ -206,10 +244,15 @@ class Learner:
 
     def _checkpoint(self) -> None:
         directory = self.layout.checkpoint_dir(self.step)
-        save_checkpoint(self.engine, directory, learner_step=self.step, version=self.version)
+        lsn = self._ask(self.coordinator.export_now.remote())
+        self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
         self._ask(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
         self.saved_step = self.step
-        prune_checkpoints(self.layout.checkpoints, keep=self.config.learner.keep_checkpoints)
+        keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
+        prune_checkpoints(self.layout.checkpoints, keep=keep, keep_every=keep_every)
+
+    def _notice(self, what: str, detail: str) -> None:
+        self._ask(self.coordinator.notice.remote(what, detail))
 
     def _beat(self, waiting_on: str | None) -> None:
         """Tells the coordinator, at once if the reason changed (None: working), else about once a second."""
@@ -221,49 +264,6 @@ class Learner:
     def _ask(self, call: Any) -> Any:
         """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it is gone."""
         return ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
-
-
-def advantage_settings(config: Config) -> AdvantageSettings:
-    """What the config says about advantages, in gigpo's terms."""
-    algorithm = config.algorithm
-    return AdvantageSettings(
-        estimator=algorithm.estimator,
-        gamma=algorithm.gamma,
-        omega=algorithm.omega,
-        normalise=algorithm.normalise,
-        weighting=algorithm.weighting,
-        invalid_penalty=algorithm.invalid_penalty,
-        anchor=algorithm.anchor,
-        anchor_history=algorithm.anchor_history,
-        similarity=algorithm.similarity,
-        versions=algorithm.anchor_versions,
-        version_window=algorithm.version_window,
-    )
-
-
-def train_on(engine: Engine, rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[UpdateStats]:
-    """The optimizer updates of one learner step at `version`, each over a part of the rows that `seed` shuffled."""
-    rows = rows.append_column("staleness", pc.subtract(version, rows["version_min"]))
-    parts = split_updates(rows, learner.updates_per_step, seed=seed)
-    updates = [micro_batches(part, micro_batch_tokens=learner.micro_batch_tokens) for part in parts]
-    if engine.objective.proximal == "recomputed":  # for all parts, before the first of them moves the policy
-        updates = [engine.with_proximal(batches) for batches in updates]
-    return [engine.update(batches) for batches in updates]
-
-
-def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
-    """`loss/<name>`: each statistic averaged over the updates of a learner step that have it.
-
-    Those of FIRST_UPDATE_ONLY are the first update's: they compare two engines at the same weights, and it moves one of them.
-    """
-    seen: dict[str, list[float]] = {}
-    for index, update in enumerate(updates):
-        record = asdict(update)
-        tokens = record.pop("tokens")
-        for name, value in (record | tokens).items():
-            if index == 0 or name not in FIRST_UPDATE_ONLY:
-                seen.setdefault(f"loss/{name}", []).append(float(value))
-    return {name: sum(values) / len(values) for name, values in seen.items()}
 
 
 LearnerActor = ray.remote(Learner)

@@ -1,7 +1,7 @@
 """The policy being trained: a Hugging Face causal LM whose output layer runs only where a response token is predicted.
 
     policy = load_policy(path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
-    logprobs_N, entropy_N = policy(input_ids_BT, positions_N, response_ids_N)
+    logprobs_N, entropy_N = policy(batch)
 
 Letters as in `batch.py`; H the hidden size.
 """
@@ -15,6 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from learner.attention import packed_hidden, use_packed_attention
+from learner.batch import MicroBatch
+from learner.last_layer import trim_last_layer
+from learner.output_layer import OutputLayer
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Entries of a model's configuration that scale or cap the logits after the output layer. `PolicyModel` calls that layer
 # itself, so a model that has one would get wrong log-probabilities without a word.
@@ -26,31 +31,23 @@ class PolicyModel(nn.Module):
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
+        use_packed_attention(causal_lm)
+        self.trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
-        self.temperature = temperature
+        self.output = OutputLayer(causal_lm.get_output_embeddings(), temperature=temperature)
 
-    def forward(
-        self, input_ids_BT: torch.Tensor, positions_N: torch.Tensor, response_ids_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 log-probabilities and entropies (natural log) of N response tokens; positions index B * T."""
-        decoder = self.causal_lm.base_model
-        hidden_BTH = decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, positions_N)
-        logits_NV = self.causal_lm.get_output_embeddings()(hidden_NH).float() / self.temperature
-        normaliser_N = logits_NV.logsumexp(-1)
-        logprobs_N = logits_NV.gather(-1, response_ids_N.unsqueeze(-1)).squeeze(-1) - normaliser_N
-        entropy_N = normaliser_N - (torch.softmax(logits_NV, -1) * logits_NV).sum(-1)
+    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 log-probabilities and entropies (natural log) of the N response tokens.
+
+        Without any (N = 0) the results are of length 0 and still depend on every parameter, with gradients of 0.
+        """
+        packed = (batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
+        if self.trimmed:
+            hidden_NH = packed_hidden(self.causal_lm, *packed, positions_N=batch.positions_N)
+        else:
+            hidden_NH = packed_hidden(self.causal_lm, *packed).index_select(0, batch.positions_N)
+        logprobs_N, entropy_N = self.output(hidden_NH, batch.response_ids_N)
         return logprobs_N, entropy_N
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Weights by their Hugging Face names, each storage once: a tied output layer has no entry of its own."""
-        seen: set[int] = set()
-        weights = {}
-        for name, tensor in self.causal_lm.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                weights[name] = tensor.detach()
-        return weights
 
 
 def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, temperature: float) -> PolicyModel:
@@ -66,9 +63,7 @@ def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, tempera
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-    )
+    causal_lm = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=DTYPES[dtype], local_files_only=True)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     causal_lm.train()  # gradient checkpointing works in training mode only; without dropout the modes are the same

@@ -1,53 +1,80 @@
 """Numbered weights on disk: a complete Hugging Face directory that appears whole or not at all.
 
-    digest = write_weights(engine.state_dict(), Path("weights/v000008"), source_dir=base)  # SHA-256 of the weight file
+    digest = write_weights(engine.weights(), Path("weights/v000008"), source_dir=base)  # BLAKE3 of the weight files
     prune_versions(Path("weights"), keep=4)
 
-`visible_last` is the writing itself, which checkpoints and the tiny model share.
+`visible_last` is the writing itself, which checkpoints, adapters and the tiny model share.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
+if TYPE_CHECKING:  # the power-cut tests load this file by itself, without torch
+    import torch
 
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
 UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
 # Everything of a model directory but its weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-WEIGHT_INDEX_SUFFIX = ".index.json"  # names shards that the published single file does not have
+WEIGHT_INDEX = "model.safetensors.index.json"  # which tensor is in which file, where there are several
+WEIGHT_INDEX_SUFFIX = ".index.json"
+
+_syncing = ThreadPoolExecutor(1, thread_name_prefix="sync-weights")
+_not_yet_durable: list[Future[None]] = []
 
 
-def write_weights(state_dict: Mapping[str, torch.Tensor], dest: Path, *, source_dir: Path | str) -> str:
-    """Writes a model directory that transformers and vLLM load; returns the SHA-256 of its weight file, in hex.
+def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, source_dir: Path | str) -> str:
+    """Writes a model directory that transformers and vLLM load; returns the digest of its weight files (`shards.py`).
 
-    Configuration and tokenizer come from `source_dir`, the base model; the recorded dtype becomes that of the weights,
-    or a loader would silently convert them to the base model's.
+    Consumes (Hugging Face name, tensor) one by one; of a large model no more than one file is held. Configuration and
+    tokenizer come from `source_dir`, the base model; the recorded dtype becomes that of the weights, or a loader would
+    silently convert them to the base model's. Raises ValueError for floating-point weights of several dtypes.
+
+    The directory is whole for everyone as soon as it is visible, also if this process is killed; that it survives a
+    power cut too is seen to behind, and known after `wait_until_durable`.
     """
-    source_dir = Path(source_dir)
-    dtypes = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
-    if len(dtypes) != 1:
-        raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
-    with visible_last(dest) as unfinished:
-        for path in sorted(source_dir.iterdir()):
-            if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX_SUFFIX):
-                shutil.copyfile(path, unfinished / path.name)
-        config = json.loads((source_dir / "config.json").read_text())
-        config.pop("torch_dtype", None)  # the older name of the same entry
-        config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
-        save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
-        digest = file_digest(unfinished / WEIGHTS_FILE)
-    return digest
+    from learner.shards import SHARD_BYTES, write_shards  # and with it torch
+
+    dtypes: set[torch.dtype] = set()
+
+    def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if tensor.is_floating_point():
+                dtypes.add(tensor.dtype)
+            yield name, tensor
+
+    with _visible_whole(dest) as unfinished:
+        shards = write_shards(noting_dtypes(), unfinished, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES)
+        if len(dtypes) != 1:
+            raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
+        if len(shards.files) > 1:
+            index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
+            (unfinished / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _copy_side_files(Path(source_dir), unfinished, dtype=dtypes.pop())
+    _not_yet_durable.append(_syncing.submit(_sync_whole, dest))
+    return shards.digest
+
+
+def wait_until_durable() -> None:
+    """Returns when all weights that this process wrote are on disk, or were removed. Raises OSError if the disk failed.
+
+    Called before a checkpoint counts: a run goes on from a checkpoint, and expects its version's weights to be there.
+    """
+    while _not_yet_durable:
+        _not_yet_durable.pop(0).result()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The weight files of a model directory in the order of their digest; none if there are none."""
+    return sorted(directory.glob(WEIGHTS_PATTERN))
 
 
 def copy_weights(source: Path, dest: Path) -> None:
@@ -56,23 +83,19 @@ def copy_weights(source: Path, dest: Path) -> None:
         shutil.copytree(source, unfinished, dirs_exist_ok=True)
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
     """Removes all but the newest `keep` versions; returns the names removed."""
-    return prune_oldest(weights_dir, keep=keep)
+    return prune_oldest(weights_dir, keep=keep, kept=frozenset())
 
 
-def prune_oldest(parent: Path, *, keep: int) -> list[str]:
-    """Removes all directories but the last `keep` by name, and what dead writers left; returns the names removed."""
+def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
+    """Removes all directories but `kept` and the last `keep` by name, and what dead writers left; the names removed."""
     if keep < 1:
         raise ValueError(f"keep={keep} would remove the newest directory of {parent} too; keep at least 1")
     names = sorted(path.name for path in parent.iterdir() if path.is_dir())
     unfinished = [name for name in names if name.endswith((UNFINISHED_SUFFIX, REPLACED_SUFFIX))]
-    removed = unfinished + [name for name in names if name not in unfinished][:-keep]
+    old = [name for name in names if name not in unfinished][:-keep]
+    removed = unfinished + [name for name in old if name not in kept]
     for name in removed:
         shutil.rmtree(parent / name)
     return removed
@@ -85,20 +108,63 @@ def visible_last(dest: Path) -> Iterator[Path]:
     What is there under that name already is replaced: only a process that died between the rename and the announcement
     in the catalog leaves one, so nobody reads it. (An announced number is never used again.)
     """
-    unfinished, replaced = (dest.with_name(dest.name + suffix) for suffix in (UNFINISHED_SUFFIX, REPLACED_SUFFIX))
-    for leftover in (unfinished, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    unfinished.mkdir(parents=True)
+    unfinished = _empty(dest)
     yield unfinished
-    for path in [*unfinished.rglob("*"), unfinished]:
-        _fsync(path)
-    if dest.exists():
-        dest.rename(replaced)
-    unfinished.rename(dest)
+    _sync_files(unfinished)
+    _show(unfinished, dest)
     _fsync(dest.parent)
+    _remove_replaced(dest)
+
+
+@contextmanager
+def _visible_whole(dest: Path) -> Iterator[Path]:
+    """As `visible_last`, but a power cut soon after may leave the name with files that are empty or torn."""
+    unfinished = _empty(dest)
+    yield unfinished
+    _show(unfinished, dest)
+    _remove_replaced(dest)
+
+
+def _empty(dest: Path) -> Path:
+    unfinished = dest.with_name(dest.name + UNFINISHED_SUFFIX)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    _remove_replaced(dest)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def _show(unfinished: Path, dest: Path) -> None:
+    if dest.exists():
+        dest.rename(dest.with_name(dest.name + REPLACED_SUFFIX))
+    unfinished.rename(dest)
+
+
+def _remove_replaced(dest: Path) -> None:
+    replaced = dest.with_name(dest.name + REPLACED_SUFFIX)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:
+    for path in sorted(source_dir.iterdir()):
+        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX_SUFFIX):
+            shutil.copyfile(path, directory / path.name)
+    config = json.loads((source_dir / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the older name of the same entry
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _sync_whole(directory: Path) -> None:
+    with suppress(FileNotFoundError):  # pruned: nobody needs it any more
+        _sync_files(directory)
+        _fsync(directory.parent)
+
+
+def _sync_files(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        _fsync(path)
 
 
 def _fsync(path: Path) -> None:

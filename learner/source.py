@@ -1,76 +1,154 @@
-"""From the store to rows with advantages: what the learner trains on next.
+"""From claimed groups to optimizer updates: what the learner trains on next.
 
-ready = next_batch(coordinator, layout, settings, current_version=7)     # None: not enough groups yet
+batch = source.claim(7)                                              # the coordinator's; None: not enough groups yet
+ready = ready_batch(source, batch, version=7, learner_step=8)        # read, verified, with advantages, packed
+stats = ranks.train([update.micro_batches for update in ready.updates])
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
-from ray.actor import ActorHandle
 
-from gigpo import AdvantageSettings, compute_advantages, groups_without_signal, with_anchor_keys
+from configs import Config, LearnerConfig
+from gigpo import AdvantageSettings, compute_advantages, groups_without_signal, signal_settings, with_anchor_keys
+from learner.batch import MicroBatch, micro_batches, split_updates
 from store import Batch, RunLayout, read_segments
 
-COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
+ADVANTAGE_COLUMNS = ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where the batches of a run come from and what is made of them."""
+
+    claim: Callable[[int], Batch | None]  # the coordinator's, asked with the version the batch will be trained at
+    layout: RunLayout
+    advantages: AdvantageSettings
+    signal: AdvantageSettings | None  # under which a group without any advantage is left out; None keeps all groups
+    learner: LearnerConfig
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One optimizer update of a batch: its rows, and as micro-batches those with a response. `rows_N` counts in `rows`."""
+
+    rows: pa.Table
+    micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyBatch:
+    """A claimed batch with nothing left to do but to train on it. Times are seconds spent, whichever thread spent them."""
+
     batch: Batch
-    rows: pa.Table  # SEGMENT_SCHEMA plus the columns of `compute_advantages`, only groups with a signal
+    version: int  # the policy version it has to be trained at: the staleness in `updates` is counted from it
+    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS, only groups with a signal
+    updates: list[Update]  # of `rows`; none without a signal
     no_signal: Mapping[bytes, str]  # group uid -> why it is left out
+    n_rows: int  # of all claimed groups, with or without a signal
+    n_response_tokens: int  # of the same
+    success: float  # fraction of their trajectories that won
+    claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
     advantages_s: float  # of `compute_advantages`
     signal_s: float  # of finding the groups without a signal
-    n_response_tokens: int  # of all claimed groups, with or without a signal
-    success: float  # fraction of their trajectories that won
+    pack_s: float  # of cutting the rows into updates and micro-batches
 
 
-def next_batch(
-    coordinator: ActorHandle,
-    layout: RunLayout,
-    settings: AdvantageSettings,
-    *,
-    current_version: int,
-    signal: AdvantageSettings | None,
-) -> ReadyBatch | None:
-    """Claims the oldest complete groups, verifies and reads their segments, and runs the advantage SQL over them.
+def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]) -> Source:
+    """What the config says about batches. Raises nothing: `configs.check` has seen it."""
+    algorithm = config.algorithm
+    settings = advantage_settings(config)
+    # Under mean_std a lost group's penalties weigh as much as wins do elsewhere, so leaving such groups out is a choice.
+    counted = replace(settings, invalid_penalty=algorithm.invalid_penalty if algorithm.penalty_is_signal else 0.0)
+    clones = config.loss.policy == "behaviour_cloning"
+    return Source(
+        claim=claim,
+        layout=layout,
+        advantages=settings,
+        signal=None if clones else signal_settings(counted, signal=algorithm.signal),
+        learner=config.learner,
+        seed=config.seed,
+    )
 
-    Groups whose advantages under the settings `signal` are all 0 are left out of the rows; None keeps all of them.
+
+def advantage_settings(config: Config) -> AdvantageSettings:
+    """What the config says about advantages, in gigpo's terms."""
+    algorithm = config.algorithm
+    return AdvantageSettings(
+        estimator=algorithm.estimator,
+        gamma=algorithm.gamma,
+        omega=algorithm.omega,
+        normalise=algorithm.normalise,
+        weighting=algorithm.weighting,
+        invalid_penalty=algorithm.invalid_penalty,
+        anchor=algorithm.anchor,
+        anchor_history=algorithm.anchor_history,
+        similarity=algorithm.similarity,
+        versions=algorithm.anchor_versions,
+        version_window=algorithm.version_window,
+    )
+
+
+def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int) -> ReadyBatch:
+    """Reads and verifies the segments of a batch just claimed, runs the advantage SQL over them, and packs the rows.
+
+    Raises DigestError or another StoreError for a file that is not what was committed. `learner_step` seeds the order of rows.
     """
-    batch = ray.get(coordinator.claim.remote(current_version), timeout=COORDINATOR_TIMEOUT_S)
-    if batch is None:
-        return None
-    started = time.perf_counter()
-    rows = in_batch_order(read_segments(layout, batch.segments), batch)  # digests verified, each trajectory once
-    read = time.perf_counter()
-    keyed = with_anchor_keys(rows, settings)
-    advantages = compute_advantages(keyed, settings)
-    computed = time.perf_counter()
-    for name in ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size"):
+    claimed_at_s = time.monotonic()
+    rows = in_batch_order(read_segments(source.layout, batch.segments), batch)  # digests verified, each trajectory once
+    read_at_s = time.monotonic()
+    keyed = with_anchor_keys(rows, source.advantages)
+    advantages = compute_advantages(keyed, source.advantages)
+    computed_at_s = time.monotonic()
+    for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
-    asked = advantages if signal == settings else compute_advantages(keyed, signal) if signal else None
-    silent = groups_without_signal(asked) if asked is not None else {}
-    tokens = pc.sum(pc.list_value_length(rows["response_ids"])).as_py()
-    success = pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
+    silent: Mapping[bytes, str] = {}
+    if source.signal is not None:
+        same = source.signal == source.advantages
+        silent = groups_without_signal(advantages if same else compute_advantages(keyed, source.signal))
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))))
+    judged_at_s = time.monotonic()
+    updates = cut_updates(kept, learner=source.learner, version=version, seed=source.seed + learner_step)
     return ReadyBatch(
         batch=batch,
+        version=version,
         rows=kept,
+        updates=updates,
         no_signal=silent,
-        read_s=read - started,
-        advantages_s=computed - read,
-        signal_s=time.perf_counter() - computed,
-        n_response_tokens=tokens,
-        success=success,
+        n_rows=rows.num_rows,
+        n_response_tokens=pc.sum(pc.list_value_length(rows["response_ids"])).as_py(),
+        success=pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py(),
+        claimed_at_s=claimed_at_s,
+        read_s=read_at_s - claimed_at_s,
+        advantages_s=computed_at_s - read_at_s,
+        signal_s=judged_at_s - computed_at_s,
+        pack_s=time.monotonic() - judged_at_s,
     )
+
+
+def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[Update]:
+    """`updates_per_step` optimizer updates over parts of the rows, shuffled by `seed`, to be trained at policy `version`.
+
+    Parts without a single response token have nothing to learn and are left out. Five rows of versions 6, 6, 7, 7, 7, for
+    two updates at version 7: one of three rows and one of two, the rows of version 6 with staleness 1, wherever they are.
+    """
+    rows = rows.append_column("staleness", pc.subtract(version, rows["version_min"]))
+    updates = []
+    for part in split_updates(rows, learner.updates_per_step, seed=seed):
+        batches = micro_batches(
+            part, micro_batch_tokens=learner.micro_batch_tokens, merge_steps=learner.merge_steps, ranks=learner.ranks
+        )
+        if batches:
+            updates.append(Update(rows=part, micro_batches=batches))
+    return updates
 
 
 def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:

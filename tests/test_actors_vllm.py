@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +17,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.policy import Completion, Prompt
-from actors.vllm_policy import EngineLostError, VLLMPolicy
-from actors.weight_files import WeightFileError
+from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightLoad
+from actors.weight_files import WeightFileError, files_digest
 from configs import ActorsConfig
+from learner import write_weights
 
 pytestmark = pytest.mark.engine
 
@@ -118,6 +120,16 @@ def engine_processes(pid: int) -> list[psutil.Process]:
     return [p for p in psutil.Process(pid).children(recursive=True) if "VLLM" in "".join(p.cmdline())]
 
 
+def digest_of(path: Path) -> str:
+    return files_digest([path])
+
+
+def load_weights(served: Served, name: str) -> Coroutine[Any, Any, WeightLoad]:
+    path = served.directories[name]
+    digest = digest_of(path / "model.safetensors")
+    return served.policy.load_weights(version=served.policy.version + 1, path=path, digest=digest)
+
+
 def generate_all(served: Served, *, seeds: range, temperature: float) -> list[Completion]:
     async def run() -> list[Completion]:
         calls = [served.policy.generate(prompt(s), seed=s, temperature=temperature) for s in seeds]
@@ -156,16 +168,14 @@ def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> N
     seen = prompt(0, length=200)  # several blocks long: its keys and values are in the prefix cache
     before = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
     assert_logprobs_of(served.directories["base"], prompt=seen, completion=before)
-    load = served.run(served.policy.load_weights(version=served.policy.version + 1, path=served.directories["other"]))
+    load = served.run(load_weights(served, "other"))
     after = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
     assert load.version == served.policy.version == after.version_min == after.version_max > before.version_max
     assert_logprobs_of(served.directories["other"], prompt=seen, completion=after)
-    back = served.run(
-        served.policy.load_weights(version=load.version + 1, path=served.directories["base"] / "model.safetensors")
-    )
-    again = served.run(served.policy.load_weights(version=load.version + 2, path=served.directories["base"]))
-    assert again.checksum == back.checksum != load.checksum
-    assert again.file_digest == hashlib.sha256((served.directories["base"] / "model.safetensors").read_bytes()).hexdigest()
+    file = served.directories["base"] / "model.safetensors"
+    back = served.run(served.policy.load_weights(version=load.version + 1, path=file, digest=digest_of(file)))
+    again = served.run(load_weights(served, "base"))
+    assert again.file_digest == back.file_digest == blake3(file.read_bytes()).hexdigest() != load.file_digest
     assert served.run(served.policy.generate(seen, seed=5, temperature=1.0)).token_ids == before.token_ids
 
 
@@ -179,7 +189,7 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
         await asyncio.sleep(0.05)
         for _ in range(2):
             name = "other" if served.policy.version == first else "base"
-            await served.policy.load_weights(version=served.policy.version + 1, path=served.directories[name])
+            await load_weights(served, name)
         return list(await asyncio.gather(*calls))
 
     completions = list(served.run(run()))
@@ -192,22 +202,76 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
             assert_logprobs_of(served.directories[name], prompt=prompt(seed), completion=completion)
 
 
-def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_served(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the learner publishes a large model; both sides agree on the digest."""
+    monkeypatch.setattr("learner.shards.SHARD_BYTES", 100_000)
     tensors = load_file(served.directories["other"] / "model.safetensors")
+    digest = write_weights(tensors.items(), tmp_path / "v1", source_dir=served.directories["base"])
+    assert len(list((tmp_path / "v1").glob("*.safetensors"))) > 2
+    load = served.run(served.policy.load_weights(version=served.policy.version + 1, path=tmp_path / "v1", digest=digest))
+    assert load.file_digest == digest
+    completion = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=completion)
+    served.run(load_weights(served, "base"))
+
+
+def damaged(tmp_path: Path, whole: Path) -> dict[str, tuple[Path, str]]:
+    """Ways in which weights that were published can be wrong, and what is said of them."""
+    tensors = load_file(whole)
     save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, tmp_path / "lacking.safetensors")
     save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
-    (tmp_path / "torn.safetensors").write_bytes((served.directories["other"] / "model.safetensors").read_bytes()[:-100])
-    before, version = generate_all(served, seeds=range(1), temperature=1.0), served.policy.version
-    for name, words in (
-        ("absent", "no weights at"),
-        ("lacking.safetensors", "model.norm.weight, of shape missing"),
-        ("misshapen.safetensors", "does not fit"),
-        ("torn.safetensors", "not a whole safetensors file"),
-    ):
-        with pytest.raises(WeightFileError, match=words):
-            served.run(served.policy.load_weights(version=version + 1, path=tmp_path / name))
+    save_file({n: t + 1e-3 for n, t in tensors.items()}, tmp_path / "other.safetensors")
+    data = whole.read_bytes()
+    (tmp_path / "torn.safetensors").write_bytes(data[:-100])
+    (tmp_path / "flipped.safetensors").write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    (tmp_path / "noise.safetensors").write_bytes(b"\0" * len(data))
+    says = {
+        "absent": "no weights at",
+        "lacking": "model.norm.weight, of shape missing",
+        "misshapen": "does not fit",
+        "torn": "not a whole safetensors file",
+        "noise": "not a whole safetensors file",
+        "flipped": "has digest",
+        "other": "has digest",
+    }
+    return {name: (tmp_path / f"{name}.safetensors", words) for name, words in says.items()}
+
+
+def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path: Path) -> None:
+    """Also those of other requests, which run on without a pause."""
+    whole = served.directories["other"] / "model.safetensors"
+    before, version = generate_all(served, seeds=range(8), temperature=1.0), served.policy.version
+
+    async def refuse_all() -> list[Completion]:
+        running = [asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(8)]
+        for path, words in damaged(tmp_path, whole).values():
+            with pytest.raises(WeightFileError, match=words):
+                await served.policy.load_weights(version=version + 1, path=path, digest=digest_of(whole))
+        return list(await asyncio.gather(*running))
+
+    assert served.run(refuse_all()) == before
     assert served.policy.version == version and not served.policy.errored
-    assert generate_all(served, seeds=range(1), temperature=1.0) == before
+    assert generate_all(served, seeds=range(8), temperature=1.0) == before
+    assert served.run(load_weights(served, "other")).version == version + 1
+    served.run(load_weights(served, "base"))
+
+
+def test_a_file_that_is_removed_after_it_was_verified_is_loaded(served: Served, tmp_path: Path) -> None:
+    """Others may remove it: the engine holds it open from the moment it looks at it."""
+    copy = Path(shutil.copytree(served.directories["other"], tmp_path / "v1"))
+    verify = served.policy._verify
+
+    async def verify_then_remove(*arguments: Any, **options: Any) -> None:
+        await verify(*arguments, **options)
+        shutil.rmtree(copy)
+
+    served.policy._verify = verify_then_remove  # type: ignore[method-assign]
+    digest = digest_of(copy / "model.safetensors")
+    served.run(served.policy.load_weights(version=served.policy.version + 1, path=copy, digest=digest))
+    del served.policy._verify
+    completion = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=completion)
+    served.run(load_weights(served, "base"))
 
 
 ORPHAN_MAKER = """
@@ -258,8 +322,9 @@ def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, 
     async def run() -> list[Completion]:
         calls = [asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(64)]
         await asyncio.sleep(0.05)
+        path = tmp_path / "misshapen.safetensors"
         with pytest.raises(EngineLostError, match="Start a new policy"):
-            await served.policy.load_weights(version=99, path=tmp_path / "misshapen.safetensors")
+            await served.policy.load_weights(version=99, path=path, digest=digest_of(path))
         return list(await asyncio.gather(*calls))
 
     completions = list(served.run(run()))

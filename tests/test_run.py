@@ -219,10 +219,26 @@ def test_engine_and_learner_give_a_token_the_same_log_probability(finished: tupl
         temperature=1.0,
         seed=0,
     )
-    batches = micro_batches(of_version, micro_batch_tokens=4096)
+    batches = micro_batches(of_version, micro_batch_tokens=4096, merge_steps=False, ranks=1)
     for batch, logprobs_N in zip(batches, engine.score(batches), strict=True):
         torch.testing.assert_close(logprobs_N, batch.behaviour_logprobs_N, atol=1e-5, rtol=0.0)
     engine.close()
+
+
+def test_every_version_was_served_as_published(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
+    served = rows(
+        finished[0].run,
+        """
+        WITH load AS (
+            SELECT (detail ->> 'version')::BIGINT AS version, detail ->> 'digest' AS served
+            FROM events WHERE what = 'weights loaded'
+        )
+        SELECT version, count(served), count(*) FILTER (served <> digest)
+        FROM versions LEFT JOIN load USING (version) GROUP BY version
+        """,
+    )
+    assert len(served) == 7 and all(different == 0 for _, _, different in served)
+    assert max(version for version, loads, _ in served if loads) == 6, "the held-out evaluation plays the last version"
 
 
 def test_the_base_policy_came_through_the_same_store(finished: tuple[Finished, Leftovers, Leftovers]) -> None:

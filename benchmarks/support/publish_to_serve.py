@@ -1,0 +1,91 @@
+"""How long from a learner's call to publish until a vLLM engine, in another process, has answered with the new weights.
+
+    times_ms = publish_to_serve(base, publishes=5, cores="0", directory=directory)
+
+The engine checks what it read against the digest that the learner recorded, and answers a request of PROMPT_TOKENS with one
+token of the new version before the clock stops. Not in it: how long a worker of a run takes to look for news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import shutil
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from actors.policy import Prompt
+from actors.vllm_policy import VLLMPolicy
+from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
+from learner.engine import Engine
+from learner.publish import wait_until_durable, write_weights
+
+PROMPT_TOKENS = 16
+PATIENCE_S = 120.0
+CHANGE = 1.0 + 1e-4  # of the weights, from one version to the next
+_FORK = multiprocessing.get_context("fork")
+
+
+def publish_to_serve(base: Path, *, publishes: int, cores: str, directory: Path) -> list[float]:
+    """Milliseconds of each publish but the first, which warms up. Start it in a process that has computed nothing yet."""
+    ours, theirs = _FORK.Pipe()
+    learner = _FORK.Process(target=_learn, args=(base, theirs), daemon=True)
+    learner.start()
+    try:
+        return asyncio.run(_measure(base, ours, publishes=publishes, cores=cores, directory=directory))[1:]
+    finally:
+        learner.kill()
+        learner.join()
+
+
+async def _measure(base: Path, learner: Connection, *, publishes: int, cores: str, directory: Path) -> list[float]:
+    policy = await VLLMPolicy.start(
+        model_path=base,
+        dtype="float32",
+        actors=ActorsConfig(max_response_tokens=1, max_model_tokens=256, kv_cache_gib=0.25, cpu_cores=cores),
+        max_requests=8,
+        stop_token_ids=(),
+        log_path=directory / "engine.log",
+    )
+    times_ms = []
+    try:
+        for version in range(1, publishes + 2):
+            _ask(learner, None)
+            path = directory / f"v{version:06d}"
+            started_s = time.perf_counter()
+            digest = _ask(learner, path)
+            await policy.load_weights(version=version, path=path, digest=digest)
+            prompt = Prompt(token_ids=tuple(range(version, version + PROMPT_TOKENS)), actions=None)
+            answer = await policy.generate(prompt, seed=0, temperature=1.0)
+            times_ms.append((time.perf_counter() - started_s) * 1e3)
+            if answer.version_min != version:
+                raise RuntimeError(f"version {version} was published, but version {answer.version_min} answered")
+    finally:
+        await policy.close()
+    return times_ms
+
+
+def _ask(learner: Connection, path: Path | None) -> str:
+    learner.send(path)
+    if not learner.poll(PATIENCE_S):
+        raise TimeoutError(f"the learner's process did not answer within {PATIENCE_S:g} s")
+    return learner.recv()
+
+
+def _learn(base: Path, connection: Connection) -> None:
+    """Writes the weights to each path it is sent. None is the time between two publishes: they change, the disk catches up."""
+    engine = Engine(model_path=base, model=ModelConfig(), learner=LearnerConfig(), loss=LossConfig(), temperature=1.0, seed=0)
+    last: Path | None = None
+    while True:
+        path = connection.recv()
+        if path is None:
+            wait_until_durable()
+            for parameter in engine.policy.parameters():
+                parameter.data.mul_(CHANGE)
+            if last is not None:
+                shutil.rmtree(last)
+            connection.send("")
+        else:
+            connection.send(write_weights(engine.weights(), path, source_dir=base))
+            last = path

@@ -1,0 +1,155 @@
+"""python -m learner export RUN [--version N | --checkpoint STEP] DEST: a plain Hugging Face directory of a run's policy."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+import configs
+import store
+from configs import Config
+from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
+from learner.full_state import MASTER, trainable
+from learner.lora import add_adapters, merged
+from learner.policy_model import load_policy
+from learner.publish import UNFINISHED_SUFFIX, visible_last, wait_until_durable, weight_files, write_weights
+from learner.shards import files_digest
+from store import RunLayout, VersionRecord, local_directory
+
+DESCRIPTION = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
+newest published version. A checkpoint's float32 weights are rounded to model.dtype, as those of its version were; LoRA
+adapters are merged into the base model. The digest printed is that of `cat DEST/model*.safetensors | b3sum`."""
+
+
+class ExportError(ValueError):
+    """What was asked for cannot be exported; the message says why, and what can."""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a version or a checkpoint as a plain Hugging Face directory",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, also of a run that is training")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--version", type=int, metavar="N", help="a published policy version (default: the newest)")
+    which.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint after this learner step")
+    parser.add_argument("dest", type=Path, metavar="DEST", help="a directory that does not exist yet")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    layout = RunLayout.open(options.run_dir)
+    if options.dest.exists():
+        raise ExportError(f"{options.dest} exists; choose another directory, or remove it")
+    if options.checkpoint is not None:
+        digest = export_checkpoint(layout, options.checkpoint, options.dest)
+        what = f"the checkpoint after learner step {options.checkpoint}"
+    else:
+        version = find_version(layout, options.version)
+        digest = export_version(layout, version, options.dest)
+        what = f"version {version.version}, of learner step {version.learner_step}"
+    print(f"{options.dest}: {what} of {layout.root}; digest {digest}")
+    return 0
+
+
+def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
+    """The published version of that number, the newest for None. Raises ExportError naming those whose files are there."""
+    versions = {version.version: version for version in _versions(layout)}
+    there = [version for version in versions.values() if layout.storage.exists(f"{version.path}/config.json")]
+    if number is None and there:
+        return there[-1]
+    if number is not None and versions.get(number) in there:
+        return versions[number]
+    asked = "its newest version" if number is None else f"version {number}"
+    gone = "has been removed" if number in versions else "was never published"
+    raise ExportError(f"{asked} of {layout.root} {gone}; {_what_there_is(layout, there)}")
+
+
+def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
+    """Copies a published directory, whose digest must be the published one; returns it. Raises ExportError, StoreError."""
+    try:
+        with _all_or_nothing(dest), visible_last(dest) as unfinished:
+            source = local_directory(layout, version.path)
+            for path in source.iterdir():
+                if path.name != "complete.json":  # which only says that it was fetched whole
+                    shutil.copyfile(path, unfinished / path.name)
+            digest = files_digest(weight_files(unfinished))
+            if digest != version.digest:
+                raise ExportError(
+                    f"{source} has digest {digest}, published was {version.digest}: it was changed or cut; "
+                    "export another version, or a checkpoint"
+                )
+    except FileNotFoundError as error:
+        raise ExportError(f"version {version.version} was removed while it was copied; ask for a newer one") from error
+    return digest
+
+
+def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
+    """Writes the weights of a checkpoint over the base model's; returns their digest. Raises ExportError, CheckpointError."""
+    source = layout.checkpoint_dir(learner_step)
+    if not source.is_dir():
+        there = [version for version in _versions(layout) if layout.storage.exists(f"{version.path}/config.json")]
+        raise ExportError(f"{layout.root} has no checkpoint of learner step {learner_step}; {_what_there_is(layout, there)}")
+    config = configs.from_yaml(layout.info.config_yaml)
+    content = read_content(source)
+    check_whole(source, content)
+    base = _base_model(layout, config)
+    disable_progress_bar()  # the answer is one line
+    model = load_policy(base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0).causal_lm
+    if config.model.lora_rank:
+        add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+    parameters = trainable(model)
+    check_parameters(source, content["parameters"], parameters)
+    saved = saved_tensors(source, content)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved(name, MASTER))
+    with _all_or_nothing(dest):
+        digest = write_weights(merged(model), dest, source_dir=base)
+    wait_until_durable()
+    return digest
+
+
+def _versions(layout: RunLayout) -> list[VersionRecord]:
+    """All that were ever published, oldest first."""
+    with store.open(layout.root, warn=False) as reader:
+        rows = reader.sql("SELECT version, path, digest, learner_step FROM versions ORDER BY version").to_pylist()
+    return [VersionRecord(**row) for row in rows]
+
+
+def _base_model(layout: RunLayout, config: Config) -> Path:
+    base = Path(config.model.path) if config.model.path else layout.root / "base" / "policy"
+    if not (base / "config.json").is_file():
+        raise ExportError(
+            f"{base}, the base model of {layout.root}, is not here; a checkpoint needs its configuration and tokenizer. "
+            "Bring it back, or export a version"
+        )
+    return base
+
+
+def _what_there_is(layout: RunLayout, there: list[VersionRecord]) -> str:
+    numbers = [str(version.version) for version in there]
+    names = [path.name for path in sorted(layout.checkpoints.iterdir())] if layout.checkpoints.is_dir() else []
+    steps = [str(int(match[1])) for name in names if (match := re.fullmatch(r"step(\d+)", name))]
+    return (
+        f"there are versions {', '.join(numbers) or '(none)'} and checkpoints of learner steps {', '.join(steps) or '(none)'}"
+    )
+
+
+@contextmanager
+def _all_or_nothing(dest: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(dest.with_name(dest.name + UNFINISHED_SUFFIX), ignore_errors=True)
+        raise

@@ -1,0 +1,59 @@
+"""The figures of a learner step, by the names the store has them under."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gigpo import singleton_fraction, step_variance_share
+from learner.source import ReadyBatch
+from learner.stats import UpdateStats
+
+LENGTH = "tokens/response_per_row"
+FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Of a learner step until its weights are written, in seconds; the loop's, not the thread's beside it."""
+
+    groups_wait_s: float  # for the workers
+    batch_wait_s: float  # for reading, advantages and packing, once the groups were there
+    step_s: float  # all of it
+
+
+def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times, *, omega: float) -> dict[str, float]:
+    """The figures of a learner step, by the names the store has them under."""
+    n_computed = sum(update.n_tokens_computed for update in updates)
+    return {
+        "train/success": ready.success,
+        "learner/idle_fraction": times.groups_wait_s / times.step_s,
+        "staleness/max": float(ready.version - min(group.version_min for group in ready.batch.groups)),
+        "time/read_s": ready.read_s,
+        "time/advantages_s": ready.advantages_s,
+        "time/signal_s": ready.signal_s,
+        "time/pack_s": ready.pack_s,
+        "time/batch_wait_s": times.batch_wait_s,
+        "time/step_s": times.step_s,
+        "tokens/generated_per_s": ready.n_response_tokens / times.step_s,
+        "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
+        LENGTH: ready.n_response_tokens / ready.n_rows,
+        "groups/no_signal": float(len(ready.no_signal)),
+        "anchor/singleton_fraction": singleton_fraction(ready.rows) if ready.rows.num_rows else 0.0,
+        "anchor/step_variance_share": step_variance_share(ready.rows, omega),
+        **mean_of_updates(updates),
+    }
+
+
+def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
+    """`loss/<name>`: each statistic averaged over the updates of a learner step that have it.
+
+    Those of FIRST_UPDATE_ONLY are the first update's: they compare two engines at the same weights, and it moves one of them.
+    """
+    seen: dict[str, list[float]] = {}
+    for index, update in enumerate(updates):
+        record = asdict(update)
+        tokens, bad_rows = record.pop("tokens"), record.pop("bad_rows")
+        for name, value in (record | tokens | {"bad_rows": len(bad_rows)}).items():
+            if index == 0 or name not in FIRST_UPDATE_ONLY:
+                seen.setdefault(f"loss/{name}", []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in seen.items()}

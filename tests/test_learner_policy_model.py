@@ -1,0 +1,300 @@
+"""Packed sequences are computed as if each were alone."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from learner.attention import _window
+from learner.batch import MicroBatch, micro_batches
+from learner.lora import merged
+from learner.policy_model import PolicyModel, load_policy
+from tests.learner_samples import table
+
+V = 97  # a prime, so that nothing else has this size
+TEMPERATURE = 0.7
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.05,
+}
+# The biases of Qwen2's attention start at 0 and its norms at 1; `random_model` moves them.
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "windowed qwen2": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, layer_types=["full_attention", "sliding_attention"]
+    ),
+    "windowed mistral": MistralConfig(**SIZES, sliding_window=4),
+    "neox": GPTNeoXConfig(**SIZES, use_parallel_residual=True),
+}
+
+
+def random_model(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def make_policy(config: PreTrainedConfig, *, gradient_checkpointing: bool = False) -> PolicyModel:
+    model = random_model(config)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PolicyModel(model.train(), temperature=TEMPERATURE)
+
+
+def history_rows(*, seed: int = 0) -> pa.Table:
+    """Three trajectories of one to four steps, each step's prompt all that came before it and a few tokens more."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, steps = [], []
+    for trajectory, n_steps in enumerate((4, 1, 3)):
+        history: list[int] = []
+        for step in range(n_steps):
+            n_prompt, n_response = (int(torch.randint(1, 8, (), generator=generator)) for _ in range(2))
+            prompt = history + torch.randint(0, V, (n_prompt,), generator=generator).tolist()
+            response = torch.randint(0, V, (n_response,), generator=generator).tolist()
+            history = prompt + response
+            rows.append((prompt, response, [-1.0] * n_response, 0.0))
+            steps.append((trajectory, step))
+    return table(*rows, steps=steps)
+
+
+def cut(rows: pa.Table, *, merge_steps: bool = False, micro_batch_tokens: int = 10_000) -> list[MicroBatch]:
+    return micro_batches(rows, micro_batch_tokens=micro_batch_tokens, merge_steps=merge_steps, ranks=1)
+
+
+def by_row(batches: list[MicroBatch], values: list[torch.Tensor]) -> torch.Tensor:
+    """Values of the response tokens in the table's order, however they were packed."""
+    rows = torch.cat([batch.rows_N for batch in batches])
+    return torch.cat(values)[rows.argsort(stable=True)]
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    """To 1e-6, beside the last bit of a float32."""
+    torch.testing.assert_close(one, other, rtol=torch.finfo(torch.float32).eps, atol=1e-6)
+
+
+def plain(model: PreTrainedModel, rows: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row by row through transformers' own attention and output layer."""
+    logprobs, entropies = [], []
+    for prompt, response in zip(rows["prompt_ids"].to_pylist(), rows["response_ids"].to_pylist(), strict=True):
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / TEMPERATURE
+        all_logprobs = torch.log_softmax(logits, -1)
+        logprobs.append(all_logprobs[torch.arange(len(response)), torch.tensor(response)])
+        entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def gradient(policy: PolicyModel, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    """Of a sum over all response tokens, of log-probabilities and entropies, each token of the table with its own factor."""
+    policy.zero_grad()
+    n_tokens = sum(batch.n_response_tokens for batch in batches)
+    order = torch.cat([batch.rows_N for batch in batches]).argsort(stable=True)
+    factors = torch.empty(n_tokens)
+    factors[order] = torch.linspace(-1.0, 2.0, n_tokens)
+    for batch, factor_N in zip(batches, factors.split([b.n_response_tokens for b in batches]), strict=True):
+        logprobs_N, entropy_N = policy(batch)
+        ((logprobs_N + 0.3 * entropy_N) * factor_N).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+
+def assert_same_gradient(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, relative: float) -> None:
+    norm = torch.stack([g.norm() for g in one.values()]).norm()
+    difference = torch.stack([(one[name] - other[name]).norm() for name in one]).norm()
+    assert norm > 0 and difference <= relative * norm, f"{difference / norm:.1e}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("merge_steps", [False, True])
+def test_packed_equals_plain_transformers(name: str, merge_steps: bool) -> None:
+    rows = history_rows()
+    logprobs_N, entropy_N = plain(random_model(CONFIGS[name], attn_implementation="eager").eval(), rows)
+    policy = make_policy(CONFIGS[name])
+    batches = cut(rows, merge_steps=merge_steps)
+    assert len(batches) == 1 and len(batches[0].bounds_S1) - 1 == (3 if merge_steps else 8)
+    with torch.no_grad():
+        packed = [policy(batch) for batch in batches]
+    assert_close(by_row(batches, [p[0] for p in packed]), logprobs_N)
+    assert_close(by_row(batches, [p[1] for p in packed]), entropy_N)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_gradient_is_the_same_however_rows_are_packed_merged_and_checkpointed(name: str) -> None:
+    rows = history_rows()
+    policy = make_policy(CONFIGS[name])
+    row_by_row = gradient(policy, cut(rows, micro_batch_tokens=1))
+    assert_same_gradient(row_by_row, gradient(policy, cut(rows)), relative=1e-5)
+    assert_same_gradient(row_by_row, gradient(policy, cut(rows, micro_batch_tokens=40)), relative=1e-5)
+    merged = cut(rows, merge_steps=True)
+    assert_same_gradient(row_by_row, gradient(policy, merged), relative=1e-5)
+    checkpointed = gradient(make_policy(CONFIGS[name], gradient_checkpointing=True), merged)
+    assert_same_gradient(gradient(policy, merged), checkpointed, relative=1e-7)
+
+
+def test_the_gradient_is_that_of_plain_transformers() -> None:
+    rows = history_rows()
+    model = random_model(CONFIGS["llama"], attn_implementation="eager")
+    logprobs_N, entropy_N = plain(model, rows)
+    ((logprobs_N + 0.3 * entropy_N) * torch.linspace(-1.0, 2.0, len(logprobs_N))).sum().backward()
+    expected = {f"causal_lm.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    assert_same_gradient(expected, gradient(make_policy(CONFIGS["llama"]), cut(rows, merge_steps=True)), relative=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_token_of_one_sequence_influences_another(name: str) -> None:
+    rows = history_rows()
+    policy = make_policy(CONFIGS[name])
+    (batch,) = cut(rows, merge_steps=True)
+    first, last = batch.bounds_S1[1:3].tolist()  # of the sequence in the middle
+    inside_N = (batch.positions_N >= first) & (batch.positions_N < last)
+    changed_ids_T = batch.input_ids_T.clone()
+    changed_ids_T[first:last] = (changed_ids_T[first:last] + 41) % V
+    changed = replace(batch, input_ids_T=changed_ids_T)
+    with torch.no_grad():
+        (before_N, _), (after_N, _) = policy(batch), policy(changed)
+    assert torch.equal(before_N[~inside_N], after_N[~inside_N])
+    assert (before_N[inside_N] - after_N[inside_N]).abs().min() > 1e-5
+
+    embedded: list[torch.Tensor] = []
+    hook = policy.causal_lm.get_input_embeddings().register_forward_hook(lambda _module, _inputs, out: embedded.append(out))
+    policy(batch)[0][inside_N].sum().backward(inputs=embedded)
+    hook.remove()
+    reaches_T = embedded[0].grad[0].abs().amax(-1) > 0
+    assert reaches_T[first:last].any() and not reaches_T[:first].any() and not reaches_T[last:].any()
+
+
+def test_without_response_tokens_every_parameter_has_a_gradient_of_zero() -> None:
+    _, nothing = micro_batches(history_rows().slice(0, 1), micro_batch_tokens=100, merge_steps=True, ranks=2)
+    for name in ("qwen2", "llama"):
+        policy = make_policy(CONFIGS[name], gradient_checkpointing=True)
+        logprobs_N, entropy_N = policy(nothing)
+        assert logprobs_N.shape == entropy_N.shape == (0,)
+        (0.0 * logprobs_N.sum() + 0.0 * entropy_N.sum()).backward()
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
+
+
+def test_bfloat16_weights_give_float32_results_close_to_those_in_float32() -> None:
+    (batch,) = cut(history_rows())
+    exact = make_policy(CONFIGS["qwen2"])
+    rounded = PolicyModel(random_model(CONFIGS["qwen2"]).bfloat16(), temperature=TEMPERATURE)
+    logprobs_N, entropy_N = rounded(batch)
+    assert logprobs_N.dtype == entropy_N.dtype == torch.float32
+    torch.testing.assert_close(logprobs_N, exact(batch)[0], rtol=0, atol=0.1)
+    (logprobs_N.sum() + entropy_N.sum()).backward()
+    assert {parameter.grad.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a GPU")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "windowed mistral"])
+def test_the_kernel_of_a_gpu_equals_one_sequence_after_another(name: str) -> None:
+    config = copy.deepcopy(CONFIGS[name])
+    config.head_dim = 16
+    (batch,) = cut(history_rows(), merge_steps=True)
+    model = random_model(config).bfloat16()
+    on_cpu = PolicyModel(copy.deepcopy(model), temperature=TEMPERATURE)(batch)[0]
+    on_gpu = PolicyModel(model.cuda(), temperature=TEMPERATURE)(batch.to(torch.device("cuda")))[0]
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=0, atol=0.1)
+
+
+def test_the_policy_has_the_models_parameters_and_no_others() -> None:
+    for name in ("qwen2", "llama"):
+        policy = make_policy(CONFIGS[name])
+        assert [f"causal_lm.{n}" for n, _ in policy.causal_lm.named_parameters()] == [n for n, _ in policy.named_parameters()]
+        assert [n for n, _ in merged(policy.causal_lm)] == [n for n, _ in policy.causal_lm.named_parameters()]
+
+
+SMALL: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
+REFUSED = {
+    "MambaForCausalLM": MambaConfig(**SMALL),
+    "Lfm2ForCausalLM (its layers: conv)": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "BloomForCausalLM": BloomConfig(vocab_size=V, hidden_size=32, n_layer=1, n_head=2),
+    "LlamaForCausalLM with rope_type 'dynamic'": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_sequences_would_mix_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    random_model(REFUSED[name]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^model.path: {re.escape(name)} "):
+        load_policy(tmp_path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+
+
+def test_attention_with_more_to_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="Gemma2Attention uses softcap"):
+        make_policy(Gemma2Config(**SIZES, head_dim=16, attn_logit_softcapping=50.0, final_logit_softcapping=None))
+    with pytest.raises(ValueError, match="Qwen2Attention was not told its sequences"):
+        make_policy(CONFIGS["qwen2"]).causal_lm(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_a_model_that_mixes_sequences_by_itself_is_found_out_when_it_is_loaded() -> None:
+    model = random_model(CONFIGS["llama"])
+    # As a short convolution would: each token takes something from the one before it, whose sequence ever it is of.
+    pad = torch.nn.functional.pad
+    model.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, out: out + pad(out, (0, 0, 1, 0))[:, :-1])
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes two equal sequences unequally"):
+        PolicyModel(model, temperature=1.0)
+
+
+def test_dropout_is_not_taken_for_mixing() -> None:
+    model = random_model(GPTNeoXConfig(**SIZES, hidden_dropout=0.5)).train()
+    assert PolicyModel(model, temperature=1.0).causal_lm.training
+
+
+def test_a_window_by_hand() -> None:
+    queries = torch.zeros(1, 1, 3, 8)
+    assert _window(queries, 2).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert _window(queries, 3) is None and _window(queries, None) is None
+
+
+@pytest.mark.parametrize(("name", "trimmed"), [("qwen2", True), ("qwen3", True), ("llama", True), ("neox", False)])
+def test_the_last_layer_is_trimmed_where_it_is_of_the_usual_kind(name: str, trimmed: bool) -> None:
+    policy = make_policy(CONFIGS[name])
+    assert policy.trimmed == trimmed
+    (batch,) = cut(history_rows(), merge_steps=True)
+    seen: list[torch.Size] = []
+    if trimmed:
+        policy.causal_lm.base_model.layers[-1].mlp.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+        policy(batch)
+        assert seen == [(1, batch.n_response_tokens, SIZES["hidden_size"])] and batch.n_response_tokens < batch.n_tokens
+
+
+def test_a_last_layer_that_computes_something_else_is_left_alone() -> None:
+    model = random_model(CONFIGS["llama"])
+    layer = model.base_model.layers[-1]
+    usual = layer.forward
+    layer.forward = lambda hidden, **keywords: usual(hidden, **keywords) + 0.1 * hidden
+    own = layer.forward
+    assert not PolicyModel(model, temperature=TEMPERATURE).trimmed
+    assert layer.forward is own

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+from configs import Config, LearnerConfig, ModelConfig
+from learner.deepspeed_setup import host_ranks, join_ranks
+from learner.engine import Engine
+from learner.ranks import RankDiedError, RankError, Ranks
+from learner.stats import Pass, UpdateStats, gathered
+from store import RunLayout
+from tests.engine_samples import CUT, cut, far_rows, make_base, random_rows
+from tests.rank_cases import CUTS, LEARNER, LOSSES, OFFLOADED, STAGES, Place, Result, results
+
+DEADLINE_S = 600.0  # only for what hangs
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def spread(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found, Found]:
+    """The results of one rank, and of rank 0 and rank 1 of two."""
+    out = tmp_path_factory.mktemp("ranks")
+    store = host_ranks()
+    command = [sys.executable, "-c", "from tests.rank_cases import main; main()"]
+    arguments = [f"127.0.0.1:{store.port}", str(base), str(out)]
+    root = Path(__file__).resolve().parent.parent
+    processes = [subprocess.Popen([*command, str(rank), *arguments], cwd=root) for rank in range(2)]
+    try:
+        alone = results(Place(base=base, rank=0, ranks=1, address=None))
+        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return alone, *(torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+
+
+def far_apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest relative distance of any tensor from the one of the same name."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+
+
+def assert_same(one: UpdateStats, other: UpdateStats, *, tokens_computed: bool) -> None:
+    record, expected = asdict(other), asdict(one)
+    for values in (record, expected):
+        values["tokens"] = dict(values["tokens"])
+        if not tokens_computed:
+            del values["n_tokens_computed"]
+    tokens, expected_tokens = record.pop("tokens"), expected.pop("tokens")
+    assert record.pop("bad_rows") == expected.pop("bad_rows")
+    assert record == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert tokens == pytest.approx(expected_tokens, rel=1e-5, abs=1e-6)
+
+
+def test_the_gradient_does_not_depend_on_packing_cut_ranks_or_stage(spread: tuple[Found, Found, Found]) -> None:
+    first: Result = spread[0][f"cut 0 {CUTS[0][0]} {CUTS[0][1]}"]
+    assert first.stats[0].grad_norm > LEARNER.grad_clip, "clipped, so that the norm is part of what is compared"
+    for found in spread:
+        for stage in STAGES:
+            for tokens, merge_steps in CUTS:
+                other: Result = found[f"cut {stage} {tokens} {merge_steps}"]
+                case = (stage, tokens, merge_steps)
+                assert far_apart(first.gradient, other.gradient) < 1e-5, case
+                assert_same(first.stats[0], other.stats[0], tokens_computed=False)
+    norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in first.gradient.values()))
+    assert norm == pytest.approx(LEARNER.grad_clip, rel=1e-4)
+
+
+def test_weights_are_those_of_stage_0_by_the_same_names_and_shapes(spread: tuple[Found, Found, Found]) -> None:
+    first: Result = spread[0][f"cut 0 {CUTS[0][0]} {CUTS[0][1]}"]
+    for found in spread:
+        for stage in STAGES:
+            weights = found[f"cut {stage} {CUTS[0][0]} {CUTS[0][1]}"].weights
+            assert {name: (t.shape, t.dtype) for name, t in weights.items()} == {
+                name: (t.shape, t.dtype) for name, t in first.weights.items()
+            }
+            for name, tensor in weights.items():
+                # Adam's first step is lr * sign(gradient): only gradients near 0 can move apart by rounding
+                assert torch.quantile((tensor - first.weights[name]).abs().flatten(), 0.99) < 1e-4, (stage, name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(spread: tuple[Found, Found, Found], name: str) -> None:
+    alone, *others = (found[f"loss {name}"] for found in spread)
+    if name in ("m2po", "interpolated"):
+        assert 0.0 < alone.stats[0].tokens["masked_fraction"] < 1.0, "the mask has something to do"
+    if name == "recomputed":
+        assert alone.stats[0].tokens["clip_fraction"] == 0.0 < alone.stats[1].tokens["clip_fraction"]
+    for other in others:
+        assert far_apart(alone.gradient, other.gradient) < 1e-5
+        assert_same(alone.stats[0], other.stats[0], tokens_computed=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(spread: tuple[Found, Found, Found], stage: int) -> None:
+    for found in spread:
+        skipped, no_gradient, after, kept, bad_rows, gradient = found[f"skip {stage}"]
+        assert (skipped.loss, skipped.grad_norm, skipped.skipped, skipped.bad_rows) == (math.inf, math.inf, True, bad_rows)
+        assert kept
+        assert (no_gradient.grad_norm, no_gradient.skipped, no_gradient.bad_rows) == (math.inf, True, ())
+        assert math.isfinite(no_gradient.loss)
+        assert not after.skipped
+        assert after.learning_rate == skipped.learning_rate, "a skipped update does not count in the warm-up"
+        assert far_apart(spread[0]["skip 0"][-1], gradient) < 1e-5, "nothing of the bad gradients stayed"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_without_rows_takes_part(spread: tuple[Found, Found, Found], stage: int) -> None:
+    first: Result = spread[0]["one row 0"]
+    for found in spread:
+        other: Result = found[f"one row {stage}"]
+        assert far_apart(first.gradient, other.gradient) < 1e-5
+        assert_same(first.stats[0], other.stats[0], tokens_computed=False)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), OFFLOADED)
+def test_offloaded_updates_are_the_same_also_after_a_bad_one(
+    spread: tuple[Found, Found, Found], stage: int, dtype: str
+) -> None:
+    for found in spread:
+        (here, here_weights, n_here), (away, away_weights, n_away) = (
+            found[f"offload {stage} {dtype} {offload}"] for offload in (False, True)
+        )
+        assert n_here == n_away == 2
+        assert [stats.skipped for stats in away] == [False, True, False]
+        assert [stats.grad_norm for stats in away] == pytest.approx([stats.grad_norm for stats in here], rel=1e-5)
+        for name, tensor in away_weights.items():
+            far = (tensor.float() - here_weights[name].float()).abs().flatten()
+            assert torch.quantile(far, 0.99) < (1e-4 if dtype == "float32" else 2e-3), name
+
+
+def test_the_learning_rate_is_scaled_by_the_effective_sample_size(spread: tuple[Found, Found, Found]) -> None:
+    for found in spread:
+        (stats,) = found["ess_scaled"].stats
+        assert stats.learning_rate == pytest.approx(LEARNER.learning_rate * stats.tokens["ess"], rel=1e-5)
+        assert 0.2 < stats.tokens["ess"] < 0.9
+
+
+def test_passes_of_all_ranks_come_in_the_order_of_the_micro_batches() -> None:
+    batches = cut(random_rows(), CUT)
+    passes = [
+        Pass(loss=torch.tensor(float(index)), values_6N=torch.full((6, batch.n_response_tokens), float(index)))
+        for index, batch in enumerate(batches)
+    ]
+    assert len(batches) > 2
+    for index, done in enumerate(gathered(passes, batches, ranks=1)):
+        assert float(done.loss) == index
+        assert done.values_6N.tolist() == passes[index].values_6N.tolist()
+
+
+def test_what_cannot_be_shared_is_refused(spread: tuple[Found, Found, Found], base: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 of 1 already and cannot become rank 1 of 2"):
+        join_ranks(1, ranks=2, address="127.0.0.1:1")
+    with Place(base=base, rank=0, ranks=1, address=None).engine() as engine:
+        engine.ranks = 2
+        with pytest.raises(ValueError, match="3 micro-batches cannot be shared by 2 ranks"):
+            engine.update(cut(random_rows(), CUT)[:3])
+
+
+class Held(Ranks):
+    """Ranks in an actor of its own, as the learner has them."""
+
+    def kill_other(self) -> None:
+        ray.kill(self.peers[0])
+
+    def other_fails(self) -> None:
+        self._together([peer.load_checkpoint.remote(Path("nowhere")) for peer in self.peers], lambda: None)
+
+    def updates_done(self) -> int:
+        return self.n_updates
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=100_000_000)
+    yield
+    ray.shutdown()
+
+
+def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local_ray: None) -> None:
+    learner = LearnerConfig(learning_rate=1e-2, grad_clip=0.1, zero_stage=3, ranks=2)
+    config = Config(run_dir=str(tmp_path / "run"), model=ModelConfig(path=str(base)), learner=learner)
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    ranks = ray.remote(Held).options(num_cpus=0).remote(config, model_path=str(base))
+    parts = [cut(far_rows(), CUT, ranks=2), cut(random_rows(), CUT, ranks=2)]
+    stats = ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
+    digest = ray.get(ranks.publish.remote(tmp_path / "v1"), timeout=DEADLINE_S)
+
+    engine = Engine(
+        model_path=base,
+        model=config.model,
+        learner=replace(learner, ranks=1),
+        loss=config.loss,
+        temperature=config.actors.temperature,
+        seed=config.seed,
+    )
+    for here, there in zip(engine.train(parts), stats, strict=True):
+        assert_same(here, there, tokens_computed=True)
+    assert ray.get(ranks.updates_done.remote()) == engine.n_updates == 2
+    assert len(digest) == 64
+    engine.close()
+    assert (layout.logs / "learner-rank1.log").exists()
+
+    ray.get(ranks.save_checkpoint.remote(tmp_path / "c", learner_step=1, version=1, lsn=5), timeout=DEADLINE_S)
+    after = ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
+    assert ray.get(ranks.load_checkpoint.remote(tmp_path / "c"), timeout=DEADLINE_S).learner_step == 1
+    assert ray.get(ranks.train.remote(parts), timeout=DEADLINE_S) == after
+
+    with pytest.raises(RayTaskError, match="at least one response token"):
+        ray.get(ranks.train.remote([[]]), timeout=DEADLINE_S)
+    with pytest.raises(RankError, match="rank 1 of the learner failed: nowhere is not a whole checkpoint"):
+        ray.get(ranks.other_fails.remote(), timeout=DEADLINE_S)
+    ray.get(ranks.kill_other.remote())
+    with pytest.raises(RankDiedError, match="rank 1 of the learner died; its last words are in .*learner-rank1.log"):
+        ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
+    ray.get(ranks.close.remote(), timeout=DEADLINE_S)
