@@ -177,7 +177,7 @@ class VLLMPolicy:
             clock = _PhaseClock()
             check_shapes(path, expected=self._shapes)
             clock.lap("check")
-            await self._verify(llm, path=path, digest=digest)
+            found = await self._verify(llm, path=path, digest=digest)
             clock.lap("verify")
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
@@ -197,10 +197,13 @@ class VLLMPolicy:
                     f"was stopped because it may hold parts of both. Start a new policy. Cause: {error}"
                 ) from error
             self._version = version
-            return WeightLoad(version=version, file_digest=digest, **clock.laps_ms)
+            return WeightLoad(version=version, file_digest=found, **clock.laps_ms)
 
-    async def _verify(self, llm: AsyncLLM, *, path: Path, digest: str) -> None:
-        """Every process of the engine opens and reads the files it would load. Raises WeightFileError, EngineLostError."""
+    async def _verify(self, llm: AsyncLLM, *, path: Path, digest: str) -> str:
+        """Every process of the engine opens and reads the files it would load; returns the digest of what it read.
+
+        Raises WeightFileError, EngineLostError.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -217,6 +220,7 @@ class VLLMPolicy:
                 raise WeightFileError(
                     f"{path} has digest {found}, published was {digest}: it changed on disk; publish it again"
                 )
+        return str(answers[0][0])
 
     def _completion(self, output: CompletionOutput, *, submitted_at: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):

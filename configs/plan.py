@@ -35,6 +35,8 @@ def cloning_config(config: Config) -> Config:
             groups_per_step=tiny.clone_episodes_per_step,
             updates_per_step=tiny.clone_updates_per_step,
             learning_rate=tiny.clone_learning_rate,
+            warmup_updates=0,
+            ess_scaled=False,  # the player's log-probabilities are no policy's
             keep_versions=2,
             checkpoint_every=max(1, tiny.clone_steps // 4),
         ),

@@ -103,7 +103,7 @@ def packed_attention(
     query_1ATD: torch.Tensor,
     key_1ATD: torch.Tensor,
     value_1ATD: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -111,6 +111,8 @@ def packed_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' interface; returns [1, T, A, D]. Keys and values may have fewer heads."""
+    if attention_mask is not None:
+        raise ValueError(f"model.path: {type(module).__name__} masks tokens by a rule of its own, which would be left out here")
     if sequences is None:
         raise ValueError(
             f"{type(module).__name__} was not told its sequences; `packed_hidden` does, unless its model drops keywords"

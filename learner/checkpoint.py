@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -142,15 +143,19 @@ def saved_tensors(source: Path, content: Mapping[str, Any]) -> Callable[[str, st
     return saved
 
 
-def prune_checkpoints(checkpoints_dir: Path, *, keep: int, keep_every: int) -> list[str]:
+def prune_checkpoints(checkpoints_dir: Path, *, newest: int, keep: int, keep_every: int) -> list[str]:
     """Removes all but the newest `keep` and those of every `keep_every`-th learner step (0: none); returns the names removed.
 
-    Keep 2, and every 10th: of steps 5, 10, 15, 20, 25, 30 step 5 and 15 are removed.
+    Keep 2, and every 10th: of steps 5, 10, 15, 20, 25, 30 step 5 and 15 are removed. Those after learner step `newest` go
+    first: the run fell back behind them, so they are not of its past, and must not count as two that could be loaded.
     """
     names = [path.name for path in checkpoints_dir.iterdir()]
     steps = {name: int(number[0]) for name in names if (number := re.search(r"\d+$", name))}
+    abandoned = sorted(name for name, step in steps.items() if step > newest)
+    for name in abandoned:
+        shutil.rmtree(checkpoints_dir / name)
     kept = frozenset(name for name, step in steps.items() if keep_every and step % keep_every == 0)
-    return prune_oldest(checkpoints_dir, keep=keep, kept=kept)
+    return abandoned + prune_oldest(checkpoints_dir, keep=keep, kept=kept)
 
 
 def _written(engine: Engine, directory: Path, point: CheckpointPoint) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Learner:
             self._ask(self.coordinator.give_back.remote(self.step))
         if self.step != self.saved_step:
             self._checkpoint()
-        if self.collapse is not None:
+        if self.collapse is not None and self.step < self.config.learner.steps:
             raise CollapseError(f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same command goes on")
         return self.step
 
@@ -249,7 +249,7 @@ class Learner:
         self._ask(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
         self.saved_step = self.step
         keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
-        prune_checkpoints(self.layout.checkpoints, keep=keep, keep_every=keep_every)
+        prune_checkpoints(self.layout.checkpoints, newest=self.step, keep=keep, keep_every=keep_every)
 
     def _notice(self, what: str, detail: str) -> None:
         self._ask(self.coordinator.notice.remote(what, detail))
