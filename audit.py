@@ -5,27 +5,34 @@
     python audit.py runs/a gamma=0.9 --against gamma=1.0            # two settings side by side
     python audit.py runs/a omega=0 --against --where "split = 'train'" --output omega.parquet
 
-Settings not named are the run's own. Names and values: gigpo/settings.py. The run may be training.
+Settings not named are the run's own. Names and values: gigpo/settings.py. The run may be training. What is whitened over a
+batch (reinforce_pp, reinforce_pp_baseline) is so here over each batch that was trained on, as the run did; training groups
+that no batch has had are whitened together. Statistics are those of the selected rows: --where selects whole groups, and for
+a whitened estimator whole batches, if figures are to be the run's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 import configs
 import store
-from configs import ConfigError
+from configs import Config, ConfigError
 from gigpo import (
+    WHITENED,
     AdvantageSettings,
     anchor_size_histogram,
     compute_advantages,
@@ -37,12 +44,14 @@ from learner import advantage_settings
 from store import RunLayout, StoreError
 
 QUERY_TIMEOUT_S = 3600.0
-STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; groups are independent, so reads are by group
-WHOLE_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # whitened over all rows: here over the whole selection
+STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; reads are by group, or by batch if that is whitened
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
-ANCHOR_COLUMNS = {"similar": "anchor_text", "state_and_actions": "admissible_actions"}
-READ = """SELECT {columns} FROM steps WHERE ({where}) AND hash(group_uid) % {parts} = {part}
-ORDER BY group_uid, traj_uid, step_index"""
+ANCHOR_COLUMNS = {"similar": "anchor_text", "similar_greedy": "anchor_text", "state_and_actions": "admissible_actions"}
+READ = """SELECT s.*, coalesce(batch_id, -1) AS batch
+FROM (SELECT {columns} FROM steps WHERE ({where})) AS s
+LEFT JOIN (SELECT group_uid, batch_id FROM lineage WHERE batch_state = 'trained' AND live) AS l USING (group_uid)
+WHERE hash({unit}) % {parts} = {part}
+ORDER BY batch, group_uid, traj_uid, step_index"""
 CHANGED = """SELECT any_value(s.task_id) AS task, any_value(s.anchor_text) AS state, any_value(s.action_text) AS action
 FROM steps s WHERE s.traj_uid = '{traj_uid}' AND s.step_index = {step_index}"""
 SHOWN_CHANGES = 10
@@ -54,11 +63,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("settings", nargs="*", metavar="name=value", help="e.g. gamma=0.9 normalise=mean")
     parser.add_argument("--against", nargs="*", metavar="name=value", help="compare with these (none: the run's own)")
-    parser.add_argument("--where", default="true", help="SQL over the columns of `steps`; whole trajectories only")
+    parser.add_argument("--where", default="split = 'train'", help="SQL over the columns of `steps`; default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as Parquet; FILE must not exist")
     options = parser.parse_intermixed_args(arguments)
     try:
-        own = advantage_settings(configs.from_yaml(RunLayout.open(options.run).info.config_yaml))
+        config = advantage_config(RunLayout.open(options.run).info.config_yaml)
+        own = advantage_settings(config)
         named = {"a": changed(own, options.settings)}
         if options.against is not None:
             named["b"] = changed(own, options.against)
@@ -66,7 +76,7 @@ def main(arguments: list[str]) -> int:
             raise StoreError(f"{options.output} exists; name another file")
         with store.open(options.run) as reader:
             rows = advantages(reader, named, where=options.where)
-            show(reader, rows, named, Console(highlight=False))
+            show(reader, rows, named, signal=config.algorithm.signal, console=Console(highlight=False))
         if options.output is not None:
             pq.write_table(rows, options.output, compression="zstd")
             print(f"{len(rows)} rows in {options.output}")
@@ -78,9 +88,17 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def advantage_config(config_yaml: str) -> Config:
+    """A run's config as far as advantages go: what it says of anything else may be of another version of this code."""
+    section = yaml.safe_load(config_yaml).get("algorithm", {})
+    if section.pop("penalty_is_signal", True) is False and section.get("signal", "advantages") == "advantages":
+        section["signal"] = "rewards"  # what that knob of earlier runs meant
+    return configs.from_yaml(yaml.safe_dump({"algorithm": section}))
+
+
 def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> AdvantageSettings:
     """`settings` with name=value assignments applied; ValueError naming an unknown one or a value of another type."""
-    values: dict[str, str | float | int] = {}
+    values: dict[str, Any] = {}
     known = dataclasses.asdict(settings)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -99,28 +117,36 @@ def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, whe
     n_steps = counted["n"][0].as_py()
     if not n_steps:
         raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
-    whole = any(settings.estimator in WHOLE_BATCH for settings in named.values())
-    parts = 1 if whole else -(-n_steps // STEPS_PER_READ)
+    whitens = any(settings.estimator in WHITENED for settings in named.values())
+    parts = -(-n_steps // STEPS_PER_READ)
     anchors = {settings.anchor for settings in named.values()}
     more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
     tables = []
     for part in range(parts):
-        query = READ.format(columns=COLUMNS + more, where=where, parts=parts, part=part)
+        unit = "coalesce(batch_id, -1)" if whitens else "group_uid"
+        query = READ.format(columns=COLUMNS + more, where=where, unit=unit, parts=parts, part=part)
         steps = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
         table = steps.select(["group_uid", "traj_uid", "step_index"])
         for suffix, settings in named.items():
-            computed = compute_advantages(steps, settings)
+            computed = by_batch(steps, settings) if settings.estimator in WHITENED else compute_advantages(steps, settings)
             for name in computed.column_names[3:]:
                 table = table.append_column(f"{name}_{suffix}", computed[name])
         tables.append(table)
     return pa.concat_tables(tables)
 
 
-def show(reader: store.Reader, rows: pa.Table, named: dict[str, AdvantageSettings], console: Console) -> None:
+def by_batch(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
+    """The advantages of each batch by itself. In: rows ordered by `batch`."""
+    bounds = [0, *(np.flatnonzero(np.diff(steps["batch"].to_numpy())) + 1).tolist(), len(steps)]
+    parts = (steps.slice(start, end - start) for start, end in itertools.pairwise(bounds))
+    return pa.concat_tables([compute_advantages(part, settings) for part in parts])
+
+
+def show(reader: store.Reader, rows: pa.Table, named: dict[str, AdvantageSettings], *, signal: str, console: Console) -> None:
     """The figures of each setting, and where two of them differ most."""
     console.print(f"{len(rows)} steps at lsn {reader.lsn}")
     figures = Table("", *(description(settings, named) for settings in named.values()))
-    summaries = [summary(of(rows, suffix), settings) for suffix, settings in named.items()]
+    summaries = [summary(of(rows, suffix), signal=signal) for suffix in named]
     for name in summaries[0]:
         figures.add_row(name, *(each[name] for each in summaries))
     console.print(figures)
@@ -143,21 +169,22 @@ def show(reader: store.Reader, rows: pa.Table, named: dict[str, AdvantageSetting
 
 def of(rows: pa.Table, suffix: str) -> pa.Table:
     """The columns of one setting under the names of `compute_advantages`."""
-    names = {name: name.removesuffix(f"_{suffix}") for name in rows.column_names if name.endswith((f"_{suffix}", "_uid"))}
+    kept = (f"_{suffix}", "_uid", "step_index")
+    names = {name: name.removesuffix(f"_{suffix}") for name in rows.column_names if name.endswith(kept)}
     return rows.select(list(names)).rename_columns(list(names.values()))
 
 
-def summary(computed: pa.Table, settings: AdvantageSettings) -> dict[str, str]:
+def summary(computed: pa.Table, *, signal: str) -> dict[str, str]:
     advantage = computed["advantage"].to_numpy()
-    silent = groups_without_signal(computed)
+    silent = groups_without_signal(computed, signal=signal)
     groups = len(computed["group_uid"].unique())
     sizes = anchor_size_histogram(computed)
     return {
         "mean, deviation of A": f"{advantage.mean():.4f}, {advantage.std():.4f}",
-        "groups without a signal": f"{len(silent)} of {groups}",
+        f"groups without a signal ({signal})": f"{len(silent)} of {groups}",
         "steps alone in their state": f"{singleton_fraction(computed):.1%}",
         "largest anchor group": f"{max(sizes)} steps",
-        "step term's share of the variance": f"{step_variance_share(computed, settings.omega):.1%}",
+        "step term's share of the variance": f"{step_variance_share(computed):.1%}",
     }
 
 

@@ -37,7 +37,9 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
+MAY_BE_INFINITE = ("loss.dual_clip", "loss.ratio_cap", "loss.tis_cap")  # .inf switches them off
 ESTIMATORS = ("gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo", "graphgpo")
+WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
 NOT_RECORDED = {  # gigpo can, but a run cannot give it what it needs
     "weighted": "weights need a forward pass that comes after the advantages; use 'window', or weigh offline",
 }
@@ -72,8 +74,8 @@ def _check_choices(config: Config) -> None:
         "algorithm.estimator": (a.estimator, ESTIMATORS),
         "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
-        "algorithm.signal": (a.signal, ("advantages", "returns")),
-        "algorithm.anchor": (a.anchor, ("state", "suffix", "similar", "state_and_actions")),
+        "algorithm.signal": (a.signal, ("advantages", "rewards", "returns")),
+        "algorithm.anchor": (a.anchor, ("state", "suffix", "similar", "similar_greedy", "state_and_actions")),
         "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.template": (config.prompt.template, ("compact", "direct", "think")),
         "loss.policy": (config.loss.policy, LOSSES),
@@ -98,7 +100,7 @@ def _check_choices(config: Config) -> None:
 def _check_positive(config: Config) -> None:
     for key, number in flat(config):
         if isinstance(number, int | float) and not isinstance(number, bool):
-            if not math.isfinite(number):
+            if not math.isfinite(number) and not (key in MAY_BE_INFINITE and number == math.inf):
                 raise ConfigError(f"{key}={number} is not a number")
             if key in MAY_BE_ZERO and number < 0:
                 raise ConfigError(f"{key}={number} is below 0{MAY_BE_ZERO[key]}")
@@ -142,6 +144,12 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use algorithm.anchor=state")
     if a.estimator == "hgpo" and a.anchor != "state":
         raise ConfigError(f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use 'state'")
+    for key, value, usual in (("anchor", a.anchor, "state"), ("anchor_versions", a.anchor_versions, "mixed")):
+        if a.estimator in WITHOUT_STEP_TERM and value != usual:
+            raise ConfigError(
+                f"algorithm.{key}={value!r} does nothing with {a.estimator}, which compares no states; use {usual!r}, or an "
+                "estimator with a step term (gigpo, hgpo, graphgpo)"
+            )
     for key, value in (("anchor", a.anchor), ("anchor_versions", a.anchor_versions)):
         if value in NOT_RECORDED:
             raise ConfigError(f"algorithm.{key}={value!r} is not possible in a run: {NOT_RECORDED[value]}")

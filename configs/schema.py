@@ -78,12 +78,14 @@ class AlgorithmConfig:
     normalise: str = "mean_std"  # "mean_std", "mean" or "leave_one_out"; of gigpo, grpo, hgpo, graphgpo
     weighting: str = "steps"  # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3)
     invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
-    penalty_is_signal: bool = True  # train on groups whose episodes differ in nothing but penalties (the authors do)
-    signal: str = "advantages"  # groups left out: all "advantages" are 0, or all "returns" are equal (DAPO)
-    # steps in the same state: same "state", "state_and_actions" (admissible ones), same "suffix" of states, "similar" texts
+    # what the episodes of a group must differ in to be trained on: "advantages" (penalties count, as the authors), "rewards"
+    # (penalties do not count), "returns" (undiscounted, no penalties: DAPO)
+    signal: str = "advantages"
+    # steps in the same state: same "state", "state_and_actions" (admissible ones), same "suffix" of states, "similar" texts,
+    # or "similar_greedy" ones (as the authors' code groups them)
     anchor: str = "state"
     anchor_history: int = 3  # states in the longest suffix, of anchor "suffix" and of hgpo (its K + 1)
-    similarity: float = 0.9  # of anchor "similar": two texts' common subsequence as a fraction of them, at least
+    similarity: float = 0.9  # of anchors "similar" and "similar_greedy": alike texts have this fraction in common, or more
     anchor_versions: str = "mixed"  # policy versions in one anchor group: all "mixed", or within a "window"
     version_window: int = 1  # of anchor_versions "window": versions apart; 0 compares within one version
 
@@ -92,7 +94,8 @@ class AlgorithmConfig:
 class LossConfig:
     """What an update minimises; formulas and sources in gigpo/losses.py, corrections.py, objective.py.
 
-    null is what the loss or correction was published with. A number for one that is not in use is refused.
+    A number that is null is the published one; corrections and aggregation that are null are the loss's usual ones, which are
+    the published ones but for [token_tis] (gigpo/objective.py). A number for what is not in use is refused.
     """
 
     policy: str = "ppo_clip"  # or gspo, cispo, dppo_tv, sapo, topr, reinforce, behaviour_cloning
@@ -106,14 +109,14 @@ class LossConfig:
     entropy_coef: float = 0.0
     clip_low: float | None = None  # ppo_clip 0.2, gspo 3e-4, cispo 1
     clip_high: float | None = None  # ppo_clip 0.2, gspo 4e-4, cispo 4
-    dual_clip: float | None = None  # ppo_clip 3
+    dual_clip: float | None = None  # ppo_clip 3; .inf for none
     delta_low: float | None = None  # dppo_tv 0.2, a difference of probabilities
     delta_high: float | None = None  # dppo_tv 0.2
     ratio_cap: float | None = None  # dppo_tv, no cap
     quadratic_coef: float | None = None  # dppo_tv 1e-3
     tau_positive: float | None = None  # sapo 1
     tau_negative: float | None = None  # sapo 1.05
-    tis_cap: float | None = None  # token_tis and sequence_tis 2
+    tis_cap: float | None = None  # token_tis and sequence_tis 2; .inf for none
     icepop_low: float | None = None  # token_icepop 0.5
     icepop_high: float | None = None  # token_icepop 5
     sequence_low: float | None = None  # sequence_mask 0.5

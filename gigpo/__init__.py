@@ -10,7 +10,7 @@ duckdb, pyarrow, numpy, rapidfuzz and torch, and nothing of ours.
 
 from __future__ import annotations
 
-from gigpo.advantages import compute_advantages, prepare_advantages, with_anchor_keys
+from gigpo.advantages import compute_advantages, prepare_advantages
 from gigpo.corrections import (
     CORRECTIONS,
     Correction,
@@ -29,7 +29,6 @@ from gigpo.diagnostics import (
     singleton_fraction,
     step_variance_share,
     token_diagnostics,
-    zero_variance_fraction,
 )
 from gigpo.kl import KL_PENALTIES, kl_k1, kl_k2, kl_k3
 from gigpo.losses import (
@@ -49,7 +48,7 @@ from gigpo.macro import advantages_macro
 from gigpo.objective import (
     AGGREGATIONS,
     PROXIMAL_POLICIES,
-    PUBLISHED_WITH,
+    USUAL_WITH,
     Aggregation,
     BatchTotals,
     Objective,
@@ -65,9 +64,10 @@ from gigpo.settings import (
     PUBLISHED_SETTINGS,
     VERSIONS,
     WEIGHTINGS,
+    WHITENED,
     AdvantageSettings,
 )
-from gigpo.signal import SIGNALS, groups_without_signal, signal_settings
+from gigpo.signal import SIGNALS, groups_without_signal
 from gigpo.similarity import similarity_keys
 from gigpo.tokens import Tokens, interpolated_proximal, log_ratio
 
@@ -81,10 +81,11 @@ __all__ = [
     "POLICY_LOSSES",
     "PROXIMAL_POLICIES",
     "PUBLISHED_SETTINGS",
-    "PUBLISHED_WITH",
     "SIGNALS",
+    "USUAL_WITH",
     "VERSIONS",
     "WEIGHTINGS",
+    "WHITENED",
     "AdvantageSettings",
     "Aggregation",
     "BatchTotals",
@@ -124,11 +125,8 @@ __all__ = [
     "kl_k3",
     "log_ratio",
     "prepare_advantages",
-    "signal_settings",
     "similarity_keys",
     "singleton_fraction",
     "step_variance_share",
     "token_diagnostics",
-    "with_anchor_keys",
-    "zero_variance_fraction",
 ]

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from gigpo.macro import advantages_macro
-from gigpo.settings import PUBLISHED_SETTINGS, AdvantageSettings
+from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings
 from gigpo.similarity import similarity_keys
 
 _KEYS: Final = ("group_uid", "traj_uid", "state_hash", "anchor_key")  # compared for equality and nothing else
@@ -35,9 +35,19 @@ _TYPES: Final = {
     "admissible_actions": pa.list_(pa.string()),
 }
 _ALWAYS: Final = ("group_uid", "traj_uid", "step_index", "reward", "is_action_valid", "state_hash")
-_OF_THE_BATCH: Final = ("reinforce_pp", "reinforce_pp_baseline")  # whitened over all groups together
+_SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}  # similarity.py's method, by anchor
 _PART_STEPS: Final = 2**17  # computed at once
-_RESULTS: Final = ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size")
+_RESULTS: Final = {
+    "step_return": np.float64,
+    "episode_advantage": np.float64,
+    "step_advantage": np.float64,
+    "advantage": np.float64,
+    "anchor_size": np.int64,
+    "episode_return": np.float64,
+    "episodes_differ": np.bool_,
+    "steps_differ": np.bool_,
+    "has_penalties": np.bool_,
+}
 
 
 def compute_advantages(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
@@ -46,28 +56,34 @@ def compute_advantages(steps: pa.Table, settings: AdvantageSettings) -> pa.Table
     In, one row per step, whole trajectories in any order; other columns are ignored:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null. Where settings ask for
       them: version_min int (versions 'window'), weight float > 0 ('weighted'), won bool ('graphgpo'), admissible_actions
-      list of text (anchor 'state_and_actions'), anchor_key (anchor 'anchor_key' and 'similar'), anchor_text (anchor
-      'similar', if there is no anchor_key). Uids, hashes and keys of any one type.
+      list of text (anchor 'state_and_actions'), anchor_key (anchors 'anchor_key', 'similar', 'similar_greedy'), anchor_text
+      (the last two, if there is no anchor_key). Uids, hashes and keys of any one type.
     Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty), episode_advantage,
-      step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group).
+      step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for groups_without_signal
+      episode_return (float64; of the trajectory, undiscounted, no penalty), episodes_differ (its group's, beyond rounding),
+      steps_differ (returns of its anchor group, no penalty), has_penalties (some row of its group), all bool.
 
     A trajectory whose step_index is not 0..T-1 raises ValueError with its uid. The same rows in the same order give the
-    same bits; in another order, or beside other groups, the same numbers to rounding.
+    same bits; in another order, or beside other groups, the same numbers to rounding (but anchor 'similar_greedy', and
+    estimators that whiten over the batch).
     """
-    steps = with_anchor_keys(steps, settings)
+    steps = _with_anchor_keys(steps, settings)
     names = _columns(settings)
     missing = [name for name in names if name not in steps.column_names]
     if missing:
         raise ValueError(f"steps lacks the columns {missing}; it has {steps.column_names}")
     narrow = pa.table({name: _plain(steps[name]) if name in _KEYS else steps[name].cast(_TYPES[name]) for name in names})
-    results = {name: np.empty(len(steps), np.int64 if name == "anchor_size" else np.float64) for name in _RESULTS}
+    results: dict[str, np.ndarray] = {name: np.empty(len(steps), dtype) for name, dtype in _RESULTS.items()}
     # That some steps have no key is fine, that all have none is refused: the SQL has to see all of them.
     keyless = "anchor_key" in names and narrow["anchor_key"].null_count > 0
-    for rows in _parts(narrow, whole=keyless or settings.estimator in _OF_THE_BATCH):
-        part = narrow if len(rows) == len(narrow) else narrow.take(rows)
-        computed = _computed(part, settings)
+    for rows, part in _parts(narrow, whole=keyless or settings.estimator in WHITENED):
+        try:
+            places, computed = _computed(part, settings)
+        except duckdb.InvalidInputException as error:
+            raise ValueError(_with_uids(narrow.take(rows), settings) or _message(error)) from error
+        places = rows[places]
         for name, values in results.items():
-            values[rows] = computed[name]
+            values[places] = computed[name]
     return pa.table({name: steps[name] for name in ("group_uid", "traj_uid", "step_index")} | results)
 
 
@@ -76,14 +92,12 @@ def prepare_advantages(settings: AdvantageSettings) -> None:
     _prepared(_of_the_sql(settings))
 
 
-def with_anchor_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
-    """`steps` with the column anchor_key that anchor 'similar' needs, unless it is there or not needed.
-
-    compute_advantages does so by itself; who calls it more than once on the same steps saves the comparison of texts.
-    """
-    if settings.anchor != "similar" or "anchor_key" in steps.column_names:
+def _with_anchor_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
+    """`steps` with the column anchor_key that anchors of similar texts need, unless it is there or not needed."""
+    method = _SIMILARITY.get(settings.anchor)
+    if method is None or "anchor_key" in steps.column_names:
         return steps
-    return steps.append_column("anchor_key", similarity_keys(steps, threshold=settings.similarity, method="linked"))
+    return steps.append_column("anchor_key", similarity_keys(steps, threshold=settings.similarity, method=method))
 
 
 def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
@@ -91,7 +105,7 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
         "version_min": settings.versions == "window",
         "weight": settings.versions == "weighted",
         "won": settings.estimator == "graphgpo",
-        "anchor_key": settings.anchor in ("anchor_key", "similar"),
+        "anchor_key": settings.anchor == "anchor_key" or settings.anchor in _SIMILARITY,
         "admissible_actions": settings.anchor == "state_and_actions",
     }
     return (*_ALWAYS, *(name for name, is_needed in needed.items() if is_needed))
@@ -111,48 +125,47 @@ def _codes(column: pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks().dictionary_encode().indices
 
 
-def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[np.ndarray]:
-    """Row numbers of whole groups, about _PART_STEPS at a time. Groups have nothing to do with each other, and hash tables
-    that fit into a processor's cache make time linear in the steps: 6.4 million take 4 s instead of 10.
+def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Table]]:
+    """Whole groups, about _PART_STEPS rows at a time: which rows, and the rows. Groups have nothing to do with each other, and
+    hash tables that fit into a processor's cache make time linear in the steps: 6.4 million take 4 s instead of 10.
     """
     everything = np.arange(len(narrow))
     if whole or len(narrow) <= _PART_STEPS:
-        yield everything
+        yield everything, narrow
         return
-    group, trajectory = (_codes(narrow[name]).fill_null(-1).to_numpy() for name in ("group_uid", "traj_uid"))
+    coded = {name: _codes(narrow[name]) for name in ("group_uid", "traj_uid")}
+    group, trajectory = (codes.fill_null(-1).to_numpy() for codes in coded.values())
     group_of = np.empty(len(narrow) + 1, group.dtype)  # of each trajectory; one more for null
     group_of[trajectory] = group
     # A trajectory in two groups is refused by the SQL, which has to see both.
     if not np.array_equal(group_of[trajectory], group):
-        yield everything
+        yield everything, narrow
         return
-    in_order = bool(np.all(group[1:] >= group[:-1]))
-    order = everything if in_order else np.argsort(group, kind="stable")
+    order = everything
+    short = pa.table(coded | {name: narrow[name] for name in narrow.column_names if name not in coded})
+    if np.any(group[1:] < group[:-1]):
+        order = np.argsort(group, kind="stable")
+        short = short.take(order)
     ends = np.cumsum(np.bincount(group + 1))
     start = 0
     while start < len(narrow):
         end = int(ends[np.searchsorted(ends, min(start + _PART_STEPS, len(narrow)))])
-        yield order[start:end]
+        yield order[start:end], short.slice(start, end - start)
         start = end
 
 
-def _computed(part: pa.Table, settings: AdvantageSettings) -> dict[str, np.ndarray]:
-    """The results for each row of `part`, in its order."""
+def _computed(part: pa.Table, settings: AdvantageSettings) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The results in whatever order the SQL has them, and which row of `part` each of them is of."""
     coded = pa.table({name: _codes(part[name]) if name in _KEYS else part[name] for name in part.column_names})
-    prepared = _prepared(_of_the_sql(settings))
-    try:
-        computed = prepared.run(coded)
-    except duckdb.InvalidInputException as error:
-        raise ValueError(_with_uids(part, settings) or _message(error)) from error
-    assert len(computed) == len(coded), f"{len(coded)} steps in, {len(computed)} out"
+    computed = _prepared(_of_the_sql(settings)).run(coded)
     # No join by uid and step: steps that were not 0..T-1 have been refused by now, so the place of each is known.
     trajectory = coded["traj_uid"].to_numpy()
+    assert len(computed["traj_uid"]) == len(trajectory), f"{len(trajectory)} steps in, {len(computed['traj_uid'])} out"
     lengths = np.bincount(trajectory)
     first = np.cumsum(lengths) - lengths
-    slots = np.empty(len(coded), np.int64)
-    slots[first[computed["traj_uid"].to_numpy()] + computed["step_index"].to_numpy()] = np.arange(len(coded))
-    places = slots[first[trajectory] + coded["step_index"].to_numpy()]
-    return {name: computed[name].to_numpy()[places] for name in _RESULTS}
+    slots = np.empty(len(trajectory), np.int64)
+    slots[first[trajectory] + coded["step_index"].to_numpy()] = np.arange(len(trajectory))
+    return slots[first[computed["traj_uid"]] + computed["step_index"]], computed
 
 
 def _of_the_sql(settings: AdvantageSettings) -> AdvantageSettings:
@@ -188,7 +201,7 @@ class _Prepared:
         with self.lock:
             self.source.table = steps
             try:
-                return self.connection.sql("EXECUTE computed").to_arrow_table()
+                return self.connection.execute("EXECUTE computed").fetchnumpy()
             finally:
                 self.source.table = None
 

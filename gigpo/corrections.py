@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from types import MappingProxyType
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from gigpo.tokens import (
     LOG_RATIO_BOUND,
     Tokens,
     behaviour_log_ratio,
+    check_cap,
     policy_log_ratio,
     sequence_mean,
     sequence_sum,
@@ -36,6 +37,7 @@ class Correction(Protocol):
     """What CORRECTIONS lists: settings by keyword, a call on Tokens."""
 
     name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __call__(self, tokens: Tokens) -> torch.Tensor: ...
 
@@ -55,7 +57,7 @@ class TokenTis:
     tis_cap: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_tis_cap(self.tis_cap)
+        check_cap("tis_cap", self.tis_cap)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         x_N = torch.exp(behaviour_log_ratio(tokens))
@@ -76,7 +78,7 @@ class SequenceTis:
     tis_cap: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_tis_cap(self.tis_cap)
+        check_cap("tis_cap", self.tis_cap)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         log_x_N = behaviour_log_ratio(tokens)
@@ -225,11 +227,6 @@ def _sequence_ratio(log_x_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
 
 def _within(ratio_N: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
     return ((ratio_N >= low) & (ratio_N <= high)).to(ratio_N.dtype)
-
-
-def _check_tis_cap(cap: float) -> None:
-    if not cap >= 1.0:
-        raise ValueError(f"tis_cap={cap} must be >= 1 (math.inf for no cap): below 1 it would shrink on-policy gradients")
 
 
 def _check_band(name: str, *, low: float, high: float) -> None:

@@ -6,10 +6,8 @@ import math
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
-from gigpo.signal import groups_without_signal
 from gigpo.tokens import LOG_RATIO_BOUND, Tokens, policy_log_ratio
 
 # Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy".
@@ -90,19 +88,15 @@ def singleton_fraction(advantages: pa.Table) -> float:
     return float(np.mean(advantages["anchor_size"].to_numpy() == 1))
 
 
-def step_variance_share(advantages: pa.Table, omega: float) -> float:
-    """Var(omega A_S) / (Var(A_E) + Var(omega A_S)) over steps, in [0, 1]: how much of eq. 8's signal is step-level.
+def step_variance_share(advantages: pa.Table) -> float:
+    """Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1]: how much of the signal is step-level.
 
-    The covariance is left out, so that the shares of the two terms add up to 1. No variance at all, or no steps: 0.
+    A - A_E is omega A_S for gigpo and graphgpo, A_S for hgpo, and 0 for what has no step term. The covariance is left out, so
+    that the shares of the two terms add up to 1. No variance at all, or no steps: 0.
     """
     if len(advantages) == 0:
         return 0.0
-    episode = float(np.var(advantages["episode_advantage"].to_numpy()))
-    step = float(np.var(omega * advantages["step_advantage"].to_numpy()))
-    return step / (episode + step) if episode + step > 0.0 else 0.0
-
-
-def zero_variance_fraction(advantages: pa.Table) -> float:
-    """Fraction of groups in which every advantage is exactly 0, so that nothing can be learnt from them; 0 for no groups."""
-    groups = pc.count_distinct(advantages["group_uid"]).as_py()
-    return len(groups_without_signal(advantages)) / groups if groups else 0.0
+    episode = advantages["episode_advantage"].to_numpy()
+    of_episode = float(np.var(episode))
+    of_step = float(np.var(advantages["advantage"].to_numpy() - episode))
+    return of_step / (of_episode + of_step) if of_episode + of_step > 0.0 else 0.0

@@ -5,7 +5,8 @@
 The defaults are the published ones, of the system that each docstring names. `POLICY_LOSSES` lists the losses by the names
 that configs use; `objective.py` adds corrections, KL and entropy, and takes the mean. Letters as in `tokens.py`:
 
-    rho = pi / mu       all losses compare with the policy that sampled; log mu is recorded, no second forward pass
+    rho = pi / mu       all losses compare with the policy that sampled; log mu was recorded then. Only ppo_clip with a
+                        recomputed proximal policy needs another forward pass
     sg(...)             no gradient flows through it
 """
 
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from types import MappingProxyType
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 
-from gigpo.tokens import Tokens, behaviour_log_ratio, log_ratio, policy_log_ratio, sequence_mean
+from gigpo.tokens import Tokens, behaviour_log_ratio, check_cap, log_ratio, policy_log_ratio, sequence_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,7 @@ class Loss(Protocol):
     """What POLICY_LOSSES lists: settings by keyword, a call on Tokens."""
 
     name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __call__(self, tokens: Tokens) -> PolicyLoss: ...
 
@@ -100,7 +102,8 @@ class Gspo:
 
     For long responses and mixture-of-experts models, whose single-token ratios are noise: a sequence is clipped whole or
     not at all. The mean makes s vary far less than rho, hence the narrow region. Published with the aggregation
-    `sequence_mean_token_mean` and without a dual clip. Defaults: 3e-4 and 4e-4, verl's example and GiGPO's authors.
+    `sequence_mean_token_mean`. Defaults: 3e-4 and 4e-4, as in verl's example and by GiGPO's authors; without a dual clip, as in
+    the paper's equation and by those authors (verl's example has one at 10).
 
     Worked: log rho = (0.0006, 0.0002) in one sequence, A = 1: s = e^0.0004 = 1.0004001 > 1.0004, so neither token learns.
     """
@@ -176,7 +179,7 @@ class DppoTv:
         for name, delta in (("delta_low", self.delta_low), ("delta_high", self.delta_high)):
             if not 0.0 < delta < 1.0:
                 raise ValueError(f"{name}={delta} must be in (0, 1): it bounds a difference of probabilities")
-        _check_cap("ratio_cap", self.ratio_cap)
+        check_cap("ratio_cap", self.ratio_cap)
         if not (math.isfinite(self.quadratic_coef) and self.quadratic_coef >= 0.0):
             raise ValueError(f"quadratic_coef={self.quadratic_coef} must be finite and >= 0: below 0 it would drive pi off mu")
 
@@ -278,11 +281,6 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
         raise ValueError(f"clip_low={clip_low} must be in (0, 1]: ratios below 1 - clip_low are clipped")
     if not clip_high > 0.0:
         raise ValueError(f"clip_high={clip_high} must be above 0: ratios above 1 + clip_high are clipped")
-
-
-def _check_cap(name: str, cap: float) -> None:
-    if not cap >= 1.0:
-        raise ValueError(f"{name}={cap} must be >= 1 (math.inf for no cap): below 1 it would shrink on-policy gradients")
 
 
 POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(

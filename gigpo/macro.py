@@ -10,6 +10,7 @@ from gigpo.settings import AdvantageSettings
 
 # Each is one file and one common table expression of that name; a file reads only the ones before it (and itself).
 _QUERIES: Final = (
+    "checked",
     "base",
     "trajectories",
     "returns",
@@ -37,25 +38,24 @@ def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None 
 
     Its parameters are the fields of AdvantageSettings but `similarity`, all named, with `defaults` (a run's own settings):
         SELECT * FROM advantages(omega := 0.5, normalise := 'mean_std');
-    It returns group_uid, traj_uid, step_index, step_return, episode_advantage, step_advantage, advantage, anchor_size;
-    join it with `steps` on (traj_uid, step_index) for anything else, for example anchor_text.
+    It returns the columns that queries/advantages.sql names; join it with `steps` on (traj_uid, step_index) for anything
+    else, for example anchor_text.
 
     `anchor_expression`, SQL over the columns of `steps`, is what anchor := 'anchor_key' and 'similar' compare instead of a
     column of that name, for example "lower(anchor_text)".
     """
-    *inner, last = (_query(name) for name in _QUERIES)
+    queries = {name: _query(name) for name in _QUERIES}
     if anchor_expression is not None:
-        assert _KEY_COLUMN in inner[0]
-        inner[0] = inner[0].replace(_KEY_COLUMN, f"    ({anchor_expression})::VARCHAR AS anchor_key,\n")
-    expressions = ",\n".join(
-        f"{name} AS {'' if name == 'returns' else 'MATERIALIZED ' if name in _MATERIALISED else 'NOT MATERIALIZED '}(\n{query})"
-        for name, query in zip(_QUERIES, inner, strict=False)
-    )
+        assert _KEY_COLUMN in queries["base"]
+        queries["base"] = queries["base"].replace(_KEY_COLUMN, f"    ({anchor_expression})::VARCHAR AS anchor_key,\n")
+    result = queries.pop("advantages")
+    how = {"returns": ""} | dict.fromkeys(_MATERIALISED, "MATERIALIZED ")  # a recursion is neither
+    expressions = ",\n".join(f"{name} AS {how.get(name, 'NOT MATERIALIZED ')}(\n{query})" for name, query in queries.items())
     # `similarity` is no parameter: it makes the keys that the macro is given.
     arguments = {name: value for name, value in asdict(defaults).items() if name != "similarity"}
     parameters = ",\n".join(f"    {name} := {_literal(value)}" for name, value in arguments.items())
     head = f"CREATE OR REPLACE MACRO advantages(\n{parameters}\n) AS TABLE\n"
-    return f"{head}WITH RECURSIVE\n{expressions}\n{last};\n"
+    return f"{head}WITH RECURSIVE\n{expressions}\n{result};\n"
 
 
 def _literal(value: str | int | float) -> str:

@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from types import MappingProxyType
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 
-from gigpo.corrections import Correction, TokenIcepop, TokenTis
+from gigpo.corrections import Correction, SequenceMask, SequenceTis, TokenIcepop, TokenTis
 from gigpo.kl import KL_PENALTIES
 from gigpo.losses import Loss
 from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
 
-# What a loss is published with: corrections and aggregation. Configs that name neither get these.
-PUBLISHED_WITH: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
+# What a loss is usually used with: corrections and aggregation. Configs that name neither get these. The aggregations, and that
+# the other losses need no correction, are published with them. token_tis on ppo_clip and reinforce is our choice for data that
+# is always a little stale: verl has it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip (`decoupled_token_is`) alone.
+USUAL_WITH: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
         "behaviour_cloning": ((), "token_mean"),
         "cispo": ((), "token_mean"),
@@ -73,6 +75,7 @@ class Aggregation(Protocol):
     """What AGGREGATIONS lists: from losses per token to a scalar that adds up over micro-batches."""
 
     name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals) -> torch.Tensor: ...
 
@@ -254,6 +257,13 @@ def _check_corrections(policy: Loss, corrections: tuple[Correction, ...]) -> Non
         raise ValueError(
             f"corrections={names}: token_icepop drops what is above icepop_high={icepop.icepop_high:g}, so "
             f"tis_cap={tis.tis_cap:g} would never act; leave token_tis out, or set tis_cap below icepop_high"
+        )
+    sequence_tis, mask = found.get("sequence_tis"), found.get("sequence_mask")
+    # Equal is verl's decoupled_seq_is_rs, where the weight is X itself.
+    if isinstance(sequence_tis, SequenceTis) and isinstance(mask, SequenceMask) and mask.sequence_high < sequence_tis.tis_cap:
+        raise ValueError(
+            f"corrections={names}: sequence_mask drops what is above sequence_high={mask.sequence_high:g}, so "
+            f"tis_cap={sequence_tis.tis_cap:g} would never act; set tis_cap to at most sequence_high"
         )
 
 

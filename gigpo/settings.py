@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 ESTIMATORS: Final = ("gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "hgpo", "graphgpo")
+WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")  # over the whole batch: all others know groups alone
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
-ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "anchor_key")
+ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 VERSIONS: Final = ("mixed", "window", "weighted")
 
 
@@ -23,12 +24,14 @@ class AdvantageSettings:
     gamma            discount per step of the environment, in [0, 1] (eq. 5); only step returns have it
     omega            weight of the step term (eq. 8), of 'gigpo' and 'graphgpo'
     normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or 'leave_one_out' (the mean of the
-                     others is the baseline: unbiased). Of 'gigpo', 'grpo', 'hgpo', 'graphgpo'; the rest fix their own
+                     others is the baseline; free of the row's own trajectory in the step term, and in the episode term
+                     with weighting 'trajectories'). Of 'gigpo', 'grpo', 'hgpo', 'graphgpo'; the rest fix their own
     weighting        episode statistics over 'steps' (the authors' code) or 'trajectories' (the paper's eq. 3)
     invalid_penalty  subtracted from the return and the episode score of a row whose action was invalid; in reward units
-    anchor           which steps are in the same state: 'state', 'state_and_actions', 'suffix', 'similar' or 'anchor_key'
+    anchor           which steps are in the same state: 'state', 'state_and_actions', 'suffix', 'similar' (similarity.py's
+                     method 'linked'), 'similar_greedy' (as the authors' code) or 'anchor_key'
     anchor_history   states in the longest suffix, this one included: of anchor 'suffix', and of 'hgpo' (its K + 1)
-    similarity       threshold of anchor 'similar', in (0, 1): fraction of two texts that is their common subsequence
+    similarity       threshold of anchors 'similar' and 'similar_greedy', in (0, 1)
     versions         anchor groups over policy versions: 'mixed', within a 'window', or 'weighted'
     version_window   versions that the members of one anchor group may be apart; of versions 'window'; 0 = the same
     """

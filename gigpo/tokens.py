@@ -48,9 +48,15 @@ class Tokens:
 
 
 def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """log rho = clamp(log pi - log mu, +-20), float [N]; differentiable in both inside the bound."""
+    """log rho = clamp(log pi - log mu, +-20), float [N]; differentiable in both as if there were no bound.
+
+    The bound is on the value alone: where a token is beyond it, d rho / d log pi is rho at the bound and not 0, so a loss
+    that promises a weight (min(rho, C) with token_tis) gives it there too.
+    """
     check_same_tokens(logprobs_N=logprobs_N, other_logprobs_N=other_logprobs_N)
-    return torch.clamp(logprobs_N - other_logprobs_N, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    log_ratio_N = logprobs_N - other_logprobs_N
+    bounded_N = torch.clamp(log_ratio_N.detach(), min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    return bounded_N + (log_ratio_N - log_ratio_N.detach())
 
 
 def policy_log_ratio(tokens: Tokens) -> torch.Tensor:
@@ -96,6 +102,12 @@ def sequence_sum(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tens
 def sequence_mean(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
     """Per token, the mean over its sequence; float [N]. Values (1, 2, 4) of sequences (0, 0, 7): (1.5, 1.5, 4)."""
     return sequence_sum(values_N, sequence_N) / sequence_sum(torch.ones_like(values_N), sequence_N)
+
+
+def check_cap(name: str, cap: float) -> None:
+    """Refuse a cap on a weight that would act on policy, where every weight is 1."""
+    if not cap >= 1.0:
+        raise ValueError(f"{name}={cap} must be >= 1 (math.inf for no cap): below 1 it would shrink on-policy gradients")
 
 
 def check_same_tokens(**tensors_N: torch.Tensor) -> None:

@@ -80,8 +80,7 @@ class Learner:
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
-        for settings in filter(None, (self.source.advantages, self.source.signal)):
-            prepare_advantages(settings)
+        prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
@@ -203,7 +202,7 @@ class Learner:
 
     def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> None:
         self.step += 1
-        metrics = step_metrics(ready, updates, times, omega=self.source.advantages.omega)
+        metrics = step_metrics(ready, updates, times)
         alarms = collapse_alarms(metrics, before=self.figures, learner_step=self.step, config=self.config)
         self.figures = {**metrics, **alarms.values}
         # Published before it is settled: settling lets workers start new groups, and those must find the new weights.

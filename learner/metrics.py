@@ -21,7 +21,7 @@ class Times:
     step_s: float  # all of it
 
 
-def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times, *, omega: float) -> dict[str, float]:
+def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> dict[str, float]:
     """The figures of a learner step, by the names the store has them under."""
     n_computed = sum(update.n_tokens_computed for update in updates)
     return {
@@ -39,7 +39,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times, *,
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "groups/no_signal": float(len(ready.no_signal)),
         "anchor/singleton_fraction": singleton_fraction(ready.rows) if ready.rows.num_rows else 0.0,
-        "anchor/step_variance_share": step_variance_share(ready.rows, omega),
+        "anchor/step_variance_share": step_variance_share(ready.rows),
         **mean_of_updates(updates),
     }
 

@@ -3,26 +3,37 @@
     config = with_published(config)     # every number in use is in the config; what does not go together is refused
     objective = objective_of(config.loss)
 
-gigpo knows what its losses were published with and which of them go together, so neither is repeated here or in configs.
+gigpo knows what its losses are used with and which of them go together, so neither is repeated here or in configs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from configs import Config, ConfigError, LossConfig
-from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PUBLISHED_WITH, Objective
+from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, USUAL_WITH, Objective
 
-_REGISTRIES: tuple[Any, ...] = (POLICY_LOSSES, CORRECTIONS, AGGREGATIONS)
+
+class Part(Protocol):
+    """What losses, corrections and aggregations have in common: a record of numbers, some kind of it by a name."""
+
+    name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __init__(self, **numbers: float) -> None: ...
+
+
+P = TypeVar("P", bound=Part)
+_REGISTRIES: tuple[Mapping[str, type[Part]], ...] = (POLICY_LOSSES, CORRECTIONS, AGGREGATIONS)
 
 
 def objective_of(loss: LossConfig) -> Objective:
-    """The objective of a config; null is what it was published with. Raises ConfigError for what does not go together."""
+    """The objective of a config; null is the usual. Raises ConfigError for what does not go together."""
     policy = _known("policy", loss.policy, POLICY_LOSSES)
-    usual_corrections, usual_aggregation = PUBLISHED_WITH[loss.policy]
+    usual_corrections, usual_aggregation = USUAL_WITH[loss.policy]
     names = usual_corrections if loss.corrections is None else loss.corrections
     corrections = [_known("corrections", name, CORRECTIONS) for name in names]
     aggregation = _known("aggregation", loss.aggregation or usual_aggregation, AGGREGATIONS)
@@ -50,7 +61,7 @@ def with_published(config: Config) -> Config:
     if loss.aggregation == "sequence_mean_token_sum_norm" and loss.norm_tokens is None:
         loss = replace(loss, norm_tokens=float(config.actors.max_response_tokens))
     objective = objective_of(loss)
-    parts: list[Any] = [objective.policy, *objective.corrections, objective.aggregation]
+    parts: list[Part] = [objective.policy, *objective.corrections, objective.aggregation]
     numbers = {item.name: getattr(part, item.name) for part in parts for item in fields(part)}
     written = replace(
         loss,
@@ -61,20 +72,20 @@ def with_published(config: Config) -> Config:
     return replace(config, loss=written)
 
 
-def _known(key: str, name: str, registry: Any) -> Any:
+def _known(key: str, name: str, registry: Mapping[str, type[P]]) -> type[P]:
     if name not in registry:
         raise ConfigError(f"loss.{key}={name!r} is none of {', '.join(registry)}")
     return registry[name]
 
 
-def _made(kind: Any, loss: LossConfig) -> Any:
+def _made(kind: type[P], loss: LossConfig) -> P:
     given = {item.name: getattr(loss, item.name) for item in fields(kind)}
     if given.get("norm_tokens", 0.0) is None:
         raise ValueError(f"norm_tokens is null, but {kind.name} needs it: the longest response that can be generated")
     return kind(**{name: number for name, number in given.items() if number is not None})
 
 
-def _check_all_used(loss: LossConfig, kinds: Sequence[Any]) -> None:
+def _check_all_used(loss: LossConfig, kinds: Sequence[type[Part]]) -> None:
     """A number that nothing reads would be taken for one that acts."""
     used = {item.name for kind in kinds for item in fields(kind)}
     owners: dict[str, list[str]] = {}

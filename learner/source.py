@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from configs import Config, LearnerConfig
-from gigpo import AdvantageSettings, compute_advantages, groups_without_signal, signal_settings, with_anchor_keys
+from gigpo import AdvantageSettings, compute_advantages, groups_without_signal
 from learner.batch import MicroBatch, micro_batches, split_updates
 from store import Batch, RunLayout, read_segments
 
@@ -30,7 +30,7 @@ class Source:
     claim: Callable[[int], Batch | None]  # the coordinator's, asked with the version the batch will be trained at
     layout: RunLayout
     advantages: AdvantageSettings
-    signal: AdvantageSettings | None  # under which a group without any advantage is left out; None keeps all groups
+    signal: str | None  # what a group's episodes have to differ in, else it is left out; None keeps all groups
     learner: LearnerConfig
     seed: int
 
@@ -64,16 +64,12 @@ class ReadyBatch:
 
 def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]) -> Source:
     """What the config says about batches. Raises nothing: `configs.check` has seen it."""
-    algorithm = config.algorithm
-    settings = advantage_settings(config)
-    # Under mean_std a lost group's penalties weigh as much as wins do elsewhere, so leaving such groups out is a choice.
-    counted = replace(settings, invalid_penalty=algorithm.invalid_penalty if algorithm.penalty_is_signal else 0.0)
     clones = config.loss.policy == "behaviour_cloning"
     return Source(
         claim=claim,
         layout=layout,
-        advantages=settings,
-        signal=None if clones else signal_settings(counted, signal=algorithm.signal),
+        advantages=advantage_settings(config),
+        signal=None if clones else config.algorithm.signal,
         learner=config.learner,
         seed=config.seed,
     )
@@ -105,15 +101,13 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
     claimed_at_s = time.monotonic()
     rows = in_batch_order(read_segments(source.layout, batch.segments), batch)  # digests verified, each trajectory once
     read_at_s = time.monotonic()
-    keyed = with_anchor_keys(rows, source.advantages)
-    advantages = compute_advantages(keyed, source.advantages)
+    advantages = compute_advantages(rows, source.advantages)
     computed_at_s = time.monotonic()
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
     silent: Mapping[bytes, str] = {}
     if source.signal is not None:
-        same = source.signal == source.advantages
-        silent = groups_without_signal(advantages if same else compute_advantages(keyed, source.signal))
+        silent = groups_without_signal(advantages, signal=source.signal)
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))))
     judged_at_s = time.monotonic()
     updates = cut_updates(kept, learner=source.learner, version=version, seed=source.seed + learner_step)

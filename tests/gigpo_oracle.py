@@ -1,7 +1,7 @@
 """Advantages in plain Python float64, row by row and from the definitions: what the SQL is compared with.
 
 Shares no code and no shortcut with gigpo/: statistics run over rows (not over trajectories' two scores), keys are tuples,
-distances are a breadth-first search.
+distances are a breadth-first search, and what differs is decided by exact decimals (so rewards here are short decimals).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 import pyarrow as pa
 
@@ -89,6 +90,35 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
     return [
         (episode[p], step[p], (episode[p] or 0.0) + omega * (step[p] or 0.0))  # eq. 8
         for p in map(place, rows)
+    ]
+
+
+def differences(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[bool, bool, bool]]:
+    """(episodes_differ, steps_differ, has_penalties) of every row, in exact decimals; not for graphgpo."""
+    trajectories: dict[int, list[Row]] = defaultdict(list)
+    groups: dict[int, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.step):
+        trajectories[row.trajectory].append(row)
+    for row in rows:
+        groups[row.group].append(row)
+    exact: dict[tuple[int, int], Decimal] = {}
+    for steps in trajectories.values():
+        running = Decimal(0)
+        for row in reversed(steps):
+            running = exact[place(row)] = Decimal(repr(row.reward)) + Decimal(repr(s.gamma)) * running
+    total = {name: sum(Decimal(repr(row.reward)) for row in steps) for name, steps in trajectories.items()}
+    has_step_term = s.estimator == "hgpo" or (s.estimator in ("gigpo", "graphgpo") and s.omega > 0)
+    met: dict[Hashable, set[Decimal]] = defaultdict(set)
+    keys = {place(r): anchor(r, trajectories[r.trajectory], groups[r.group], s) for r in rows}
+    for row in rows:
+        met[keys[place(row)]].add(exact[place(row)])
+    return [
+        (
+            len({total[other.trajectory] for other in groups[row.group]}) > 1,
+            has_step_term and keys[place(row)] is not None and len(met[keys[place(row)]]) > 1,
+            s.invalid_penalty > 0 and not all(other.valid for other in groups[row.group]),
+        )
+        for row in rows
     ]
 
 
@@ -185,10 +215,11 @@ def step_term(row: Row, members: list[Row], returns: dict, s: AdvantageSettings,
     centred = returns[place(row)] - mean
     if s.normalise == "mean":
         return centred
-    own = row.weight if s.versions == "weighted" else 1.0
     if s.normalise == "leave_one_out":
-        others = math.fsum(w * v for w, v in zip(weights, values, strict=True)) - own * returns[place(row)]
-        return returns[place(row)] - others / (total - own)
+        others = [(w, v) for w, v, r in zip(weights, values, members, strict=True) if r.trajectory != row.trajectory]
+        if not others:
+            return None
+        return returns[place(row)] - math.fsum(w * v for w, v in others) / math.fsum(w for w, _ in others)
     divisor = total - ddof * math.fsum(w * w for w in weights) / total
     variance = math.fsum(w * (v - mean) ** 2 for w, v in zip(weights, values, strict=True)) / divisor
     return centred / (math.sqrt(variance) + EPSILON)

@@ -2,48 +2,154 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import audit
 import configs
-from configs import Config
-from gigpo import PUBLISHED_SETTINGS, advantages_macro
-from store import Catalog, RunLayout, export, write_open_sql
-from tests.store_samples import open_train_group, play
+import store
+from configs import AlgorithmConfig, Config
+from gigpo import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, advantages_macro, compute_advantages
+from store import Catalog, GroupRecord, RunLayout, Trajectory, export, write_open_sql, write_segment
+from tests.store_samples import make_step, open_train_group
+
+GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(Config()))
+def played(group: GroupRecord, member: int) -> Trajectory:
+    """2 or 3 steps, the second without a state; only the last has a reward, which is another one in every trajectory but for
+    those of group 0. The first action is invalid."""
+    n_steps = 2 + member % 2
+    paid = 1.0 if group.ordinal == 0 else float(3 * (group.ordinal or 0) + member)
+    return Trajectory(
+        traj_uid=group.traj_uids[member],
+        group_uid=group.group_uid,
+        env_name="rooms",
+        task_id=group.task_id,
+        split=group.split,
+        seed=5,
+        member=member,
+        won=member == 0,
+        task_score=None,
+        steps=tuple(make_step(i, n_steps=n_steps, version=0, reward=paid if i == n_steps - 1 else 0.0) for i in range(n_steps)),
+    )
+
+
+def make_run(root: Path, *, config_yaml: str) -> Path:
+    layout = RunLayout.create(root, config_yaml=config_yaml)
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     with Catalog.open(layout) as catalog:
-        for ordinal in range(3):
-            play(layout, catalog, open_train_group(catalog, ordinal, size=3))
+
+        def commit(group: GroupRecord) -> None:
+            trajectories = [played(group, member) for member in group.missing]
+            catalog.commit(write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch), epoch=catalog.epoch)
+
+        for ordinal in range(GROUPS):
+            commit(open_train_group(catalog, ordinal, size=3))
+        for step in (1, 2):
+            batch = catalog.claim(n_groups=GROUPS_PER_BATCH, current_version=0, max_staleness=1)
+            assert batch is not None
+            catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=0)
+        commit(catalog.open_group(ordinal=0, task_id="held", split="heldout", size=3, purpose_version=0))
         export(catalog, layout)
     return layout.root
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.to_yaml(Config()))
+
+
+def rows_of(run: Path, tmp_path: Path, *arguments: str) -> pa.Table:
+    table = tmp_path / "rows.parquet"
+    assert audit.main([str(run), *arguments, "--output", str(table)]) == 0
+    return pq.read_table(table)
+
+
+def stored(run: Path, where: str) -> pa.Table:
+    with store.open(run) as reader:
+        columns = f"{audit.COLUMNS}, anchor_text, admissible_actions"
+        return reader.sql(f"SELECT {columns} FROM steps WHERE group_uid IN (SELECT group_uid FROM groups WHERE {where})")
+
+
+def assert_same(rows: pa.Table, parts: list[pa.Table], settings: AdvantageSettings, *, suffix: str = "a") -> None:
+    """`rows` are compute_advantages of each part by itself, and no other rows."""
+    keys = ["group_uid", "traj_uid", "step_index"]
+    expected = pa.concat_tables([compute_advantages(part, settings) for part in parts])
+    by_key = [(name, "ascending") for name in keys]
+    rows, expected = rows.sort_by(by_key), expected.sort_by(by_key)
+    assert rows.select(keys) == expected.select(keys)
+    for name in expected.column_names[3:]:
+        assert rows[f"{name}_{suffix}"].to_pylist() == pytest.approx(expected[name].to_pylist()), name
+
+
 def test_two_settings_stand_side_by_side(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "a.parquet"
-    assert audit.main([str(run), "invalid_penalty=5", "--against", "invalid_penalty=0", "--output", str(table)]) == 0
+    rows = rows_of(run, tmp_path, "invalid_penalty=5", "--against", "estimator=rloo", "anchor=suffix")
     printed = capsys.readouterr().out
-    assert "27 steps" in printed and "invalid_penalty=5.0" in printed and "invalid_penalty=0.0" in printed
-    rows = pq.read_table(table)
-    # Members are alike, and the first step of each is invalid: without a penalty nothing differs, with one the first steps do.
-    assert set(rows["advantage_b"].to_pylist()) == {0.0}
-    assert {i: a != 0 for i, a in zip(rows["step_index"].to_pylist(), rows["advantage_a"].to_pylist(), strict=True)} == {
-        0: True,
-        1: True,
-        2: True,
-    }
+    assert "35 steps" in printed and "invalid_penalty=5.0" in printed and "estimator=rloo" in printed
+    steps = stored(run, "split = 'train'")
+    assert_same(rows, [steps], replace(PUBLISHED_SETTINGS, invalid_penalty=5.0))
+    assert_same(rows, [steps], replace(PUBLISHED_SETTINGS, estimator="rloo", anchor="suffix"), suffix="b")
+
+
+@pytest.mark.parametrize("estimator", WHITENED)
+@pytest.mark.parametrize("steps_per_read", [4_000_000, 10])
+def test_what_is_whitened_is_so_over_each_batch_that_was_trained_on(
+    run: Path, tmp_path: Path, estimator: str, steps_per_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the run did; groups that no batch has had apart, held-out ones not at all. However little is read at once."""
+    monkeypatch.setattr(audit, "STEPS_PER_READ", steps_per_read)
+    rows = rows_of(run, tmp_path, f"estimator={estimator}", "--against")
+    batches = [stored(run, f"split = 'train' AND ordinal IN {ordinals}") for ordinals in ("(0, 1)", "(2, 3)", "(4)")]
+    settings = replace(PUBLISHED_SETTINGS, estimator=estimator)
+    assert_same(rows, batches, settings)
+    assert_same(rows, [pa.concat_tables(batches)], PUBLISHED_SETTINGS, suffix="b")
+    together = compute_advantages(pa.concat_tables(batches), settings)["advantage"].to_pylist()
+    assert sorted(rows["advantage_a"].to_pylist()) != pytest.approx(sorted(together)), "the case tests something"
+
+
+@pytest.mark.parametrize("anchor", ["similar", "similar_greedy"])
+def test_groups_are_whole_however_little_is_read_at_once(
+    run: Path, tmp_path: Path, anchor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "STEPS_PER_READ", 10)
+    steps = stored(run, "split = 'train'")
+    ordered = steps.sort_by([(name, "ascending") for name in ("group_uid", "traj_uid", "step_index")])
+    assert_same(rows_of(run, tmp_path, f"anchor={anchor}"), [ordered], replace(PUBLISHED_SETTINGS, anchor=anchor))
 
 
 def test_the_run_itself_and_a_selection(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit.main([str(run), "--where", "group_uid IN (SELECT group_uid FROM groups WHERE ordinal < 2)"]) == 0
-    assert "18 steps" in capsys.readouterr().out
+    assert "21 steps" in capsys.readouterr().out, "two training groups and a held-out one, as asked"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("algorithm: {signal: advantages}", "(advantages) │ 0 of 5"),
+        ("algorithm: {signal: returns}", "(returns) │ 1 of 5"),
+        # Group 0 won sooner or later and was paid the same; as the run was told, penalties do not count.
+        ("algorithm: {penalty_is_signal: false, gamma: 1.0}", "(rewards) │ 1 of 5"),
+        ("algorithm: {penalty_is_signal: true, gamma: 1.0}\nlearner: {gpus: 0}", "(advantages) │ 0 of 5"),
+    ],
+)
+def test_a_groups_signal_is_what_the_run_says_it_is(
+    tmp_path: Path, algorithm: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where another version of this code wrote the config: penalty_is_signal=false is signal=rewards."""
+    assert audit.main([str(make_run(tmp_path / "run", config_yaml=algorithm))]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_of_a_setting_that_is_gone_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", config_yaml="algorithm: {lambda: 0.5}")
+    assert audit.main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "algorithm.lambda" in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -66,3 +172,8 @@ def test_a_file_that_is_there_is_not_written_over(run: Path, tmp_path: Path) -> 
     (tmp_path / "mine").write_text("mine")
     assert audit.main([str(run), "--output", str(tmp_path / "mine")]) == 2
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:
+    config = audit.advantage_config("{}")
+    assert config.algorithm == AlgorithmConfig()

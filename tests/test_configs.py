@@ -43,7 +43,8 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
         ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
         ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
-        ("algorithm.signal=rewards", ["algorithm.signal='rewards'", "'returns'"]),
+        ("algorithm.signal=reward", ["algorithm.signal='reward'", "did you mean 'rewards'"]),
+        ("algorithm.penalty_is_signal=false", ["algorithm.penalty_is_signal"]),
         ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
         ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
         ("algorithm.anchor_history=0", ["algorithm.anchor_history=0", "above 0"]),
@@ -61,6 +62,9 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("loss.policy=gsp", ["loss.policy='gsp'", "did you mean 'gspo'"]),
         ("loss.corrections=[token_tiss]", ["loss.corrections has 'token_tiss'", "did you mean 'token_tis'"]),
         ("loss.k3_max=-1", ["loss.k3_max=-1", "above 0"]),
+        ("loss.k3_max=.inf", ["loss.k3_max=inf"]),
+        ("loss.tis_cap=.nan", ["loss.tis_cap=nan"]),
+        ("loss.dual_clip=-.inf", ["loss.dual_clip=-inf"]),
         ("loss.proximal=recomputed", ["learner.updates_per_step=1", "loss.policy=reinforce"]),
         ("model.tiny.heads=3", ["model.tiny.heads=3", "32, 64 or 128"]),
         ("prompt.template=thnk", ["thnk", "'think'"]),
@@ -114,8 +118,29 @@ def test_a_plan_counts_the_parameters_in_the_name() -> None:
 
 
 def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
-    for choice in ("estimator=hgpo", "estimator=reinforce_pp_baseline", "anchor=similar", "anchor_versions=window"):
+    for choice in (
+        "estimator=hgpo",
+        "estimator=reinforce_pp_baseline",
+        "anchor=similar",
+        "anchor=similar_greedy",
+        "anchor_versions=window",
+        "signal=rewards",
+    ):
         key, _, value = choice.partition("=")
         assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
     with pytest.raises(ConfigError, match="anchor='suffix' is not hgpo's"):
         configs.load(empty, ["algorithm.estimator=hgpo", "algorithm.anchor=suffix"])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("unused", ["anchor=similar", "anchor=suffix", "anchor_versions=window"])
+def test_an_estimator_without_a_step_term_takes_no_anchor(empty: Path, estimator: str, unused: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{unused.partition('=')[0]}=.* does nothing with {estimator}"):
+        configs.load(empty, [f"algorithm.estimator={estimator}", f"algorithm.{unused}"])
+
+
+def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:
+    config = configs.load(empty, ["loss.dual_clip=.inf", "loss.tis_cap=.inf", "loss.policy=ppo_clip"])
+    assert (config.loss.dual_clip, config.loss.tis_cap) == (float("inf"), float("inf"))
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.load(empty, ["loss.policy=dppo_tv", "loss.ratio_cap=.inf"]).loss.ratio_cap == float("inf")

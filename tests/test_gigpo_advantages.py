@@ -5,6 +5,7 @@ The numbers are what GiGPO's authors' code gives, except where its float32 is wr
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, advantages_macro, compute_advantages
+from gigpo import ANCHORS, ESTIMATORS, PUBLISHED_SETTINGS, AdvantageSettings, advantages_macro, compute_advantages
+from store import state_hash
 from tests.gigpo_samples import column, episode, settings, table, uid
 
 LONG_AND_SHORT = table({"A": episode("a b c d e", end=10), "B": episode("x", end=0)})
@@ -93,23 +95,43 @@ def test_example_6_a_loop_meets_its_own_anchor():
 
 
 def test_example_7_states_are_the_same_when_their_hashes_are():
-    """Which texts hash alike is the store's affair. Here equal hashes join, unequal ones do not, NULL joins nothing.
+    """Which texts hash alike is the store's affair, see below. Here equal hashes join, unequal ones do not, NULL joins nothing.
 
     Example 8, grouping by similarity, is in test_gigpo_anchors.py.
     """
-    texts = [
-        "Nothing happens.",
-        "Nothing happens.\n",
-        "nothing happens.",
-        "caf\u00e9",
-        "cafe\u0301",
-        "Nothing happens.",
-    ]
-    steps = table({f"t{i}": [(text, float(i), True)] for i, text in enumerate(texts)})
-    assert column(steps, "anchor_size") == [2, 1, 1, 1, 1, 2]
+    steps = table({f"t{i}": [(state, float(i), True)] for i, state in enumerate(["a", "b", "c", "a"])})
+    assert column(steps, "anchor_size") == [2, 1, 1, 2]
     unknown = table({"A": [(None, 1.0, True), (None, 0.0, True)], "B": [(None, 5.0, True)]})
     assert column(unknown, "anchor_size") == [1, 1, 1]
     assert column(unknown, "step_advantage") == [0.0, 0.0, 0.0]
+
+
+def test_example_7_as_a_run_hashes_its_states():
+    """Line ends, case and spaces count as they do for the authors, whose NFC and NFD of one text are two states; here one."""
+    texts = {
+        "Nothing happens.": 2,
+        "Nothing happens.\n": 2,
+        "Nothing happens.\r\n": 2,  # the same line end
+        "nothing happens.": 1,
+        " Nothing happens.": 1,
+        "caf\u00e9": 2,
+        "cafe\u0301": 2,
+        "1": 1,  # a number or a dictionary is whatever text the environment makes of it
+        "1.0": 1,
+        "True": 1,
+    }
+    rows = [*texts, "Nothing happens."]
+    hashes = pa.array([state_hash(text) for text in rows], pa.binary(16))
+    steps = table({f"t{i}": [(text, float(i), True)] for i, text in enumerate(rows)})
+    steps = steps.set_column(steps.column_names.index("state_hash"), "state_hash", hashes)
+    assert column(steps, "anchor_size") == [*texts.values(), 2]
+
+
+@pytest.mark.parametrize("state", [None, 1, 1.0, True, b"x", ["a"], {"a": 1}])
+def test_example_7_what_is_no_text_is_no_state(state):
+    """The authors' code takes numbers, lists and dictionaries, and refuses None and bytes; here all of it is refused."""
+    with pytest.raises((TypeError, AttributeError)):
+        state_hash(state)
 
 
 def test_example_7_the_same_state_in_two_groups_stays_apart():
@@ -241,7 +263,7 @@ def shell(tmp_path: Path) -> duckdb.DuckDBPyConnection:
 @pytest.mark.parametrize(("normalise", "weighting"), [("mean", "steps"), ("leave_one_out", "trajectories")])
 def test_the_macro_says_what_python_says(shell, estimator, normalise, weighting):
     sql = (
-        "SELECT anchor_text, a.advantage FROM advantages(gamma := 0.9, omega := 0.5, invalid_penalty := 0.2, "
+        "SELECT anchor_text, a.advantage, steps_differ FROM advantages(gamma := 0.9, omega := 0.5, invalid_penalty := 0.2, "
         f"estimator := '{estimator}', normalise := '{normalise}', weighting := '{weighting}') AS a "
         "JOIN steps USING (traj_uid, step_index) ORDER BY traj_uid, step_index"
     )
@@ -249,30 +271,67 @@ def test_the_macro_says_what_python_says(shell, estimator, normalise, weighting)
     from_python = compute_advantages(CASE_10, settings(gamma=0.9, omega=0.5, invalid_penalty=0.2, **changes))
     by_key = [("traj_uid", "ascending"), ("step_index", "ascending")]
     expected = from_python.append_column("anchor_text", CASE_10["anchor_text"]).sort_by(by_key).to_pydict()
-    texts, got = zip(*shell.execute(sql).fetchall(), strict=True)
+    texts, got, differ = zip(*shell.execute(sql).fetchall(), strict=True)
     assert list(texts) == expected["anchor_text"]
     assert list(got) == pytest.approx(expected["advantage"], rel=1e-12)
+    assert list(differ) == expected["steps_differ"]
 
 
-def test_the_macro_has_the_published_defaults_and_refuses_like_python(shell):
+def test_every_call_in_the_docs_runs(shell):
+    text = (Path(__file__).parent.parent / "docs/algorithms.md").read_text()
+    calls = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    assert {estimator for call in calls for estimator in re.findall(r"estimator := '(\w+)'", call)} == set(ESTIMATORS)
+    for call in calls:
+        shell.execute(call).fetchall()
+
+
+def test_the_macro_has_the_published_defaults(shell):
     total = shell.execute("SELECT sum(abs(advantage)) FROM advantages()").fetchall()[0][0]
     assert total == pytest.approx(sum(abs(a) for a in column(CASE_10, "advantage", normalise="mean_std")))
-    for wrong in (
-        "estimator := 'gpro'",
-        "normalise := 'std'",
-        "weighting := 'rows'",
-        "anchor := 'states'",
-        "versions := 'all'",
-        "estimator := 'hgpo', anchor := 'suffix'",
-        "anchor := 'suffix', anchor_history := 0",
-        "versions := 'window', version_window := -1",
-    ):
-        with pytest.raises(duckdb.InvalidInputException, match=r"(must be|leave anchor at) .* not"):
-            shell.execute(f"FROM advantages({wrong})").fetchall()
     shell.execute("CREATE OR REPLACE VIEW steps AS SELECT uuid() AS group_uid, uuid() AS traj_uid, 3 AS step_index, "
                   "1.0 AS reward, true AS is_action_valid, uuid() AS state_hash")  # fmt: skip
     with pytest.raises(duckdb.InvalidInputException, match="without a gap"):
         shell.execute("FROM advantages()").fetchall()
+
+
+BAD = {  # every parameter of the macro
+    "estimator": ["gpro", ""],
+    "gamma": [1.5, -0.1, float("nan"), float("inf")],
+    "omega": [-1.0, float("nan"), float("inf")],
+    "normalise": ["std"],
+    "weighting": ["rows"],
+    "invalid_penalty": [-5.0, float("nan"), float("inf")],
+    "anchor": ["states"],
+    "anchor_history": [0, -3],
+    "versions": ["all"],
+    "version_window": [-1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_the_macro_refuses_what_python_refuses(shell, name, value):
+    """Whatever else is asked for: also settings that this call has no use for, and a column that does not need them."""
+    with pytest.raises(ValueError, match=name):
+        settings(**{name: value})
+    literal = f"'{value}'" if isinstance(value, str) else f"'{value}'::DOUBLE" if isinstance(value, float) else value
+    for columns in ("*", "anchor_size", "count(*)"):
+        with pytest.raises(duckdb.InvalidInputException, match=f"{name} must be .*, not"):
+            shell.execute(f"SELECT {columns} FROM advantages({name} := {literal})").fetchall()
+
+
+@pytest.mark.parametrize("name", [name for name in AdvantageSettings.__dataclass_fields__ if name != "similarity"])
+def test_null_is_no_parameter(shell, name):
+    assert name in BAD, "every parameter has values that are refused"
+    with pytest.raises(duckdb.InvalidInputException, match=f"{name} must be .*, not NULL"):
+        shell.execute(f"FROM advantages({name} := NULL)").fetchall()
+
+
+def test_the_macro_refuses_hgpo_with_other_anchors(shell):
+    for anchor in set(ANCHORS) - {"state"}:
+        with pytest.raises(ValueError, match="anchors of its own"):
+            settings(estimator="hgpo", anchor=anchor)
+        with pytest.raises(duckdb.InvalidInputException, match=f"anchor must be state with estimator hgpo.*not {anchor}"):
+            shell.execute(f"FROM advantages(estimator := 'hgpo', anchor := '{anchor}')").fetchall()
 
 
 def test_calls_from_several_threads_do_not_mix():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 
 import duckdb
 import pyarrow as pa
 import pytest
 
-from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, similarity_keys, with_anchor_keys
+from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, similarity_keys
 from tests.gigpo_samples import column, episode, settings, table, uid
 
 
@@ -77,7 +78,21 @@ def test_a_key_can_be_recomputed_in_sql_from_the_stored_text():
         assert as_stored == [(0.0,)] * 3
         shell.execute(advantages_macro(PUBLISHED_SETTINGS))
         with pytest.raises(duckdb.InvalidInputException, match="needs a column anchor_key"):
-            shell.execute("FROM advantages(anchor := 'similar')").fetchall()
+            shell.execute("FROM advantages(anchor := 'anchor_key')").fetchall()
+
+
+@pytest.mark.parametrize("anchor", ["similar", "similar_greedy"])
+def test_the_macro_of_a_run_that_compares_texts_says_what_to_do(anchor):
+    """Its default is the run's own anchor, which a shell cannot compute."""
+    with duckdb.connect() as shell:
+        shell.register("steps", one_step_each(3, 1, 5, states="a a b"))
+        shell.execute(advantages_macro(settings(anchor=anchor)))
+        with pytest.raises(
+            duckdb.InvalidInputException, match=f"anchor {anchor} compares texts.*`python audit.py RUN`"
+        ) as caught:
+            shell.execute("FROM advantages()").fetchall()
+        advice = re.search(r"advantages\(.*\)", str(caught.value)).group()
+        assert shell.execute(f"SELECT anchor_size FROM {advice} ORDER BY 1").fetchall() == [(1,), (2,), (2,)]
 
 
 def test_keys_that_are_texts_in_a_shell_cannot_run_together():
@@ -179,11 +194,18 @@ def test_similar_anchors_end_to_end():
     steps = one_step_each(3, 1, 5, states=f"{A} {B} other")
     similar = settings(anchor="similar", similarity=0.9)
     assert compute_advantages(steps, similar)["step_advantage"].to_pylist() == [1.0, -1.0, 0.0]
-    keyed = with_anchor_keys(steps, similar)
-    assert keyed["anchor_key"].to_pylist() == [B, B, "other"]
-    assert with_anchor_keys(keyed, similar) is keyed and with_anchor_keys(steps, settings()) is steps
+    keyed = steps.append_column("anchor_key", pa.array(["k", "l", "l"]))  # keys that are there are used
+    assert compute_advantages(keyed, similar)["step_advantage"].to_pylist() == [0.0, -2.0, 2.0]
     with pytest.raises(ValueError, match=r"lacks the columns \['anchor_text'\]"):
         compute_advantages(steps.drop_columns(["anchor_text"]), similar)
+
+
+def test_the_authors_way_to_group_similar_texts_is_an_anchor_too():
+    """A and C are like B and not like each other: a chain for 'similar', two clusters for the authors' code, if A is first."""
+    steps = one_step_each(3, 1, 5, states=f"{A} {B} {C}")
+    sizes = {anchor: column(steps, "anchor_size", anchor=anchor, similarity=0.95) for anchor in ("similar", "similar_greedy")}
+    assert sizes == {"similar": [3, 3, 3], "similar_greedy": [2, 2, 1]}
+    assert column(steps.take([1, 0, 2]), "anchor_size", anchor="similar_greedy", similarity=0.95) == [3, 3, 3]
 
 
 def test_many_unrelated_texts_stay_apart():

@@ -153,6 +153,19 @@ def test_the_cap_is_the_gradient_weight():
         assert tokens.logprobs_N.grad.item() == pytest.approx(weight)
 
 
+def test_the_cap_is_the_gradient_weight_however_far_off_the_token_is():
+    """log rho = 25 is past the bound of 20: the weight is min(rho, C) = 2 all the same, and not 0."""
+    tokens = Tokens(
+        logprobs_N=torch.tensor([-1.0], dtype=torch.float64, requires_grad=True),
+        behaviour_logprobs_N=torch.tensor([-26.0], dtype=torch.float64),
+        advantages_N=torch.ones(1, dtype=torch.float64),
+        sequence_N=torch.zeros(1, dtype=torch.int64),
+    )
+    objective = Objective(policy=Reinforce(), corrections=(TokenTis(),))
+    objective(tokens, reference_logprobs_N=None, entropy_N=None).loss_N.sum().backward()
+    assert tokens.logprobs_N.grad.item() == pytest.approx(-2.0)
+
+
 def test_in_decoupled_ppo_the_caps_act_on_the_weight_and_the_clip_on_the_ratio():
     """pi_p / mu = 8, pi / pi_p = 1.1: token_tis gives 2 * 1.1, icepop drops it, and without either it is 8 * 1.1."""
     for corrections, gradient in [((TokenTis(),), -2.2), ((TokenIcepop(),), 0.0), ((), -8.8)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from configs import AlgorithmConfig, Config, check
+from configs.check import WITHOUT_STEP_TERM
 from gigpo import (
     ESTIMATORS,
     NORMALISATIONS,
@@ -19,13 +21,10 @@ from gigpo import (
     advantages_macro,
     anchor_size_histogram,
     compute_advantages,
-    groups_without_signal,
-    signal_settings,
     singleton_fraction,
     step_variance_share,
-    zero_variance_fraction,
 )
-from tests.gigpo_samples import column, episode, settings, table, uid
+from tests.gigpo_samples import column, episode, settings, table
 
 EXAMPLE_10 = table(
     {
@@ -66,6 +65,36 @@ def test_leave_one_out_is_mean_scaled_up_and_free_of_its_own_score():
     assert got["step_advantage"].to_pylist() == pytest.approx([x * 3 / 2 for x in mean])
 
 
+def test_a_step_is_not_compared_with_its_own_trajectory_under_leave_one_out():
+    """A comes to s twice, with returns 8 and 8, B once with 2, C once with 5. Leaving out one step, A's baseline would have
+    contained its own reward."""
+    steps = table({"A": episode("s s", end=8), "B": episode("s", end=2), "C": episode("s", end=5)})
+    got = column(steps, "step_advantage", normalise="leave_one_out", gamma=1.0)
+    assert got == pytest.approx([8 - 3.5, 8 - 3.5, 2 - 21 / 3, 5 - 18 / 3])
+    weighted = steps.append_column("weight", pa.array([1.0, 2.0, 2.0, 0.5]))
+    got = column(weighted, "step_advantage", normalise="leave_one_out", gamma=1.0, versions="weighted")
+    others = [(2 * 2 + 5 * 0.5) / 2.5] * 2 + [(8 * 3 + 5 * 0.5) / 3.5, (8 * 3 + 2 * 2) / 5]
+    assert got == pytest.approx([8 - others[0], 8 - others[1], 2 - others[2], 5 - others[3]])
+    alone = table({"A": episode("s s t", end=8), "B": episode("u", end=2)})
+    assert column(alone, "step_advantage", normalise="leave_one_out") == [0.0] * 4, "nobody else was there"
+
+
+@pytest.mark.parametrize("estimator", ["gigpo", "hgpo"])
+def test_a_leave_one_out_baseline_does_not_know_its_own_trajectory(estimator):
+    """R - A_S of a trajectory's steps stays what it is, whatever that trajectory earned."""
+    rng = random.Random(0)
+
+    def baselines(end_of_a: float) -> list[float]:
+        episodes = {name: episode(" ".join(rng.choices("st", k=4)), end=rng.choice([0, 3, 7])) for name in "BCDE"}
+        steps = table({"A": episode("s t s t", end=end_of_a)} | episodes)
+        got = compute_advantages(steps, settings(estimator=estimator, normalise="leave_one_out", anchor_history=1))
+        return [r - a for r, a in zip(got["step_return"].to_pylist()[:4], got["step_advantage"].to_pylist()[:4], strict=True)]
+
+    first = baselines(10.0)
+    rng.seed(0)
+    assert baselines(-6.0) == pytest.approx(first)
+
+
 def test_dr_grpo_divides_by_no_deviation_whatever_normalise_says():
     for normalise in ("mean", "mean_std", "leave_one_out"):
         assert column(scores(10, 0, 2), "advantage", estimator="dr_grpo", normalise=normalise) == pytest.approx([6, -4, -2])
@@ -99,15 +128,15 @@ def test_hgpo_is_what_its_authors_compute():
 
 
 def test_hgpo_does_not_care_on_which_side_of_the_mean_rounding_falls():
-    """0.2 is the mean of 0.1, 0.2, 0.3, or an ulp beside it; its pair's difference of 0.2 must keep its weight."""
-    episodes = {"A": [0.3, 0.0], "B": [0.1, 0.1], "C": [0.1, 0.0], "D": [0.0, 0.0]}
-    steps = table({name: [("s", r, True), (name[0], 0.0, True)] for name, (r, _) in episodes.items()})
-    orders = [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [2, 3, 6, 7, 0, 1, 4, 5]]
-    results = []
-    for order in orders:
+    """In t the returns are 0.2, 0.3 and 0.1, and A's 0.2 is their mean, or an ulp beside it, as (0.1 + 0.2 + 0.3) / 3 is. After
+    x, t it is 0.05 below the mean of A and B, and that alone is what its history says."""
+    steps = table({"A": [("x", 0, True), ("t", 0.2, True)], "B": [("x", 0, True), ("t", 0.3, True)]})
+    steps = pa.concat_tables([steps, table({"C": [("y", 0, True), ("t", 0.1, True)]})])
+    of_states = compute_advantages(steps, settings())["step_advantage"].to_pylist()
+    assert 0.0 < abs(of_states[1]) < 1e-15, "the case tests something"
+    for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 5, 1, 0, 2, 4]):
         got = column(steps.take(order), "advantage", estimator="hgpo")
-        results.append([got[order.index(i)] for i in range(8)])
-    assert results[1] == pytest.approx(results[0]) and results[2] == pytest.approx(results[0])
+        assert got[order.index(1)] == pytest.approx(-0.05)
 
 
 def test_graphgpo_counts_steps_to_success():
@@ -133,6 +162,25 @@ def test_graphgpo_without_a_win_or_a_state_has_no_way_and_without_won_refuses():
         compute_advantages(nothing, settings(estimator="graphgpo"))
 
 
+def test_graphgpo_refuses_wins_that_cost_more_than_they_pay():
+    """With a scale below 0 the nearer to success the lower the return would be, and the ranking upside down."""
+    dear = {name: [("s", -1.0, True), ("t", end, True)] for name, end in (("A", 0.5), ("B", -3.0))}
+    for scale, shift in ((-0.5, 0.0), (0.0, 0.5)):
+        steps = table({name: [(s, r + shift * i, v) for i, (s, r, v) in enumerate(rows)] for name, rows in dear.items()})
+        steps = steps.append_column("won", pa.array([True] * 4))
+        with pytest.raises(ValueError, match=f"more than it costs; the best won trajectory of group .* returned {scale}"):
+            compute_advantages(steps, settings(estimator="graphgpo"))
+    lost = table(dear).append_column("won", pa.array([False] * 4))
+    assert column(lost, "step_return", estimator="graphgpo") == [0.0] * 4
+
+
+def test_graphgpo_walks_states_whatever_the_anchor_compares():
+    one_key = EXAMPLE_10.append_column("anchor_key", pa.array(["k"] * 9))
+    returns = column(EXAMPLE_10, "step_return", estimator="graphgpo")
+    assert column(one_key, "step_return", estimator="graphgpo", anchor="anchor_key") == returns
+    assert column(one_key, "anchor_size", estimator="graphgpo", anchor="anchor_key") == [9] * 9
+
+
 def test_truncation_is_the_end_and_an_overlong_answer_is_an_invalid_action():
     """No bootstrap at the step limit; what the actors recorded beside the reward changes nothing here."""
     steps = table({"A": episode("s t", end=0, invalid=(1,)), "B": episode("s t", end=10)})
@@ -143,29 +191,6 @@ def test_truncation_is_the_end_and_an_overlong_answer_is_an_invalid_action():
     assert got.equals(compute_advantages(steps, settings()))
 
 
-def test_a_group_without_signal_has_a_reason():
-    alike = table({"A": episode("s t", end=10), "B": episode("s t", end=10)}, group="alike")
-    sooner = table({"C": episode("s t", end=10), "D": episode("s", end=10)}, group="sooner")
-    penalised = table({"E": episode("s", end=0, invalid=(0,)), "F": episode("s", end=0)}, group="penalised")
-    alone = table({"G": episode("s t", end=10)}, group="alone")
-    steps = pa.concat_tables([alike, sooner, penalised, alone])
-
-    def silent(**how: str) -> dict[bytes, str]:
-        return groups_without_signal(compute_advantages(steps, signal_settings(settings(), **how)))
-
-    reason = "no advantage differs from 0"
-    assert silent(signal="advantages") == {
-        uid("alike"): f"2 trajectories, {reason}",
-        uid("alone"): f"1 trajectory, {reason}",
-    }
-    assert silent(signal="returns") == {
-        **{uid(name): f"2 trajectories, {reason}" for name in ("alike", "sooner", "penalised")},
-        uid("alone"): f"1 trajectory, {reason}",
-    }
-    with pytest.raises(ValueError, match="one of advantages, returns"):
-        silent(signal="rewards")
-
-
 def test_table_diagnostics():
     steps = pa.concat_tables(
         [table({"A": episode("s t s", end=10), "B": episode("s u", end=0)}, group="g"), scores(1, 1, group="h")]
@@ -173,10 +198,13 @@ def test_table_diagnostics():
     got = compute_advantages(steps, settings())
     assert anchor_size_histogram(got) == {1: 4, 3: 1}
     assert singleton_fraction(got) == pytest.approx(4 / 7)
-    assert zero_variance_fraction(got) == 0.5
-    episode_only = compute_advantages(steps, settings(estimator="grpo"))
-    assert step_variance_share(episode_only, 1.0) == 0.0
-    assert 0.0 < step_variance_share(got, 1.0) < 1.0
+    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) == {"gigpo", "hgpo", "graphgpo"}
+    for estimator in WITHOUT_STEP_TERM:
+        assert step_variance_share(compute_advantages(steps, settings(estimator=estimator))) == 0.0
+    assert 0.0 < step_variance_share(got) < 1.0
+    # hgpo has no use for omega: its step term is all there is, at any.
+    hierarchical = compute_advantages(steps, settings(estimator="hgpo", omega=0.0))
+    assert step_variance_share(hierarchical) == 1.0
 
 
 def operators(plan: dict) -> Iterator[dict]:

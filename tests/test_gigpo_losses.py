@@ -232,6 +232,26 @@ def test_far_off_tokens_stay_finite_in_float32(loss):
     assert torch.isfinite(logprobs_N.grad).all()
 
 
+@pytest.mark.parametrize("log_rho", [-25.0, 25.0])
+def test_beyond_the_bound_of_the_log_ratio_the_gradient_goes_on(log_rho):
+    """The value stays at e^20, and the weight at rho's bound: a clamp that cut the gradient would leave such a token alone."""
+    bound = math.exp(math.copysign(20.0, log_rho))
+    mu_N = f64(-40.0)
+    for loss, gradient in (
+        (Reinforce(), -2.0 * bound),
+        (PpoClip(), -2.0 * bound if log_rho < 0 else 0.0),
+        (DppoTv(quadratic_coef=0.1), 0.2 * math.copysign(20.0, log_rho) - 2.0 * bound),
+    ):
+        tokens = Tokens(
+            logprobs_N=(mu_N + log_rho).requires_grad_(),
+            behaviour_logprobs_N=mu_N,
+            advantages_N=f64(2.0),
+            sequence_N=torch.zeros(1, dtype=torch.int64),
+        )
+        total(loss, tokens).backward()
+        assert tokens.logprobs_N.grad.item() == pytest.approx(gradient), loss.name
+
+
 @pytest.mark.parametrize("loss", [kind() for kind in POLICY_LOSSES.values()], **ID)
 def test_the_order_of_the_tokens_says_nothing(loss):
     tokens = drawn()

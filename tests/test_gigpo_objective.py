@@ -13,7 +13,7 @@ from gigpo import (
     AGGREGATIONS,
     CORRECTIONS,
     POLICY_LOSSES,
-    PUBLISHED_WITH,
+    USUAL_WITH,
     BatchTotals,
     BehaviourCloning,
     Cispo,
@@ -89,15 +89,28 @@ def test_on_policy_every_combination_has_the_plain_policy_gradient():
         torch.testing.assert_close(tokens.logprobs_N.grad, -tokens.advantages_N, msg=str(objective))
 
 
-@pytest.mark.parametrize("correction", [kind() for kind in CORRECTIONS.values()], ids=lambda correction: correction.name)
+# At these thresholds a drawn batch has tokens that are kept and tokens that are not.
+SOME_ARE_DROPPED = [
+    TokenTis(),
+    SequenceTis(),
+    TokenIcepop(icepop_low=0.7, icepop_high=1.5),
+    SequenceMask(sequence_low=0.6, sequence_high=1.6),
+    GeometricMask(geometric_low=0.85, geometric_high=1.15),
+    K3Mask(k3_max=0.12),
+    Opsm(),
+    M2po(),
+]
+
+
+@pytest.mark.parametrize("correction", SOME_ARE_DROPPED, ids=lambda correction: correction.name)
 @pytest.mark.parametrize("proximal", ["none", "recomputed"])
 def test_gradient_against_finite_differences_with_the_factors_held(correction, proximal):
     """ppo_clip, a correction, k3 and entropy: the factors are numbers, all else is differentiated."""
     objective = Objective(policy=PpoClip(), corrections=(correction,), proximal=proximal, kl_coef=0.3, entropy_coef=0.2)
     tokens = drawn(scale=0.5, proximal=proximal != "none")
     factor_N = objective.factor(tokens)
-    if correction.name not in ("opsm", "k3_mask", "geometric_mask", "sequence_mask"):
-        assert (factor_N != 1.0).any(), "the case tests something"
+    changed_N = factor_N != 1.0 if correction.name in ("token_tis", "sequence_tis") else factor_N == 0.0
+    assert 0 < int(changed_N.sum()) < len(changed_N), "the case tests something"
     reference_N = tokens.behaviour_logprobs_N - 0.1
 
     def value(x_N: torch.Tensor) -> torch.Tensor:
@@ -130,6 +143,10 @@ REFUSED = [
     ({"policy": PpoClip(), "corrections": (TokenTis(), SequenceTis())}, "keep one"),
     ({"policy": PpoClip(), "corrections": (SequenceMask(), GeometricMask())}, "both masks bound the same sum"),
     ({"policy": PpoClip(), "corrections": (TokenTis(tis_cap=5.0), TokenIcepop())}, "tis_cap=5 would never act"),
+    (
+        {"policy": PpoClip(), "corrections": (SequenceTis(tis_cap=5.0), SequenceMask(sequence_high=2.0))},
+        "tis_cap=5 would never act; set tis_cap to at most sequence_high",
+    ),
     ({"policy": Gspo(), "proximal": "interpolated"}, "proximal='interpolated' with gspo: only ppo_clip"),
     ({"policy": Reinforce(), "proximal": "recomputed"}, "use proximal=none"),
     ({"policy": PpoClip(), "proximal": "recompute"}, "proximal='recompute' is none of none, recomputed, interpolated"),
@@ -152,6 +169,7 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, message)
     [
         {"policy": PpoClip(), "corrections": (TokenTis(), GeometricMask(), Opsm())},
         {"policy": PpoClip(), "corrections": (SequenceTis(), SequenceMask())},  # verl decoupled_seq_is_rs
+        {"policy": PpoClip(), "corrections": (SequenceTis(tis_cap=5.0), SequenceMask(sequence_high=10.0))},
         {"policy": Reinforce(), "corrections": (TokenTis(), TokenIcepop())},
         {"policy": Gspo(), "corrections": (K3Mask(),)},
         {"policy": DppoTv(), "corrections": (GeometricMask(),)},
@@ -163,9 +181,9 @@ def test_what_is_published_together_is_not(settings):
     Objective(**settings)
 
 
-def test_the_published_companions_of_every_loss_go_with_it():
-    assert PUBLISHED_WITH.keys() == POLICY_LOSSES.keys()
-    for name, (corrections, aggregation) in PUBLISHED_WITH.items():
+def test_the_usual_companions_of_every_loss_go_with_it():
+    assert USUAL_WITH.keys() == POLICY_LOSSES.keys()
+    for name, (corrections, aggregation) in USUAL_WITH.items():
         Objective(
             policy=POLICY_LOSSES[name](),
             corrections=tuple(CORRECTIONS[correction]() for correction in corrections),
@@ -359,14 +377,13 @@ def test_anchor_diagnostics():
         {
             "anchor_size": [1, 1, 2, 2, 4, 4, 4, 4],
             "episode_advantage": [1.0, -1.0] * 4,  # variance 1
-            "step_advantage": [0.0] * 4 + [2.0, -2.0] * 2,  # variance 2
+            "advantage": [1.0, -1.0] * 2 + [3.0, -3.0] * 2,  # the difference: 0, 0, 0, 0, 2, -2, 2, -2, variance 2
         }
     )
     assert anchor_size_histogram(table) == {1: 2, 2: 1, 4: 1}
     assert singleton_fraction(table) == 0.25
-    assert step_variance_share(table, 1.0) == pytest.approx(2 / 3)
-    assert step_variance_share(table, 0.5) == pytest.approx(0.5 / 1.5)
+    assert step_variance_share(table) == pytest.approx(2 / 3)
     zeros = pa.array([0.0] * 8)
-    flat = table.set_column(1, "episode_advantage", zeros).set_column(2, "step_advantage", zeros)
-    assert step_variance_share(flat, 1.0) == 0.0
-    assert step_variance_share(table.slice(0, 0), 1.0) == 0.0
+    flat = table.set_column(1, "episode_advantage", zeros).set_column(2, "advantage", zeros)
+    assert step_variance_share(flat) == 0.0
+    assert step_variance_share(table.slice(0, 0)) == 0.0

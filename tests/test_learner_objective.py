@@ -50,6 +50,14 @@ def test_a_number_of_the_config_is_the_one_that_counts() -> None:
     assert objective_of(loss).policy == POLICY_LOSSES["gspo"](clip_high=5e-4)
 
 
+def test_what_is_switched_off_stays_off() -> None:
+    loss = published(dual_clip=float("inf"), tis_cap=float("inf"))
+    assert objective_of(loss) == Objective(
+        policy=PpoClip(dual_clip=float("inf")), corrections=(TokenTis(tis_cap=float("inf")),)
+    )
+    assert configs.from_yaml(configs.to_yaml(Config(loss=loss))).loss == loss
+
+
 def test_the_constant_length_is_the_longest_response() -> None:
     config = Config(loss=LossConfig(aggregation="sequence_mean_token_sum_norm"))
     assert with_published(config).loss.norm_tokens == config.actors.max_response_tokens

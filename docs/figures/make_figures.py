@@ -70,7 +70,7 @@ def draw_shares(axes: Axes, steps: pa.Table) -> None:
     """How much of gigpo's signal is step-level, by discount."""
     for name, marker in zip(NORMALISATIONS, "os", strict=True):
         each = [replace(PUBLISHED_SETTINGS, normalise=name, gamma=gamma) for gamma in GAMMAS]
-        shares = [step_variance_share(compute_advantages(steps, settings), settings.omega) for settings in each]
+        shares = [step_variance_share(compute_advantages(steps, settings)) for settings in each]
         print(name, dict(zip(GAMMAS, np.round(shares, 3).tolist(), strict=True)))
         axes.plot(GAMMAS, shares, marker=marker, label=f"normalise={name}")
     axes.set_xlabel("gamma")

@@ -1,24 +1,43 @@
 -- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo and graphgpo.
 -- hgpo: A = A_S of hierarchy.sql. grpo, rloo, dr_grpo, reinforce_pp and reinforce_pp_baseline have no step term: their
 -- step_advantage reads 0; anchor_size is what it would have been compared with.
--- in:  hierarchy, whitening; estimator, omega
+-- The last three columns say whether there is anything to learn, see gigpo/signal.py. Differences that rounding can make
+-- (trajectories.sql) are none: .1 + .2 + .3 and .3 + .2 + .1 are the same return, whatever their last bits say.
+-- in:  step_advantage, hierarchy, episode_advantage, whitening; estimator, omega
 -- out: group_uid, traj_uid, step_index BIGINT, step_return DOUBLE (penalised), episode_advantage DOUBLE,
---      step_advantage DOUBLE, advantage DOUBLE, anchor_size BIGINT (steps in the anchor group, 1 = alone)
+--      step_advantage DOUBLE, advantage DOUBLE, anchor_size BIGINT (steps in the anchor group, 1 = alone),
+--      episode_return DOUBLE (of the trajectory: undiscounted, no penalty),
+--      episodes_differ BOOLEAN (episode returns of its group differ),
+--      steps_differ BOOLEAN (step returns of its anchor group differ before penalties; false without a step term),
+--      has_penalties BOOLEAN (some row of its group has lost a penalty)
 SELECT
-    hierarchy.group_uid,
-    hierarchy.traj_uid,
-    hierarchy.step_index,
-    hierarchy.step_return,
-    whitening.episode_advantage,
-    CASE WHEN estimator IN ('gigpo', 'graphgpo', 'hgpo') THEN hierarchy.step_advantage ELSE 0 END AS step_advantage,
+    step_terms.group_uid,
+    step_terms.traj_uid,
+    step_terms.step_index,
+    step_terms.step_return,
+    episode_terms.episode_advantage,
+    CASE WHEN estimator IN ('gigpo', 'graphgpo', 'hgpo') THEN step_terms.step_advantage ELSE 0 END AS step_advantage,
     CASE
         WHEN estimator IN ('gigpo', 'graphgpo')
-            THEN whitening.episode_advantage + omega::DOUBLE * hierarchy.step_advantage
-        WHEN estimator = 'hgpo' THEN hierarchy.step_advantage
-        ELSE whitening.episode_advantage
+            THEN episode_terms.episode_advantage + omega::DOUBLE * step_terms.step_advantage
+        WHEN estimator = 'hgpo' THEN step_terms.step_advantage
+        ELSE episode_terms.episode_advantage
     END AS advantage,
-    hierarchy.anchor_size
-FROM hierarchy
-JOIN whitening
-    ON hierarchy.traj_uid = whitening.traj_uid
-    AND hierarchy.is_action_valid = whitening.is_action_valid
+    step_terms.anchor_size,
+    episode_terms.episode_return,
+    episode_terms.episodes_differ,
+    (estimator = 'hgpo' OR (estimator IN ('gigpo', 'graphgpo') AND omega::DOUBLE > 0))
+        AND step_terms.spread > episode_terms.rounding AS steps_differ,
+    episode_terms.has_penalties
+FROM (
+    FROM step_advantage WHERE estimator IS DISTINCT FROM 'hgpo'
+    UNION ALL BY NAME
+    FROM hierarchy WHERE estimator = 'hgpo'
+) AS step_terms
+JOIN (
+    FROM episode_advantage WHERE (estimator IN ('reinforce_pp', 'reinforce_pp_baseline')) IS NOT TRUE
+    UNION ALL BY NAME
+    FROM whitening WHERE estimator IN ('reinforce_pp', 'reinforce_pp_baseline')
+) AS episode_terms
+    ON step_terms.traj_uid = episode_terms.traj_uid
+    AND step_terms.is_action_valid = episode_terms.is_action_valid

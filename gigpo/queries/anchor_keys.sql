@@ -4,55 +4,50 @@
 --                      admissible_actions, a list of texts
 --   suffix             the same last `anchor_history` states of the trajectory, this one included, see suffixes.sql
 --   anchor_key         whatever the column anchor_key says, e.g. SQL over anchor_text; NULL = no state
---   similar            the same, for keys that similarity_keys made of alike texts
--- The key is (group_uid, state_key, refinement, version_bucket): compared as it is, never hashed again. A step whose state
--- (or one in its suffix) is unknown has no key: state_key NULL and refinement ''. It is its own singleton, not one of a
--- crowd of unknowns. hgpo has one line for each suffix of a step; all others have one line per step.
+--   similar, similar_greedy   the same, for keys that similarity_keys made of alike texts
+-- The key is (group_uid, state_key, refinement): compared as it is, never hashed again. A step whose state (or one in its
+-- suffix) is unknown has no key, refinement NULL: it is its own singleton, not one of a crowd of unknowns. hgpo has one line
+-- for each suffix of a step; all others have one line per step.
 --
 -- Policy versions, by the parameter `versions`. Members of one anchor group may come from different policies:
 --   mixed     all together. Most members, so the least variance; the baseline is the value of a mixture of old and new
 --             policies, so it is biased for the newest by how far they differ.
---   window    only steps at most `version_window` versions apart: bucket b holds the versions from b (w + 1) to
---             b (w + 1) + w below the newest of the whole group, so buckets are a partition. Bias shrinks with w and is 0
---             at w = 0; groups get smaller, so variance and singletons grow.
+--   window    only steps at most `version_window` versions apart: bucket b, a part of the key, holds the versions from
+--             b (w + 1) to b (w + 1) + w below the newest of the whole group, so buckets are a partition. Bias shrinks with
+--             w and is 0 at w = 0; groups get smaller, so variance and singletons grow.
 --   weighted  all together, each with its column `weight`, see weighted_anchor_groups.sql.
 -- in:  scores, suffixes; estimator, anchor, versions, version_window
--- out: scores' columns, n_states BIGINT (of the suffix), state_key, refinement VARCHAR, version_bucket BIGINT
+-- out: scores' columns but earlier_states, state_key, refinement VARCHAR
 SELECT
-    * EXCLUDE (earlier_states),
-    CASE WHEN anchor NOT IN ('anchor_key', 'similar') AND earlier_states IS NOT NULL THEN state_hash END AS state_key,
-    CASE
-        WHEN anchor NOT IN ('state', 'state_and_actions', 'suffix', 'similar', 'anchor_key')
-            THEN error(format('anchor must be state, state_and_actions, suffix, similar or anchor_key, not {}', anchor))
-        WHEN estimator = 'hgpo' AND anchor <> 'state'
-            THEN error(format('hgpo has anchors of its own, suffixes of states; leave anchor at state, not {}', anchor))
-        WHEN anchor IN ('anchor_key', 'similar') THEN CASE
+    * EXCLUDE (earlier_states, bucket),
+    CASE WHEN anchor NOT IN ('anchor_key', 'similar', 'similar_greedy') THEN state_hash END AS state_key,
+    bucket || CASE
+        WHEN anchor IN ('anchor_key', 'similar', 'similar_greedy') THEN CASE
+            WHEN BOOL_AND(anchor_key IS NULL) OVER () AND anchor = 'anchor_key'
+                THEN error('anchor anchor_key needs a column anchor_key; this table has none, or only NULL in it')
             WHEN BOOL_AND(anchor_key IS NULL) OVER ()
-                THEN error(format('anchor {} needs a column anchor_key; this table has none, or only NULL in it', anchor))
-            ELSE COALESCE('key ' || anchor_key, '')
+                THEN error(format('anchor {} compares texts, which SQL alone cannot: their keys are made in Python. Ask '
+                    || '`python audit.py RUN`, or here for another anchor: advantages(anchor := ''state'')', anchor))
+            ELSE 'key ' || anchor_key
         END
-        WHEN anchor = 'state' AND estimator <> 'hgpo' THEN ''
-        WHEN state_hash IS NULL OR earlier_states IS NULL THEN ''
+        WHEN state_hash IS NULL THEN NULL
         WHEN anchor = 'state_and_actions' AND admissible_actions IS NULL
             THEN error('anchor state_and_actions needs a list admissible_actions for every step, and some have none')
         WHEN anchor = 'state_and_actions'
             THEN array_to_string(list_transform(list_sort(admissible_actions), lambda a: len(a) || ':' || a), '')
         ELSE earlier_states
-    END AS refinement,
-    CASE versions
-        WHEN 'window' THEN CASE
-            WHEN version_window < 0 THEN error(format('version_window must be at least 0, not {}', version_window))
-            WHEN version_min IS NULL THEN error('versions window needs a version_min for every step, and some have none')
-            ELSE (MAX(version_min) OVER (PARTITION BY group_uid) - version_min) // (version_window::BIGINT + 1)
-        END
-        WHEN 'mixed' THEN 0::BIGINT
-        WHEN 'weighted' THEN 0::BIGINT
-        ELSE error(format('versions must be mixed, window or weighted, not {}', versions))
-    END AS version_bucket
+    END AS refinement
 FROM (
-    SELECT *, 1::BIGINT AS n_states, '' AS earlier_states
-    FROM scores
-    WHERE estimator <> 'hgpo' AND anchor <> 'suffix'
-    UNION ALL
-    FROM suffixes
+    SELECT
+        *,
+        CASE
+            WHEN versions <> 'window' THEN ''
+            WHEN version_min IS NULL THEN error('versions window needs a version_min for every step, and some have none')
+            ELSE format('{} ', (MAX(version_min) OVER (PARTITION BY group_uid) - version_min) // (version_window::BIGINT + 1))
+        END AS bucket
+    FROM (
+        FROM scores WHERE estimator IS DISTINCT FROM 'hgpo' AND anchor IS DISTINCT FROM 'suffix'
+        UNION ALL BY NAME
+        FROM suffixes WHERE estimator = 'hgpo' OR anchor = 'suffix'
+    )
 )

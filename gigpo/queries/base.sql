@@ -1,6 +1,6 @@
 -- The narrow relation every other query stands on: one row per step, only what the equations name.
--- in:  steps(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of any type that compares.
---      Optional, NULL where `steps` lacks them: version_min, weight, won, anchor_key, admissible_actions
+-- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of any type that compares.
+--      Optional, NULL where the table lacks them: version_min, weight, won, anchor_key, admissible_actions
 -- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = this step has no anchor state),
 --      step_index BIGINT, reward DOUBLE, is_action_valid BOOLEAN, version_min BIGINT (oldest policy version of the step),
 --      weight DOUBLE (importance weight), won BOOLEAN, anchor_key VARCHAR, admissible_actions VARCHAR[]
@@ -19,7 +19,7 @@ SELECT
     anchor_key::VARCHAR AS anchor_key,
     admissible_actions::VARCHAR[] AS admissible_actions
 FROM (
-    FROM steps
+    FROM checked
     UNION ALL BY NAME
     SELECT
         NULL::BIGINT AS version_min,

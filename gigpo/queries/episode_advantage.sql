@@ -14,15 +14,13 @@
 -- Nothing to compare (n = 1): the score itself, as the authors do (divided by 1 + 1e-6 under mean_std).
 -- All scores equal: exactly 0.
 -- in:  episodes, episode_groups; estimator, normalise, weighting
--- out: episodes' columns, episode_advantage DOUBLE
+-- out: episodes' columns but rounding, episode_groups' rounding, episodes_differ, has_penalties, episode_advantage DOUBLE
 SELECT
-    episodes.*,
+    episodes.* EXCLUDE (rounding),
+    episode_groups.rounding,
+    episode_groups.episodes_differ,
+    episode_groups.has_penalties,
     CASE
-        WHEN estimator NOT IN ('gigpo', 'grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'hgpo', 'graphgpo')
-            THEN error(format('estimator must be gigpo, grpo, rloo, reinforce_pp, reinforce_pp_baseline, dr_grpo, hgpo '
-                || 'or graphgpo, not {}', estimator))
-        WHEN normalise NOT IN ('mean', 'mean_std', 'leave_one_out')
-            THEN error(format('normalise must be mean, mean_std or leave_one_out, not {}', normalise))
         WHEN estimator = 'hgpo' THEN 0
         WHEN estimator = 'reinforce_pp' THEN score
         WHEN n = 1 THEN score
@@ -36,4 +34,4 @@ SELECT
         ELSE 1
     END AS episode_advantage
 FROM episodes
-JOIN episode_groups USING (group_uid)
+JOIN episode_groups ON episodes.group_uid = episode_groups.group_uid

@@ -3,10 +3,12 @@
 -- 'success'. d(s) = edges on the shortest path from s to 'success'; the return of a step that led to s' is
 --   scale * 0.1 ^ d(s'),  0 where no path is known.
 -- 0.1 is published, and not `gamma`, which eq. 5 keeps. The published scale is 10, what success pays there; here it is
--- the largest return of a trajectory of the group that was won, so that it is 10 where winning pays 10.
--- A step without a state hash is a node of its own. Used by graphgpo only; without 'won' it refuses.
--- in:  base, trajectories, returns; estimator
--- out: traj_uid, step_index, graph_return DOUBLE
+-- the largest return of a trajectory of the group that was won, so that it is 10 where winning pays 10. It has to be
+-- positive: where every step costs and a win does not make up for it, "near success" would read as "worse", so that is refused.
+-- A node is a state_hash whatever `anchor` says (anchor decides what is compared, not what is connected); a step without
+-- a state hash is a node of its own. For graphgpo only; without 'won' it refuses.
+-- in:  base, trajectories, returns
+-- out: returns' columns, with the graph's return for step_return
 WITH RECURSIVE nodes AS (
     SELECT
         group_uid,
@@ -14,7 +16,6 @@ WITH RECURSIVE nodes AS (
         step_index,
         COALESCE('state ' || state_hash::VARCHAR, format('step {} of {}', step_index, traj_uid::VARCHAR)) AS node
     FROM base
-    WHERE estimator = 'graphgpo'
 ),
 edges AS (
     SELECT
@@ -45,13 +46,18 @@ distances(group_uid, node, distance) USING KEY (group_uid, node) AS (
     GROUP BY edges.group_uid, edges.node
 ),
 scales AS (
-    SELECT group_uid, MAX(reward_to_go) AS scale
+    SELECT
+        trajectories.group_uid,
+        CASE WHEN MAX(reward_to_go) > 0 THEN MAX(reward_to_go) ELSE error(format(
+            'graphgpo needs winning to pay more than it costs; the best won trajectory of group {} returned {}',
+            trajectories.group_uid::VARCHAR, MAX(reward_to_go))) END AS scale
     FROM returns
-    JOIN trajectories USING (traj_uid, group_uid)
+    JOIN trajectories USING (traj_uid)
     WHERE step_index = 0 AND trajectories.won
-    GROUP BY group_uid
+    GROUP BY trajectories.group_uid
 )
-SELECT traj_uid, step_index, COALESCE(scale * 0.1::DOUBLE ** distance, 0) AS graph_return
-FROM edges
+SELECT returns.* REPLACE (COALESCE(scale * 0.1::DOUBLE ** distance, 0) AS step_return)
+FROM returns
+JOIN edges ON edges.traj_uid = returns.traj_uid AND edges.step_index = returns.step_index
 LEFT JOIN scales ON scales.group_uid = edges.group_uid
 LEFT JOIN distances ON distances.group_uid = edges.group_uid AND distances.node = edges.next_node

@@ -2,13 +2,9 @@
 -- longer the shared history the more a comparison counts:  A_S = sum(w_k A_k) / sum(w_k),  w_k = k + 1 (alpha = 1),
 -- over the suffixes whose advantage is not 0, as its authors compute it; none: 0. Up to 1e-9 is 0: whether the middle of
 -- three returns is one ulp off their mean must not move the weights. anchor_size is that of the state alone.
--- For hgpo only; all other estimators have one line per step, which passes unchanged.
--- in:  step_advantage; estimator
--- out: group_uid, traj_uid, step_index, is_action_valid, step_return DOUBLE, step_advantage DOUBLE, anchor_size BIGINT
-SELECT group_uid, traj_uid, step_index, is_action_valid, step_return, step_advantage, anchor_size
-FROM step_advantage
-WHERE estimator <> 'hgpo'
-UNION ALL
+-- For hgpo only; all other estimators have one line per step already.
+-- in:  step_advantage
+-- out: group_uid, traj_uid, step_index, is_action_valid, step_return, step_advantage, spread DOUBLE, anchor_size BIGINT
 SELECT
     group_uid,
     traj_uid,
@@ -20,7 +16,7 @@ SELECT
         / SUM(n_states + 1) FILTER (abs(step_advantage) > 1e-9),
         0
     ) AS step_advantage,
+    MAX(spread) AS spread,
     MAX(anchor_size) AS anchor_size
 FROM step_advantage
-WHERE estimator = 'hgpo'
 GROUP BY group_uid, traj_uid, step_index

@@ -1,24 +1,41 @@
 -- Step advantage, eq. 7:  A_S = (R_t - baseline) / F  over the anchor group, by `normalise`: mean, mean_std (deviation +
--- 1e-6) or leave_one_out (the mean of the other members), as in episode_advantage.sql.
+-- 1e-6) or leave_one_out: the baseline is the mean over the other trajectories' steps. All steps of a step's own trajectory
+-- are left out, because a state that is met twice has returns that share rewards; one trajectory alone: 0. With d = R - mean
+-- and v the weights (1 unless versions is 'weighted'), the mean of the others is  mean - sum_own(v d) / (V - sum_own(v)).
 -- The deviation has ddof 1, as GiGPO's authors compute it; ddof 0 for hgpo, as its authors do.
 -- One step alone, or returns that are all equal: exactly 0. (A float32 mean misses by one ulp, and one ulp divided by
 -- one ulp + 1e-6 is up to 0.65: the fault this comparison, and DOUBLE throughout, are here for.)
--- in:  anchor_keys (for its rows), anchor_groups; estimator, normalise, versions
--- out: anchor_keys' columns, step_advantage DOUBLE, anchor_size BIGINT (1 = alone)
+-- in:  anchor_keys (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise, versions
+-- out: anchor_keys' columns, anchor_size BIGINT (1 = alone), spread DOUBLE (of returns without penalty; 0 = alone),
+--      step_advantage DOUBLE
+WITH compared AS (
+    SELECT
+        anchor_keys.*,
+        COALESCE(anchor_size, 1) AS anchor_size,
+        COALESCE(spread, 0) AS spread,
+        COALESCE(all_equal, true) AS all_equal,
+        step_return - mean AS d,
+        CASE estimator WHEN 'hgpo' THEN deviation_0 ELSE deviation END AS deviation,
+        total_weight,
+        CASE versions WHEN 'weighted' THEN weight / max_weight ELSE 1 END AS v
+    FROM anchor_keys
+    LEFT JOIN (
+        FROM anchor_groups WHERE versions <> 'weighted'
+        UNION ALL BY NAME
+        FROM weighted_anchor_groups WHERE versions = 'weighted'
+    ) AS statistics
+        ON anchor_keys.group_uid = statistics.group_uid
+        AND anchor_keys.state_key IS NOT DISTINCT FROM statistics.state_key
+        AND anchor_keys.refinement = statistics.refinement
+)
 SELECT
-    anchor_keys.*,
-    COALESCE(anchor_size, 1) AS anchor_size,
+    *,
     CASE
-        WHEN COALESCE(all_equal, true) THEN 0::DOUBLE
-        WHEN normalise = 'mean_std'
-            THEN (step_return - mean) / (CASE estimator WHEN 'hgpo' THEN deviation_0 ELSE deviation END + 1e-6::DOUBLE)
-        WHEN normalise = 'leave_one_out' THEN (step_return - mean) * total_weight
-            / (total_weight - CASE versions WHEN 'weighted' THEN weight / max_weight ELSE 1 END)
-        ELSE step_return - mean
+        WHEN all_equal THEN 0::DOUBLE
+        WHEN normalise = 'mean_std' THEN COALESCE(d / (deviation + 1e-6::DOUBLE), 0) -- NULL: weights so unequal that one counts
+        WHEN normalise = 'mean' THEN d
+        WHEN COUNT(*) OVER own = anchor_size THEN 0
+        ELSE d + SUM(v * d) OVER own / (total_weight - SUM(v) OVER own)
     END AS step_advantage
-FROM anchor_keys
-LEFT JOIN anchor_groups
-    ON anchor_keys.group_uid = anchor_groups.group_uid
-    AND anchor_keys.state_key IS NOT DISTINCT FROM anchor_groups.state_key
-    AND anchor_keys.refinement = anchor_groups.refinement
-    AND anchor_keys.version_bucket = anchor_groups.version_bucket
+FROM compared
+WINDOW own AS (PARTITION BY group_uid, state_key, refinement, traj_uid)

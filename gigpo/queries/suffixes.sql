@@ -1,8 +1,8 @@
 -- The last 1, 2, ... states of a step's trajectory, HGPO's contexts (ICLR 2026): one line per step and suffix length.
 -- Anchor 'suffix' takes one length, `anchor_history` states (near the beginning: all states so far, which equal only other
--- beginnings); hgpo takes every length from 1 to `anchor_history`. For anything else this is empty and costs nothing.
+-- beginnings); hgpo takes every length from 1 to `anchor_history`. All others take the step's own state, see scores.sql.
 -- States are written as text with their length in front, so that no two different suffixes can read alike.
--- in:  scores; estimator, anchor, anchor_history
+-- in:  scores; estimator, anchor_history
 -- out: scores' columns, n_states BIGINT, earlier_states VARCHAR (the suffix without this step's own state; NULL if one of
 --      them is unknown)
 WITH histories AS (
@@ -11,22 +11,21 @@ WITH histories AS (
         LIST(format('{}:{}', len(state_hash::VARCHAR), state_hash::VARCHAR)) OVER (
             PARTITION BY traj_uid
             ORDER BY step_index
-            ROWS BETWEEN GREATEST(anchor_history::BIGINT - 1, 0) PRECEDING AND 1 PRECEDING
+            ROWS BETWEEN anchor_history::BIGINT - 1 PRECEDING AND 1 PRECEDING
         ) AS past
     FROM scores
-    WHERE estimator = 'hgpo' OR anchor = 'suffix'
 )
 SELECT
-    histories.* EXCLUDE (past),
-    lengths.n_states,
-    CASE
-        WHEN lengths.n_states = 1 THEN ''
-        WHEN list_count(past[1 - lengths.n_states:]) = lengths.n_states - 1
-            THEN array_to_string(past[1 - lengths.n_states:], '')
-    END AS earlier_states
+    histories.* EXCLUDE (past) REPLACE (
+        lengths.n_states AS n_states,
+        CASE
+            WHEN lengths.n_states = 1 THEN ''
+            WHEN list_count(past[1 - lengths.n_states:]) = lengths.n_states - 1
+                THEN array_to_string(past[1 - lengths.n_states:], '')
+        END AS earlier_states
+    )
 FROM histories
 CROSS JOIN UNNEST(CASE
-    WHEN anchor_history < 1 THEN error(format('anchor_history must be at least 1, not {}', anchor_history))
     WHEN estimator = 'hgpo' THEN range(1, LEAST(anchor_history::BIGINT, step_index + 1) + 1)
     ELSE [LEAST(anchor_history::BIGINT, step_index + 1)]
 END) AS lengths(n_states)

@@ -1,9 +1,12 @@
 -- Length T of every trajectory, and the refusal of one that the recursion of eq. 5 would get wrong without saying so:
 -- a gap in step_index drops the steps before it, a duplicate multiplies them.
--- T rows from 0 to T-1 may still hold one index twice and lack another; there the recursion ends early, and episodes.sql
--- refuses. (COUNT(DISTINCT step_index) would see it here, for as much time as the whole recursion takes.)
+-- T rows from 0 to T-1 may still hold one index twice and lack another; there the recursion ends before step 0, and
+-- episodes.sql refuses. (COUNT(DISTINCT step_index) would see it here, for as much time as the whole recursion takes.)
+-- rounding: how far a return (discounted or not) can be from that of the rewards as they were meant, in any order of
+-- addition: each of T rewards was rounded once and then takes part in at most 2 T - 1 rounded operations, so
+--   |R - R exact| <= 2 T u sum |r| + O(u^2),  u = 2^-53 the unit roundoff; T + 1 instead of T is for O(u^2).
 -- in:  base
--- out: traj_uid, group_uid, n_steps BIGINT, n_invalid BIGINT, newest_version BIGINT, won BOOLEAN
+-- out: traj_uid, group_uid, n_steps BIGINT, n_invalid BIGINT, rounding DOUBLE, won BOOLEAN
 SELECT
     traj_uid,
     ANY_VALUE(group_uid) AS group_uid,
@@ -26,7 +29,7 @@ SELECT
         ELSE COUNT(*)
     END AS n_steps,
     COUNT(*) FILTER (NOT is_action_valid) AS n_invalid,
-    MAX(version_min) AS newest_version,
+    (COUNT(*) + 1) * SUM(abs(reward)) * 2::DOUBLE ** -52 AS rounding,
     BOOL_OR(won) AS won
 FROM base
 GROUP BY traj_uid

@@ -1,13 +1,16 @@
 -- Anchor groups with importance weights, an off-policy baseline: a member that the current policy would rather take than
--- the policy that took it counts for more. weight = min(rho, C), rho the ratio of their probabilities for the step's
--- response, C a cap (token-level correction uses 2); the caller computes it. With v = weight / (largest in the group):
+-- the policy that took it counts for more. weight = min(rho, C), rho = pi / mu of the step's own response, C a cap
+-- (token-level correction uses 2); the caller computes it. With v = weight / (largest in the group):
 --   mean = sum(v x) / V,   var = sum(v (x - mean)^2) / (V - sum(v^2) / V),   V = sum(v)
 -- the unbiased variance for given weights; V - sum(v^2) / V is n - 1 for equal weights, and v is then exactly 1: equal
 -- weights, whatever they are, give the statistics of 'mixed'. With ddof 0 the divisor is V.
--- Uncapped, the mean is consistent for the current policy (self-normalised: biased by O(1/n)); the cap takes back some of
--- that for less variance, which goes by the effective number of members, V^2 / sum(v^2), not by their count.
--- The episode term stays unweighted: a trajectory has no single weight that does not explode with its length.
--- in:  anchor_keys; versions
+-- What it estimates: the value of one response by pi in this state and all later ones by mu, the policies that sampled
+-- them. R_t is what came of those later responses, and rho says nothing of them; their product would, and would explode
+-- with the length. So even uncapped it is not pi's own value: it is off by how pi and mu differ after this step. Of the
+-- rest the uncapped mean is a consistent estimate (self-normalised: biased by O(1/n)); the cap trades some of that for
+-- less variance, which goes by the effective number of members, V^2 / sum(v^2), not by their count.
+-- The episode term stays unweighted, for the same reason.
+-- in:  anchor_keys
 -- out: as anchor_groups
 WITH weighted AS (
     SELECT
@@ -15,12 +18,12 @@ WITH weighted AS (
         state_key,
         refinement,
         step_return,
+        raw_return,
         MAX(weight) OVER (PARTITION BY group_uid, state_key, refinement) AS max_weight,
         weight / max_weight AS v
     FROM anchor_keys
     WHERE
-        versions = 'weighted'
-        AND (state_key IS NOT NULL OR refinement <> '')
+        refinement IS NOT NULL
         AND CASE WHEN weight > 0 AND isfinite(weight) THEN true ELSE error(format(
             'versions weighted needs a finite weight above 0 for every step; trajectory {} step {} has {}',
             traj_uid::VARCHAR, step_index, COALESCE(weight::VARCHAR, 'NULL'))) END
@@ -35,7 +38,8 @@ means AS (
         SUM(v) AS total_weight,
         SUM(v * step_return) / total_weight AS mean,
         SUM(v * v) AS square_weight,
-        MIN(step_return) = MAX(step_return) AS all_equal
+        MIN(step_return) = MAX(step_return) AS all_equal,
+        MAX(raw_return) - MIN(raw_return) AS spread
     FROM weighted
     GROUP BY group_uid, state_key, refinement, max_weight
 )
@@ -43,14 +47,14 @@ SELECT
     means.group_uid,
     means.state_key,
     means.refinement,
-    0::BIGINT AS version_bucket,
     anchor_size,
     total_weight,
     means.max_weight,
     mean,
     SQRT(SUM(v * (step_return - mean) ** 2) / NULLIF(total_weight - square_weight / total_weight, 0)) AS deviation,
     SQRT(SUM(v * (step_return - mean) ** 2) / total_weight) AS deviation_0,
-    all_equal
+    all_equal,
+    spread
 FROM weighted
 JOIN means
     ON weighted.group_uid = means.group_uid
@@ -58,4 +62,4 @@ JOIN means
     AND weighted.refinement = means.refinement
 GROUP BY
     means.group_uid, means.state_key, means.refinement, anchor_size, total_weight, square_weight, means.max_weight, mean,
-    all_equal
+    all_equal, spread

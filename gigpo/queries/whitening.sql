@@ -1,9 +1,9 @@
 -- Whitening over the whole batch, REINFORCE++ (arXiv 2501.03262):  A <- (A - mean(A)) / sqrt(var(A) + 1e-8), ddof 1,
 -- the mean over units as in episodes.sql. Published over tokens; here over steps (or trajectories), because the relation
 -- knows no tokens. All equal, or a single unit: exactly 0.
--- Here another task's rows do change an advantage: the batch is the baseline. All other estimators pass unchanged.
--- in:  episode_advantage; estimator, weighting
--- out: traj_uid, is_action_valid BOOLEAN, episode_advantage DOUBLE
+-- Here another task's rows do change an advantage: the batch is the baseline. For reinforce_pp and reinforce_pp_baseline.
+-- in:  episode_advantage; weighting
+-- out: episode_advantage's columns
 WITH sums AS (
     SELECT
         SUM(units) AS n_steps,
@@ -22,17 +22,12 @@ variance AS (
     CROSS JOIN batch
     GROUP BY mean, all_equal, n
 )
-SELECT traj_uid, is_action_valid, episode_advantage
-FROM episode_advantage
-WHERE estimator NOT IN ('reinforce_pp', 'reinforce_pp_baseline')
-UNION ALL
 SELECT
-    traj_uid,
-    is_action_valid,
-    CASE
-        WHEN all_equal OR n = 1 THEN 0::DOUBLE
-        ELSE (episode_advantage - mean) / SQRT(variance + 1e-8::DOUBLE)
-    END AS episode_advantage
+    episode_advantage.* REPLACE (
+        CASE
+            WHEN all_equal OR n = 1 THEN 0::DOUBLE
+            ELSE (episode_advantage - mean) / SQRT(variance + 1e-8::DOUBLE)
+        END AS episode_advantage
+    )
 FROM episode_advantage
 CROSS JOIN variance
-WHERE estimator IN ('reinforce_pp', 'reinforce_pp_baseline')
