@@ -27,7 +27,7 @@ def cloning_config(config: Config) -> Config:
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step),
-        algorithm=replace(config.algorithm, estimator="grpo", group_size=1),
+        algorithm=replace(config.algorithm, estimator="grpo", group_size=1, anchor="state", anchor_versions="mixed"),
         loss=LossConfig(policy="behaviour_cloning"),
         learner=replace(
             config.learner,

@@ -25,7 +25,7 @@ import pyarrow as pa
 SIGNALS: Final = ("advantages", "rewards", "returns")
 
 
-def groups_without_signal(advantages: pa.Table, *, signal: str = "advantages") -> dict[bytes, str]:
+def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, str]:
     """The silent groups, each with the reason. In: compute_advantages' table. Out: group_uid -> a line for people.
 
     Raises ValueError for an unknown `signal`.
