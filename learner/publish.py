@@ -112,7 +112,7 @@ def visible_last(dest: Path) -> Iterator[Path]:
     yield unfinished
     _sync_files(unfinished)
     _show(unfinished, dest)
-    _fsync(dest.parent)
+    _sync_name(dest)
     _remove_replaced(dest)
 
 
@@ -159,7 +159,12 @@ def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -
 def _sync_whole(directory: Path) -> None:
     with suppress(FileNotFoundError):  # pruned: nobody needs it any more
         _sync_files(directory)
-        _fsync(directory.parent)
+        _sync_name(directory)
+
+
+def _sync_name(dest: Path) -> None:
+    """A directory's name is on disk when the one it is in is."""
+    _fsync(dest.parent)
 
 
 def _sync_files(directory: Path) -> None:
