@@ -120,8 +120,8 @@ class Coordinator:
         self._export_when_due()
         return result
 
-    def heartbeat(self, component: str, waiting_on: str | None) -> VersionRecord | None:
-        """Called by every component about once a second. Renews its leases and tells it the newest weights.
+    def heartbeat(self, component: str, waiting_on: str | None) -> None:
+        """Called by every component about once a second. Renews its leases.
 
         Raises StoreError if the maintainer has failed: whoever calls ends the run, and says why.
         """
@@ -129,7 +129,6 @@ class Coordinator:
         self.catalog.heartbeat(component, waiting_on=waiting_on)
         self.catalog.renew_leases(component, lease_s=self.config.actors.lease_s)
         self._export_when_due()
-        return self.catalog.latest_version()
 
     def newest_version(self) -> VersionRecord | None:
         """Asked many times a second: unlike a heartbeat it writes nothing."""

@@ -45,7 +45,7 @@ class WeightLoad:
     """What one change of weights cost; generation stands still from pause to resume."""
 
     version: int
-    file_digest: str  # of the files as the engine read them (`weight_files.files_digest`), equal to the published one
+    file_digest: str  # of the files as the engine read them (`store.files_digest`), equal to the published one
     check_ms: float  # headers of the new files against the model
     verify_ms: float  # the engine reads the files for their digest; until here generation goes on
     pause_ms: float
@@ -148,7 +148,7 @@ class VLLMPolicy:
     async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
         """Replace the weights by those of `version` in `path`, a safetensors file or a directory of them.
 
-        `digest` is what their publisher recorded (`weight_files.files_digest`). Files that have another, lack a tensor or
+        `digest` is what their publisher recorded (`store.files_digest`). Files that have another, lack a tensor or
         cannot be read raise WeightFileError with the engine untouched; a failure later raises EngineLostError with the
         engine stopped and the running requests ended as "abort". Shielded: a cancelled caller cannot leave the engine
         paused between two versions.

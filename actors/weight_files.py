@@ -1,11 +1,10 @@
-"""Files of weights: names and shapes, from the safetensors headers, and the digest that says whose weights they are."""
+"""Files of weights: names and shapes, from the safetensors headers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 TIED_OUTPUT_LAYER = "lm_head.weight"
@@ -21,17 +20,6 @@ def weight_files(path: Path) -> list[Path]:
     if not files or not all(file.is_file() for file in files):
         raise WeightFileError(f"no weights at {path}: give a .safetensors file, or a directory that holds some")
     return files
-
-
-def files_digest(files: Sequence[Path]) -> str:
-    """BLAKE3, in hex, of the files in order, as if they were one: what their publisher recorded.
-
-    `cat model*.safetensors | b3sum` gives the same.
-    """
-    digest = blake3(max_threads=blake3.AUTO)
-    for file in files:
-        digest.update_mmap(file)
-    return digest.hexdigest()
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:

@@ -31,7 +31,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.engine_environment import ENGINE_CORES, engine_cores
-from actors.weight_files import WeightFileError, files_digest, weight_files
+from actors.weight_files import WeightFileError, weight_files
+from store import files_digest
 
 BACKEND = "safetensors_file"
 STAGE_AT_ONCE_S = 0.003  # a tiny model's files are read in less: spares a call, which waits for the engine's next step

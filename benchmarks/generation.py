@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # our packages 
 
 from actors.policy import Prompt
 from actors.vllm_policy import VLLMPolicy
-from actors.weight_files import files_digest, weight_files
+from actors.weight_files import weight_files
 from configs import ActorsConfig
+from store import files_digest
 
 PROMPT_TOKENS = 120  # as a text game's prompt with two turns of history
 RESPONSE_TOKENS = 8

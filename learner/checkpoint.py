@@ -31,7 +31,8 @@ from learner.engine import Engine
 from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_of, trainable, write_state
 from learner.publish import UNFINISHED_SUFFIX, prune_oldest, visible_last, wait_until_durable
 from learner.random_states import random_states, restore_random_states
-from learner.shards import SHARD_BYTES, files_digest, write_shards
+from learner.shards import SHARD_BYTES, write_shards
+from store import files_digest
 
 POINT_FILE = "checkpoint.json"
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files

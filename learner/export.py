@@ -20,8 +20,7 @@ from learner.full_state import MASTER, trainable
 from learner.lora import add_adapters, merged
 from learner.policy_model import load_policy
 from learner.publish import UNFINISHED_SUFFIX, visible_last, wait_until_durable, weight_files, write_weights
-from learner.shards import files_digest
-from store import RunLayout, VersionRecord, local_directory
+from store import RunLayout, VersionRecord, files_digest, local_directory
 
 DESCRIPTION = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
 newest published version. A checkpoint's float32 weights are rounded to model.dtype, as those of its version were; LoRA

@@ -35,10 +35,9 @@ from learner.metrics import Times, step_metrics
 from learner.prefetch import Prefetch
 from learner.publish import prune_versions, weight_files
 from learner.ranks import Ranks
-from learner.shards import files_digest
 from learner.source import ReadyBatch, source_of
 from learner.stats import UpdateStats
-from store import Batch, CheckpointRecord, RunLayout, VersionRecord, capture_output, publish_directory
+from store import Batch, CheckpointRecord, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
 
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
 HEARTBEAT_S = 1.0

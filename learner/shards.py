@@ -1,7 +1,7 @@
 """Named tensors as safetensors files of bounded size, hashed while they are written.
 
     shards = write_shards(engine.weights(), directory, stem="model", shard_bytes=SHARD_BYTES)   # model.safetensors
-    shards.digest == files_digest([directory / name for name in shards.files])
+    shards.digest == store.files_digest([directory / name for name in shards.files])
 
 The digest is BLAKE3, in hex, of the files in order as if they were one: `cat model*.safetensors | b3sum`. It is the only
 cryptographic hash here that keeps up with writing; SHA-256 would take longer than all else between learner and engine.
@@ -10,7 +10,7 @@ cryptographic hash here that keeps up with writing; SHA-256 would take longer th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,14 +67,6 @@ def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, *
         n_bytes=sum((directory / name).stat().st_size for name in files),
         file_of={tensor: files[number - 1] for tensor, number in file_of.items()},
     )
-
-
-def files_digest(paths: Sequence[Path]) -> str:
-    """BLAKE3, in hex, of the files in the order given, as if they were one."""
-    digest = blake3()
-    for path in paths:
-        digest.update_mmap(path)
-    return digest.hexdigest()
 
 
 def _parts(tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

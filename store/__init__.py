@@ -19,7 +19,7 @@ from store.catalog.records import (
 from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
-from store.hashing import state_hash, uid
+from store.hashing import files_digest, state_hash, uid
 from store.layout import FORMAT_VERSION, RunLayout
 from store.logs import capture_output
 from store.reading.manifest import export
@@ -63,6 +63,7 @@ __all__ = [
     "capture_output",
     "check_unowned",
     "export",
+    "files_digest",
     "from_table",
     "live_files",
     "local_directory",

@@ -1,13 +1,17 @@
 """Canonical form, state hashes and identifiers: 128-bit BLAKE2b, in the standard library and stable for ever.
 
 Observations come from the outside world, so the hash must resist someone who picks them; a hash that is only fast
-would not. DuckDB's own hash() changes between releases and must never be stored.
+would not. DuckDB's own hash() changes between releases and must never be stored. Large files of weights have BLAKE3.
 """
 
 from __future__ import annotations
 
 import hashlib
 import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+
+from blake3 import blake3
 
 HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
 CANONICALISER_VERSION = 1  # part of every state hash: a new canonical form can never match an old hash
@@ -54,3 +58,14 @@ def _tagged(part: str | int | bytes | None) -> tuple[bytes, bytes]:
     if isinstance(part, bytes):
         return b"b", part
     return b"i", str(int(part)).encode()
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """BLAKE3, in hex, of large files in the order given, as if they were one: `cat model*.safetensors | b3sum`.
+
+    Of weights, which every engine verifies at every version: SHA-256 takes longer than writing them.
+    """
+    digest = blake3(max_threads=blake3.AUTO)
+    for path in paths:
+        digest.update_mmap(path)
+    return digest.hexdigest()

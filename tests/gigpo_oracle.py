@@ -56,14 +56,20 @@ def to_table(rows: Sequence[Row]) -> pa.Table:
     )
 
 
-def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value, Value]]:
-    """(A_E, A_S, A) of every row."""
+def by_trajectory_and_group(rows: Sequence[Row]) -> tuple[dict[int, list[Row]], dict[int, list[Row]]]:
+    """Those of a trajectory in the order of its steps, those of a group in the order given."""
     trajectories: dict[int, list[Row]] = defaultdict(list)
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.step):
         trajectories[row.trajectory].append(row)
     for row in rows:
         groups[row.group].append(row)
+    return trajectories, groups
+
+
+def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value, Value]]:
+    """(A_E, A_S, A) of every row."""
+    trajectories, groups = by_trajectory_and_group(rows)
     total = {name: undiscounted(steps) for name, steps in trajectories.items()}
     score = {place(r): total[r.trajectory] - (0.0 if r.valid else s.invalid_penalty) for r in rows}
     if s.estimator == "graphgpo":
@@ -95,12 +101,7 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
 
 def differences(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[bool, bool, bool]]:
     """(episodes_differ, steps_differ, has_penalties) of every row, in exact decimals; not for graphgpo."""
-    trajectories: dict[int, list[Row]] = defaultdict(list)
-    groups: dict[int, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.step):
-        trajectories[row.trajectory].append(row)
-    for row in rows:
-        groups[row.group].append(row)
+    trajectories, groups = by_trajectory_and_group(rows)
     exact: dict[tuple[int, int], Decimal] = {}
     for steps in trajectories.values():
         running = Decimal(0)

@@ -19,9 +19,8 @@ from configs import Config
 from learner import Learner, LearnerSetup
 from learner.batch import MicroBatch
 from learner.checkpoint import CheckpointError, CheckpointPoint
-from learner.shards import files_digest
 from learner.stats import UpdateStats
-from store import RunLayout, Step, Trajectory, state_hash, write_open_sql, write_segment
+from store import RunLayout, Step, Trajectory, files_digest, state_hash, write_open_sql, write_segment
 
 WEIGHTS_FILE = "model.safetensors"
 GROUPS_PER_STEP, GROUP_SIZE, N_STEPS = 2, 2, 2

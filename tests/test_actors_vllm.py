@@ -23,9 +23,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.policy import Completion, Prompt
 from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightLoad
-from actors.weight_files import WeightFileError, files_digest
+from actors.weight_files import WeightFileError
 from configs import ActorsConfig
 from learner import write_weights
+from store import files_digest
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ import store
 from configs import AlgorithmConfig, Config
 from gigpo import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, advantages_macro, compute_advantages
 from store import Catalog, GroupRecord, RunLayout, Trajectory, export, write_open_sql, write_segment
-from tests.store_samples import make_step, open_train_group
+from tests.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
 
@@ -25,18 +25,8 @@ def played(group: GroupRecord, member: int) -> Trajectory:
     those of group 0. The first action is invalid."""
     n_steps = 2 + member % 2
     paid = 1.0 if group.ordinal == 0 else float(3 * (group.ordinal or 0) + member)
-    return Trajectory(
-        traj_uid=group.traj_uids[member],
-        group_uid=group.group_uid,
-        env_name="rooms",
-        task_id=group.task_id,
-        split=group.split,
-        seed=5,
-        member=member,
-        won=member == 0,
-        task_score=None,
-        steps=tuple(make_step(i, n_steps=n_steps, version=0, reward=paid if i == n_steps - 1 else 0.0) for i in range(n_steps)),
-    )
+    steps = tuple(make_step(i, n_steps=n_steps, version=0, reward=paid if i == n_steps - 1 else 0.0) for i in range(n_steps))
+    return replace(make_trajectory(group, member), won=member == 0, steps=steps)
 
 
 def make_run(root: Path, *, config_yaml: str) -> Path:

@@ -20,8 +20,7 @@ from learner.full_state import trainable
 from learner.lora import add_adapters, merged
 from learner.policy_model import load_policy
 from learner.publish import prune_versions, write_weights
-from learner.shards import files_digest
-from store import Catalog, RunLayout, export, write_open_sql
+from store import Catalog, RunLayout, export, files_digest, write_open_sql
 from tests.engine_samples import copied, cut, make_base, random_rows
 
 Weights = dict[str, torch.Tensor]

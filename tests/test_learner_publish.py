@@ -25,8 +25,9 @@ from learner.publish import (
     weight_files,
     write_weights,
 )
-from learner.shards import DTYPE_NAMES, files_digest, write_shards
+from learner.shards import DTYPE_NAMES, write_shards
 from learner.tiny_model import make_tiny_model, train_tokenizer
+from store import files_digest
 
 
 @pytest.fixture(scope="module")
