@@ -5,10 +5,11 @@
     python audit.py runs/a gamma=0.9 --against gamma=1.0            # two settings side by side
     python audit.py runs/a omega=0 --against --where "split = 'train'" --output omega.parquet
 
-Settings not named are the run's own. Names and values: gigpo/settings.py. The run may be training. What is whitened over a
-batch (reinforce_pp, reinforce_pp_baseline) is so here over each batch that was trained on, as the run did; training groups
-that no batch has had are whitened together. Statistics are those of the selected rows: --where selects whole groups, and for
-a whitened estimator whole batches, if figures are to be the run's.
+Settings not named are the run's own. Names and values: gigpo/settings.py. The run may be training.
+
+--where selects the steps that are reported. What a step is compared with does not depend on it: advantages are computed from
+its whole group, and what is whitened over a batch (reinforce_pp, reinforce_pp_baseline) from the whole batch that was trained
+on, as the run did; groups that no batch has had are whitened together, each split by itself.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 from rich.console import Console
@@ -47,11 +49,14 @@ QUERY_TIMEOUT_S = 3600.0
 STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; reads are by group, or by batch if that is whitened
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
 ANCHOR_COLUMNS = {"similar": "anchor_text", "similar_greedy": "anchor_text", "state_and_actions": "admissible_actions"}
-READ = """SELECT s.*, coalesce(batch_id, -1) AS batch
-FROM (SELECT {columns} FROM steps WHERE ({where})) AS s
-LEFT JOIN (SELECT group_uid, batch_id FROM lineage WHERE batch_state = 'trained' AND live) AS l USING (group_uid)
-WHERE hash({unit}) % {parts} = {part}
-ORDER BY batch, group_uid, traj_uid, step_index"""
+READ = """FROM (
+    SELECT s.*, batch_id, coalesce(batch_id::VARCHAR, split) AS batch
+    FROM (SELECT {columns}, split, coalesce(({where}
+    ), false) AS is_selected FROM steps) AS s
+    LEFT JOIN (SELECT group_uid, batch_id FROM lineage WHERE batch_state = 'trained' AND live) AS l USING (group_uid)
+)"""
+WHOLE = "{rows} WHERE {unit} IN (SELECT {unit} {rows} WHERE is_selected)"  # units with a selected step
+PART = "SELECT * {whole} AND hash({unit}) % {parts} = {part} ORDER BY batch_id, batch, group_uid, traj_uid, step_index"
 CHANGED = """SELECT any_value(s.task_id) AS task, any_value(s.anchor_text) AS state, any_value(s.action_text) AS action
 FROM steps s WHERE s.traj_uid = '{traj_uid}' AND s.step_index = {step_index}"""
 SHOWN_CHANGES = 10
@@ -63,7 +68,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("settings", nargs="*", metavar="name=value", help="e.g. gamma=0.9 normalise=mean")
     parser.add_argument("--against", nargs="*", metavar="name=value", help="compare with these (none: the run's own)")
-    parser.add_argument("--where", default="split = 'train'", help="SQL over the columns of `steps`; default: %(default)s")
+    parser.add_argument(
+        "--where",
+        default="split = 'train'",
+        help="which steps to report, SQL over the columns of `steps`; computed from their whole groups; default: %(default)s",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as Parquet; FILE must not exist")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -72,11 +81,11 @@ def main(arguments: list[str]) -> int:
         named = {"a": changed(own, options.settings)}
         if options.against is not None:
             named["b"] = changed(own, options.against)
-        if options.output is not None and options.output.exists():
-            raise StoreError(f"{options.output} exists; name another file")
+        check_output(options.output)
         with store.open(options.run) as reader:
-            rows = advantages(reader, named, where=options.where)
-            show(reader, rows, named, signal=config.algorithm.signal, console=Console(highlight=False))
+            signal = config.algorithm.signal
+            rows = advantages(reader, named, where=options.where, signal=signal)
+            show(reader, rows, named, signal=signal, console=Console(highlight=False))
         if options.output is not None:
             pq.write_table(rows, options.output, compression="zstd")
             print(f"{len(rows)} rows in {options.output}")
@@ -88,6 +97,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def check_output(file: Path | None) -> None:
+    """Refuses, before the work, a file that is there or could not be written."""
+    if file is not None and file.exists():
+        raise StoreError(f"--output {file} exists; name another file")
+    if file is not None and not file.parent.is_dir():
+        raise StoreError(f"--output {file}: there is no directory {file.parent}; make it first")
+
+
 def advantage_config(config_yaml: str) -> Config:
     """A run's config as far as advantages go: what it says of anything else may be of another version of this code."""
     section = yaml.safe_load(config_yaml).get("algorithm", {})
@@ -97,13 +114,15 @@ def advantage_config(config_yaml: str) -> Config:
 
 
 def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> AdvantageSettings:
-    """`settings` with name=value assignments applied; ValueError naming an unknown one or a value of another type."""
+    """`settings` with name=value assignments applied; ValueError for a name unknown or given twice, a value of another type."""
     values: dict[str, Any] = {}
     known = dataclasses.asdict(settings)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or name not in known:
             raise ValueError(f"{assignment!r} is no setting; write name=value, names are {', '.join(known)}")
+        if name in values:
+            raise ValueError(f"{assignment!r}: {name} is given twice; give it once")
         try:
             values[name] = type(known[name])(text)
         except ValueError as error:
@@ -111,33 +130,42 @@ def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> Advantag
     return dataclasses.replace(settings, **values)
 
 
-def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, where: str) -> pa.Table:
-    """One row per step: uids, step_index, and the columns of `compute_advantages` with the suffix _a (and _b)."""
-    counted = reader.sql(f"SELECT count(*) AS n FROM steps WHERE ({where})", timeout_s=QUERY_TIMEOUT_S)
-    n_steps = counted["n"][0].as_py()
-    if not n_steps:
-        raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
+def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, where: str, signal: str) -> pa.Table:
+    """One row per selected step, computed from whole groups (whitened: whole batches): uids, step_index, and with the suffix
+    _a (and _b) the columns of `compute_advantages` and has_signal, bool, of the step's group.
+    """
     whitens = any(settings.estimator in WHITENED for settings in named.values())
-    parts = -(-n_steps // STEPS_PER_READ)
+    unit = "batch" if whitens else "group_uid"
     anchors = {settings.anchor for settings in named.values()}
     more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
+    whole = WHOLE.format(rows=READ.format(columns=COLUMNS + more, where=where), unit=unit)
+    n_steps = reader.sql(f"SELECT count(*) AS n {whole}", timeout_s=QUERY_TIMEOUT_S)["n"][0].as_py()
+    if not n_steps:
+        raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
+    parts = -(-n_steps // STEPS_PER_READ)
     tables = []
     for part in range(parts):
-        unit = "coalesce(batch_id, -1)" if whitens else "group_uid"
-        query = READ.format(columns=COLUMNS + more, where=where, unit=unit, parts=parts, part=part)
+        query = PART.format(whole=whole, unit=unit, parts=parts, part=part)
         steps = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
         table = steps.select(["group_uid", "traj_uid", "step_index"])
         for suffix, settings in named.items():
             computed = by_batch(steps, settings) if settings.estimator in WHITENED else compute_advantages(steps, settings)
+            silent = groups_without_signal(computed, signal=signal)
+            computed = computed.append_column("has_signal", pc.invert(is_one_of(computed["group_uid"], silent)))
             for name in computed.column_names[3:]:
                 table = table.append_column(f"{name}_{suffix}", computed[name])
-        tables.append(table)
+        tables.append(table.filter(steps["is_selected"]))
     return pa.concat_tables(tables)
+
+
+def is_one_of(column: pa.ChunkedArray, values: Iterable[object]) -> pa.ChunkedArray:
+    return pc.is_in(column, pa.array(list(values), column.type))
 
 
 def by_batch(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
     """The advantages of each batch by itself. In: rows ordered by `batch`."""
-    bounds = [0, *(np.flatnonzero(np.diff(steps["batch"].to_numpy())) + 1).tolist(), len(steps)]
+    batch = steps["batch"].combine_chunks().dictionary_encode().indices.to_numpy()
+    bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(steps)]
     parts = (steps.slice(start, end - start) for start, end in itertools.pairwise(bounds))
     return pa.concat_tables([compute_advantages(part, settings) for part in parts])
 
@@ -176,7 +204,7 @@ def of(rows: pa.Table, suffix: str) -> pa.Table:
 
 def summary(computed: pa.Table, *, signal: str) -> dict[str, str]:
     advantage = computed["advantage"].to_numpy()
-    silent = groups_without_signal(computed, signal=signal)
+    silent = computed.filter(pc.invert(computed["has_signal"]))["group_uid"].unique()
     groups = len(computed["group_uid"].unique())
     sizes = anchor_size_histogram(computed)
     return {

@@ -1,11 +1,11 @@
 """GiGPO's mathematics: a table of steps in, advantages out; log-probabilities in, losses out.
 
 Where to look: `queries/*.sql` are the equations, one idea a file; `macro.py` composes them into one DuckDB macro (for a
-bare shell too), `advantages.py` runs it, `settings.py` names what it can do, `similarity.py` makes anchor keys of texts
-that are alike, `signal.py` says which groups teach nothing; `tokens.py` is what losses read, `losses.py`,
-`corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py` puts them together and
-refuses what does not belong together; `diagnostics.py` what to watch. No I/O, no logging, no trainer: this folder imports
-duckdb, pyarrow, numpy, rapidfuzz and torch, and nothing of ours.
+bare shell too), `advantages.py` runs it over what `columns.py` lets in, `settings.py` names what it can do, `similarity.py`
+makes anchor keys of texts that are alike, `signal.py` says which groups teach nothing; `tokens.py` is what losses read,
+`losses.py`, `corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py` puts them
+together and `combinations.py` refuses what does not belong together; `diagnostics.py` what to watch. No I/O, no logging, no
+trainer: this folder imports duckdb, pyarrow, numpy, rapidfuzz and torch, and nothing of ours.
 """
 
 from __future__ import annotations

@@ -16,24 +16,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from gigpo.columns import KEYS, TYPES, columns_of, table_of
 from gigpo.macro import advantages_macro
 from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings
 from gigpo.similarity import similarity_keys
 
-_KEYS: Final = ("group_uid", "traj_uid", "state_hash", "anchor_key")  # compared for equality and nothing else
-_TYPES: Final = {
-    "group_uid": pa.int32(),
-    "traj_uid": pa.int32(),
-    "step_index": pa.int64(),
-    "reward": pa.float64(),
-    "is_action_valid": pa.bool_(),
-    "state_hash": pa.int32(),
-    "version_min": pa.int64(),
-    "weight": pa.float64(),
-    "won": pa.bool_(),
-    "anchor_key": pa.int32(),
-    "admissible_actions": pa.list_(pa.string()),
-}
 _ALWAYS: Final = ("group_uid", "traj_uid", "step_index", "reward", "is_action_valid", "state_hash")
 _SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}  # similarity.py's method, by anchor
 _PART_STEPS: Final = 2**17  # computed at once
@@ -50,32 +37,31 @@ _RESULTS: Final = {
 }
 
 
-def compute_advantages(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
+def compute_advantages(steps: Any, settings: AdvantageSettings) -> pa.Table:
     """Advantage of every step (eqs. 3 and 5-8), in the input's row order.
 
-    In, one row per step, whole trajectories in any order; other columns are ignored:
+    In, an Arrow table, or what pa.table() makes one of (a data frame of pandas or polars, a dictionary of columns), one row
+    per step, whole trajectories in any order; other columns are ignored:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null. Where settings ask for
-      them: version_min int (versions 'window'), weight float > 0 ('weighted'), won bool ('graphgpo'), admissible_actions
-      list of text (anchor 'state_and_actions'), anchor_key (anchors 'anchor_key', 'similar', 'similar_greedy'), anchor_text
-      (the last two, if there is no anchor_key). Uids, hashes and keys of any one type.
+      them: version_min int (versions 'window'), weight float from 1e-100 to 1e100 ('weighted'), won bool ('graphgpo'),
+      admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor 'anchor_key'), anchor_text or
+      null (anchors 'similar', 'similar_greedy', which read no anchor_key). Uids, hashes and keys of any one type that has
+      one value a row; NaN in them is null.
     Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty), episode_advantage,
       step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for groups_without_signal
       episode_return (float64; of the trajectory, undiscounted, no penalty), episodes_differ (its group's, beyond rounding),
       steps_differ (returns of its anchor group, no penalty), has_penalties (some row of its group), all bool.
 
-    A trajectory whose step_index is not 0..T-1 raises ValueError with its uid. The same rows in the same order give the
-    same bits; in another order, or beside other groups, the same numbers to rounding (but anchor 'similar_greedy', and
-    estimators that whiten over the batch).
+    A column that is missing or of another type raises ValueError with its name; a trajectory whose step_index is not 0..T-1,
+    or whose rewards are not finite or add up to sizes above 1e100, with its uid; what is no table, TypeError. The same rows in
+    the same order give the same bits; in another order, or beside other groups, the same numbers to rounding (but anchor
+    'similar_greedy', and estimators that whiten over the batch).
     """
-    steps = _with_anchor_keys(steps, settings)
-    names = _columns(settings)
-    missing = [name for name in names if name not in steps.column_names]
-    if missing:
-        raise ValueError(f"steps lacks the columns {missing}; it has {steps.column_names}")
-    narrow = pa.table({name: _plain(steps[name]) if name in _KEYS else steps[name].cast(_TYPES[name]) for name in names})
+    steps = _with_similarity_keys(table_of(steps), settings)
+    narrow = columns_of(steps, _columns(settings))
     results: dict[str, np.ndarray] = {name: np.empty(len(steps), dtype) for name, dtype in _RESULTS.items()}
     # That some steps have no key is fine, that all have none is refused: the SQL has to see all of them.
-    keyless = "anchor_key" in names and narrow["anchor_key"].null_count > 0
+    keyless = "anchor_key" in narrow.column_names and narrow["anchor_key"].null_count > 0
     for rows, part in _parts(narrow, whole=keyless or settings.estimator in WHITENED):
         try:
             places, computed = _computed(part, settings)
@@ -92,12 +78,16 @@ def prepare_advantages(settings: AdvantageSettings) -> None:
     _prepared(_of_the_sql(settings))
 
 
-def _with_anchor_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
-    """`steps` with the column anchor_key that anchors of similar texts need, unless it is there or not needed."""
-    method = _SIMILARITY.get(settings.anchor)
-    if method is None or "anchor_key" in steps.column_names:
+def _with_similarity_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
+    """`steps`; where anchor_text is what is compared, with its keys as anchor_key, in place of any that was there."""
+    if settings.anchor not in _SIMILARITY:
         return steps
-    return steps.append_column("anchor_key", similarity_keys(steps, threshold=settings.similarity, method=method))
+    keys = similarity_keys(steps, threshold=settings.similarity, method=_SIMILARITY[settings.anchor])
+    if keys.null_count == len(keys) > 0:
+        raise ValueError(
+            f"anchor {settings.anchor} compares anchor_text, and every step's is NULL; fill it in, or take anchor='state'"
+        )
+    return steps.select([name for name in steps.column_names if name != "anchor_key"]).append_column("anchor_key", keys)
 
 
 def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
@@ -109,13 +99,6 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
         "admissible_actions": settings.anchor == "state_and_actions",
     }
     return (*_ALWAYS, *(name for name, is_needed in needed.items() if is_needed))
-
-
-def _plain(column: pa.ChunkedArray) -> pa.Array:
-    values = column.combine_chunks()
-    if isinstance(values, pa.ExtensionArray):
-        values = values.storage
-    return values.dictionary_decode() if isinstance(values, pa.DictionaryArray) else values
 
 
 def _codes(column: pa.ChunkedArray) -> pa.Array:
@@ -156,7 +139,7 @@ def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Ta
 
 def _computed(part: pa.Table, settings: AdvantageSettings) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The results in whatever order the SQL has them, and which row of `part` each of them is of."""
-    coded = pa.table({name: _codes(part[name]) if name in _KEYS else part[name] for name in part.column_names})
+    coded = pa.table({name: _codes(part[name]) if name in KEYS else part[name] for name in part.column_names})
     computed = _prepared(_of_the_sql(settings)).run(coded)
     # No join by uid and step: steps that were not 0..T-1 have been refused by now, so the place of each is known.
     trajectory = coded["traj_uid"].to_numpy()
@@ -169,8 +152,9 @@ def _computed(part: pa.Table, settings: AdvantageSettings) -> tuple[np.ndarray, 
 
 
 def _of_the_sql(settings: AdvantageSettings) -> AdvantageSettings:
-    """Once the keys are there, their threshold plays no part."""
-    return replace(settings, similarity=PUBLISHED_SETTINGS.similarity)
+    """Once the keys are there, what they were made of plays no part."""
+    anchor = "anchor_key" if settings.anchor in _SIMILARITY else settings.anchor
+    return replace(settings, anchor=anchor, similarity=PUBLISHED_SETTINGS.similarity)
 
 
 @functools.lru_cache(maxsize=32)
@@ -190,7 +174,8 @@ class _Prepared:
 
     def __init__(self, settings: AdvantageSettings) -> None:
         self.lock = threading.Lock()
-        self.source = _Source(pa.schema([(name, _TYPES[name]) for name in _columns(settings)]).empty_table())
+        types = {name: pa.int32() if name in KEYS else TYPES[name] for name in _columns(settings)}  # of keys, their codes
+        self.source = _Source(pa.schema(types).empty_table())
         self.connection = duckdb.connect(config={"threads": 1})
         self.connection.register("steps", self.source)
         self.connection.execute(advantages_macro(settings))
@@ -219,12 +204,12 @@ class _Source:
 
 def _with_uids(steps: pa.Table, settings: AdvantageSettings) -> str | None:
     """The refusal again, in terms of uids instead of codes: refusing may be slow."""
-    uids = [name for name in _KEYS if name in steps.column_names and steps[name].type == pa.binary(16)]
+    uids = [name for name in KEYS if name in steps.column_names and steps[name].type == pa.binary(16)]
     casts = f"REPLACE ({', '.join(f'{name}::UUID AS {name}' for name in uids)})" if uids else ""
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.register("given", steps)
         connection.execute(f"CREATE VIEW steps AS SELECT * {casts} FROM given")
-        connection.execute(advantages_macro(settings))
+        connection.execute(advantages_macro(_of_the_sql(settings)))
         try:
             connection.sql("FROM advantages()").to_arrow_table()
         except duckdb.InvalidInputException as error:

@@ -48,7 +48,8 @@ class TokenTis:
 
     x itself would be unbiased; the cap bounds the variance one token can bring and biases towards mu. It has no lower
     bound: raising small weights would count what pi no longer does. C = 2: verl, slime, SkyRL. math.inf is no cap.
-    For every stale batch; the cheapest correction there is.
+    For every stale batch; the cheapest correction there is. With ppo_clip around mu it acts on tokens with A < 0 and
+    C < rho <= dual_clip, and on A > 0 only if C < 1 + clip_high: beyond those the clip has left no gradient to bound.
 
     Worked: C = 2, x = (0.5, 1.5, 8): weights (0.5, 1.5, 2), factors (1, 1, 0.25).
     """
@@ -234,6 +235,8 @@ def _check_band(name: str, *, low: float, high: float) -> None:
         raise ValueError(f"{name}_low={low} must be in [0, 1): it bounds pi / mu from below, and on policy that is 1")
     if not high > 1.0:
         raise ValueError(f"{name}_high={high} must be above 1: it bounds pi / mu from above, and on policy that is 1")
+    if low == 0.0 and high == math.inf:
+        raise ValueError(f"{name}_low=0 and {name}_high=inf drop nothing; set one of them, or leave the correction out")
 
 
 def _check_threshold(name: str, value: float) -> None:

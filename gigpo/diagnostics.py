@@ -30,8 +30,10 @@ def token_diagnostics(
     masked_fraction       tokens that a correction drops (factor 0)
     dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or A < 0, rho < 1 or rho > 1
 
-    A class of staleness without tokens has no entry. What is not finite is inf.
+    A class of staleness without tokens has no entry. What is not finite is inf. No tokens at all raise ValueError.
     """
+    if not len(tokens.advantages_N):
+        raise ValueError("token_diagnostics of no tokens are undefined; leave empty updates out")
     log_ratio_N = policy_log_ratio(tokens).double()
     ratio_N, kl_N = torch.exp(log_ratio_N), torch.expm1(log_ratio_N) - log_ratio_N
     found = {
@@ -59,11 +61,17 @@ def token_diagnostics(
 
 
 def ess(weights: torch.Tensor) -> float:
-    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights equal."""
+    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights equal.
+
+    In: weights of any shape, >= 0. No weights, or only 0, raise ValueError.
+    """
     if weights.numel() == 0:
         raise ValueError("ess of no weights is undefined; leave empty batches out")
     weights = weights.detach().double()
-    return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
+    total, squares = float(weights.sum()), float(weights.square().sum())
+    if squares == 0.0:
+        raise ValueError(f"ess of {weights.numel()} weights that are all 0 is undefined; leave them out")
+    return total * total / (weights.numel() * squares)
 
 
 def _sequence_ratios(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:

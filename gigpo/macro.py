@@ -30,7 +30,7 @@ _QUERIES: Final = (
 )
 # Short, or slow to make again. The others are cheaper computed where they are read than copied (measured at 64,000 steps).
 _MATERIALISED: Final = ("base", "trajectories", "episodes", "episode_advantage", "suffixes")
-_KEY_COLUMN: Final = "    anchor_key::VARCHAR AS anchor_key,\n"
+_SOURCE: Final = "    FROM checked\n"  # in base.sql
 
 
 def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None = None) -> str:
@@ -41,13 +41,16 @@ def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None 
     It returns the columns that queries/advantages.sql names; join it with `steps` on (traj_uid, step_index) for anything
     else, for example anchor_text.
 
-    `anchor_expression`, SQL over the columns of `steps`, is what anchor := 'anchor_key' and 'similar' compare instead of a
-    column of that name, for example "lower(anchor_text)".
+    `steps` has to be there, with all its columns, when this SQL runs: DuckDB looks names up at once.
+    `anchor_expression`, SQL over the columns of `steps`, is what anchor := 'anchor_key' compares instead of a column of that
+    name, for example "lower(anchor_text)". Anchors 'similar' and 'similar_greedy' are refused, as SQL cannot compare texts
+    so: give `steps` a column anchor_key of similarity_keys, and ask for anchor := 'anchor_key'.
     """
     queries = {name: _query(name) for name in _QUERIES}
     if anchor_expression is not None:
-        assert _KEY_COLUMN in queries["base"]
-        queries["base"] = queries["base"].replace(_KEY_COLUMN, f"    ({anchor_expression})::VARCHAR AS anchor_key,\n")
+        assert _SOURCE in queries["base"]
+        keyed = f"    SELECT COLUMNS(lambda c: lower(c) <> 'anchor_key'), ({anchor_expression}) AS anchor_key FROM checked\n"
+        queries["base"] = queries["base"].replace(_SOURCE, keyed)
     result = queries.pop("advantages")
     how = {"returns": ""} | dict.fromkeys(_MATERIALISED, "MATERIALIZED ")  # a recursion is neither
     expressions = ",\n".join(f"{name} AS {how.get(name, 'NOT MATERIALIZED ')}(\n{query})" for name, query in queries.items())

@@ -20,9 +20,10 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch
 
-from gigpo.corrections import Correction, SequenceMask, SequenceTis, TokenIcepop, TokenTis
+from gigpo.combinations import check_combination
+from gigpo.corrections import CORRECTIONS, Correction
 from gigpo.kl import KL_PENALTIES
-from gigpo.losses import Loss
+from gigpo.losses import POLICY_LOSSES, Loss
 from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
@@ -43,17 +44,7 @@ USUAL_WITH: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     }
 )
 
-_WEIGHTS: Final = ("token_tis", "sequence_tis")
-_TOKEN_LEVEL: Final = (*_WEIGHTS, "token_icepop", "m2po")
 _BATCH_WIDE: Final = ("m2po",)
-# Why a loss takes no factors of single tokens; masks of whole sequences go with all of them.
-_BOUNDED_ALREADY: Final = {
-    "cispo": "it clips the weight rho itself, so that no token loses its gradient",
-    "dppo_tv": "it weighs by rho and masks single tokens itself (ratio_cap caps the weight)",
-    "gspo": "its ratio is the sequence's, which factors of single tokens would take apart",
-    "sapo": "its gate bounds the weight rho itself",
-    "topr": "it bounds the weight rho by 1 itself",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +161,15 @@ class Objective:
     aggregation: Aggregation = TokenMean()
 
     def __post_init__(self) -> None:
-        _check_corrections(self.policy, self.corrections)
-        _check_proximal(self.policy, self.proximal)
+        _check_part("policy", self.policy, POLICY_LOSSES)
+        if not isinstance(self.corrections, tuple):
+            raise ValueError(f"corrections={self.corrections!r} is no tuple; write corrections=(TokenTis(),), or () for none")
+        for correction in self.corrections:
+            _check_part("corrections", correction, CORRECTIONS)
+        _check_part("aggregation", self.aggregation, AGGREGATIONS)
+        if self.proximal not in PROXIMAL_POLICIES:
+            raise ValueError(f"proximal={self.proximal!r} is none of {', '.join(PROXIMAL_POLICIES)}")
+        check_combination(self.policy, self.corrections, proximal=self.proximal)
         if self.kl not in KL_PENALTIES:
             raise ValueError(f"kl={self.kl!r} is none of {', '.join(KL_PENALTIES)}")
         if self.kl == "k1" and self.kl_coef:
@@ -227,51 +225,15 @@ class Objective:
         return Terms(loss_N=loss_N, factor_N=factor_N, clipped_N=policy.clipped_N, kl_N=kl_N.detach())
 
 
-def _check_corrections(policy: Loss, corrections: tuple[Correction, ...]) -> None:
-    names = [correction.name for correction in corrections]
-    if names and policy.name == "behaviour_cloning":
-        raise ValueError(
-            f"corrections={names} with behaviour_cloning: it wants every recorded token whatever pi thinks of it, so there "
-            "is nothing to correct; use corrections=[]"
-        )
-    for name in names:
-        if name in _TOKEN_LEVEL and policy.name in _BOUNDED_ALREADY:
-            raise ValueError(
-                f"corrections={names}: {name} on top of {policy.name}: {_BOUNDED_ALREADY[policy.name]}; leave {name} out, or "
-                "use ppo_clip or reinforce"
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"corrections={names}: {name} twice; the narrower one alone does the same")
-    if all(name in names for name in _WEIGHTS):
-        raise ValueError(
-            f"corrections={names}: token_tis and sequence_tis each set the whole weight of a token; keep one (token_tis)"
-        )
-    if "sequence_mask" in names and "geometric_mask" in names:
-        raise ValueError(
-            f"corrections={names}: both masks bound the same sum of log ratios, one whole and one per token, so which of them "
-            "acts would depend on the response's length; keep one (geometric_mask)"
-        )
-    found = {correction.name: correction for correction in corrections}
-    tis, icepop = found.get("token_tis"), found.get("token_icepop")
-    if isinstance(tis, TokenTis) and isinstance(icepop, TokenIcepop) and icepop.icepop_high <= tis.tis_cap:
-        raise ValueError(
-            f"corrections={names}: token_icepop drops what is above icepop_high={icepop.icepop_high:g}, so "
-            f"tis_cap={tis.tis_cap:g} would never act; leave token_tis out, or set tis_cap below icepop_high"
-        )
-    sequence_tis, mask = found.get("sequence_tis"), found.get("sequence_mask")
-    # Equal is verl's decoupled_seq_is_rs, where the weight is X itself.
-    if isinstance(sequence_tis, SequenceTis) and isinstance(mask, SequenceMask) and mask.sequence_high < sequence_tis.tis_cap:
-        raise ValueError(
-            f"corrections={names}: sequence_mask drops what is above sequence_high={mask.sequence_high:g}, so "
-            f"tis_cap={sequence_tis.tis_cap:g} would never act; set tis_cap to at most sequence_high"
-        )
-
-
-def _check_proximal(policy: Loss, proximal: str) -> None:
-    if proximal not in PROXIMAL_POLICIES:
-        raise ValueError(f"proximal={proximal!r} is none of {', '.join(PROXIMAL_POLICIES)}")
-    if proximal != "none" and policy.name != "ppo_clip":
-        raise ValueError(
-            f"proximal={proximal!r} with {policy.name}: only ppo_clip has a trust region that can be moved off the policy that "
-            "sampled (decoupled PPO); use proximal=none, or ppo_clip"
-        )
+def _check_part(field: str, value: object, registry: Mapping[str, type]) -> None:
+    """A class, a name or a part of another kind would be accepted and fail in the first update, in other words. A record that
+    no registry knows is somebody's own."""
+    if type(value) in registry.values():
+        return
+    kind = registry.get(value) if isinstance(value, str) else value
+    if isinstance(kind, type) and kind in registry.values():
+        raise ValueError(f"{field}: {value!r} names no settings; write {kind.__name__}(...)")
+    known = type(value) in (*POLICY_LOSSES.values(), *CORRECTIONS.values(), *AGGREGATIONS.values())
+    if known or isinstance(value, type) or not callable(value) or not hasattr(value, "name"):
+        kinds = ", ".join(each.__name__ for each in registry.values())
+        raise ValueError(f"{field}: {value!r} is not an instance of one of {kinds}, nor a callable with a name like them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,11 +14,14 @@ NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 VERSIONS: Final = ("mixed", "window", "weighted")
+_REALS: Final = ("gamma", "omega", "invalid_penalty", "similarity")
+_INTEGERS: Final = ("anchor_history", "version_window")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
-    """What decides an advantage. The macro's parameters have the same names (all but `similarity`).
+    """What decides an advantage. The macro's parameters have the same names (all but `similarity`). numpy's numbers become
+    Python's; text, None, True and False for a number, and 3.0 for a whole one, raise ValueError as all else that is refused.
 
     estimator        'gigpo' (eq. 8); 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp', 'reinforce_pp_baseline' (episode term only);
                      'hgpo' (nested anchor groups); 'graphgpo' (distance-to-success returns)
@@ -54,6 +58,10 @@ class AdvantageSettings:
         _check_name("weighting", self.weighting, known=WEIGHTINGS)
         _check_name("anchor", self.anchor, known=ANCHORS)
         _check_name("versions", self.versions, known=VERSIONS)
+        for name in _REALS:
+            object.__setattr__(self, name, _python_number(name, getattr(self, name), whole=False))
+        for name in _INTEGERS:
+            object.__setattr__(self, name, _python_number(name, getattr(self, name), whole=True))
         if not 0.0 <= self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} is outside [0, 1]: returns would grow with the episode's length")
         if not (math.isfinite(self.omega) and self.omega >= 0.0):
@@ -79,12 +87,22 @@ class AdvantageSettings:
             )
 
 
-def _check_name(field: str, value: str, *, known: tuple[str, ...]) -> None:
-    if value in known:
+def _check_name(field: str, value: object, *, known: tuple[str, ...]) -> None:
+    if isinstance(value, str) and value in known:
         return
-    nearest = difflib.get_close_matches(value, known, n=1)
+    nearest = difflib.get_close_matches(str(value), known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(known)}{hint}")
+
+
+def _python_number(field: str, value: object, *, whole: bool) -> float:
+    """`value` as the int or float that the SQL is written with; True is no 1, and 3.0 no 3."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value) if whole else float(value)
+    if isinstance(value, numbers.Real) and not (whole or isinstance(value, bool)):
+        return float(value)
+    example = "whole number, such as 3" if whole else "number, such as 0.5"
+    raise ValueError(f"{field}={value!r} is of type {type(value).__name__}; it must be a {example}")
 
 
 # The authors' ALFWorld script (rows as the unit of episode statistics). Not used by it, published elsewhere:

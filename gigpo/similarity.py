@@ -19,29 +19,33 @@ import pyarrow.compute as pc
 from rapidfuzz.distance import Indel
 from rapidfuzz.process import cdist
 
+from gigpo.columns import columns_of
+
 _MARGIN: Final = 1e-3  # rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers after it
 
 
 def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Array:
     """A key per step: texts with the same key, in the same group, count as the same state. Null where anchor_text is null.
 
-    In: group_uid, anchor_text (text). A key is one of its texts, so that it can be read. `method`:
+    In: a table of group_uid (never null), anchor_text (text). A key is one of its texts, so that it can be read. `method`:
     linked   Alike (>= threshold) texts have the same key, and so do texts that are linked by a chain of alike ones:
              the connected components of the group's texts, named by the smallest. Neither the order of rows nor repeats
              of a text change anything. Two texts of one key may be less alike than `threshold`.
     greedy   As the authors' code, for comparison: rows in order, each joins the first key whose text, the first that had it,
              is >= threshold by difflib's ratio, autojunk included. Depends on the order of rows.
+
+    Raises ValueError for a threshold outside (0, 1), an unknown method, and columns that are missing or of another type.
     """
     if not 0.0 < threshold < 1.0:
         raise ValueError(f"threshold={threshold} is outside (0, 1): at 1 use the state hash, at 0 all texts are alike")
     if method not in _METHODS:
         raise ValueError(f"method={method!r} is unknown; it is one of {', '.join(_METHODS)}")
-    missing = [name for name in ("group_uid", "anchor_text") if name not in steps.column_names]
-    if missing:
-        raise ValueError(f"steps lacks the columns {missing}; it has {steps.column_names}")
-    texts = pc.cast(steps["anchor_text"], pa.string()).combine_chunks().dictionary_encode()
-    group = steps["group_uid"].combine_chunks()
-    group = (group.storage if isinstance(group, pa.ExtensionArray) else group).dictionary_encode().indices.to_numpy()
+    columns = columns_of(steps, ("group_uid", "anchor_text"))
+    if columns["group_uid"].null_count:
+        row = pc.index(columns["group_uid"].is_null(), True).as_py()
+        raise ValueError(f"row {row} has no group_uid (it is NULL); give every step the group that it is of")
+    texts = columns["anchor_text"].combine_chunks().dictionary_encode()
+    group = columns["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
     text = pc.fill_null(texts.indices, -1).to_numpy()
     known = text >= 0
     # Each text of each group once, groups one after the other and texts in the order of rows.

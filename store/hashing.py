@@ -29,7 +29,9 @@ def canonical(text: str) -> str:
 
 
 def state_hash(text: str) -> bytes:
-    """16 bytes that identify an anchor state by its canonical text."""
+    """16 bytes that identify an anchor state by its canonical text. TypeError if `text` is no str."""
+    if not isinstance(text, str):
+        raise TypeError(f"state_hash takes a text, not a value of type {type(text).__name__}; write the state as a text")
     return hashlib.blake2b(canonical(text).encode(), digest_size=HASH_BYTES, person=_STATE_TAG).digest()
 
 

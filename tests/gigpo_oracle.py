@@ -186,7 +186,7 @@ def anchor(row: Row, trajectory: list[Row], group: list[Row], s: AdvantageSettin
     if row.state is None:
         return None
     if s.anchor == "state_and_actions":
-        return row.group, bucket, row.state, tuple(sorted(row.actions))
+        return row.group, bucket, row.state, frozenset(row.actions)
     if s.anchor == "suffix":
         return suffix(row, trajectory, min(s.anchor_history, row.step + 1), bucket)
     return row.group, bucket, row.state

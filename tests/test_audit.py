@@ -18,6 +18,7 @@ from store import Catalog, GroupRecord, RunLayout, Trajectory, export, write_ope
 from tests.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
+IN_GROUPS = "group_uid IN (SELECT group_uid FROM groups WHERE ordinal IN ({}))"
 
 
 def played(group: GroupRecord, member: int) -> Trajectory:
@@ -102,6 +103,34 @@ def test_what_is_whitened_is_so_over_each_batch_that_was_trained_on(
     assert sorted(rows["advantage_a"].to_pylist()) != pytest.approx(sorted(together)), "the case tests something"
 
 
+@pytest.mark.parametrize("estimator", ["gigpo", "reinforce_pp"])
+@pytest.mark.parametrize("where", ["reward > 0", f"{IN_GROUPS.format('0')} AND NOT is_action_valid -- a comment"])
+def test_what_a_step_is_compared_with_does_not_depend_on_the_selection(run: Path, estimator: str, where: str) -> None:
+    """Neither its numbers nor whether its group has a signal: trajectories are not cut, groups and batches are whole."""
+    settings = {"a": replace(PUBLISHED_SETTINGS, estimator=estimator)}
+    with store.open(run) as reader:
+        everything = audit.advantages(reader, settings, where="true", signal="returns")
+        selected = audit.advantages(reader, settings, where=where, signal="returns")
+        wanted = reader.sql(f"SELECT traj_uid, step_index FROM steps WHERE {where}\n")
+    by_step = {(row["traj_uid"], row["step_index"]): row for row in everything.to_pylist()}
+    assert len(by_step) == 42, "15 training and 3 held-out trajectories"
+    got = {(row["traj_uid"], row["step_index"]): row for row in selected.to_pylist()}
+    assert 0 < len(got) < 42 and got.keys() == {(row["traj_uid"], row["step_index"]) for row in wanted.to_pylist()}
+    assert all(row == pytest.approx(by_step[key]) for key, row in got.items())
+    assert {row["has_signal_a"] for row in everything.to_pylist()} == {True, False}
+
+
+def test_groups_that_no_batch_has_had_are_whitened_by_split(run: Path) -> None:
+    settings = replace(PUBLISHED_SETTINGS, estimator="reinforce_pp")
+    with store.open(run) as reader:
+        rows = audit.advantages(reader, {"a": settings}, where=IN_GROUPS.format("0, 4"), signal="returns")
+    # Held-out group 0 by itself, as training group 4; training group 0 in the batch of groups 0 and 1.
+    held, waiting = stored(run, "split = 'heldout'"), stored(run, "split = 'train' AND ordinal = 4")
+    alone = pa.concat_tables([held, waiting])["group_uid"].unique().to_pylist()
+    rows = rows.filter(audit.is_one_of(rows["group_uid"], alone))
+    assert_same(rows, [held, waiting], settings)
+
+
 @pytest.mark.parametrize("anchor", ["similar", "similar_greedy"])
 def test_groups_are_whole_however_little_is_read_at_once(
     run: Path, tmp_path: Path, anchor: str, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +177,9 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(tmp_path: Path, capsys: pyt
         (["gama=1"], "gama=1"),
         (["gamma=much"], "float"),
         (["gamma=2"], "outside [0, 1]"),
+        (["gamma=1", "gamma=0.9"], "'gamma=0.9': gamma is given twice"),
+        (["--against", "omega=1", "omega=1"], "omega is given twice"),
+        (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),  # before any work
         (["--where", "false"], "no step"),
         (["--where", "nothing = 1"], "nothing"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import string
+from fractions import Fraction
 
 import duckdb
 import pyarrow as pa
@@ -46,25 +47,42 @@ def test_a_suffix_with_an_unknown_state_equals_nothing():
 
 
 def test_admissible_actions_are_a_set():
-    steps = one_step_each(3, 1, 0, 0, 0)
-    actions = [["go", "take"], ["take", "go"], ["go"], ["go,take"], []]
+    steps = one_step_each(3, 1, 0, 0, 0, 0, 0)
+    actions = [["go", "take"], ["take", "go"], ["go"], ["go,take"], [], ["go", "take", "go"], ["go", "go"]]
     steps = steps.append_column("admissible_actions", pa.array(actions))
-    assert column(steps, "anchor_size", anchor="state_and_actions") == [2, 2, 1, 1, 1]
+    assert column(steps, "anchor_size", anchor="state_and_actions") == [3, 3, 2, 1, 1, 3, 2]
     run_together = one_step_each(3, 1).append_column("admissible_actions", pa.array([["ab", "c"], ["a", "bc"]]))
     assert column(run_together, "anchor_size", anchor="state_and_actions") == [1, 1]
     with pytest.raises(ValueError, match=r"lacks the columns \['admissible_actions'\]"):
         column(one_step_each(1, 2), "advantage", anchor="state_and_actions")
-    nothing = one_step_each(1, 2).append_column("admissible_actions", pa.nulls(2, pa.list_(pa.string())))
-    with pytest.raises(ValueError, match="needs a list admissible_actions for every step"):
-        column(nothing, "advantage", anchor="state_and_actions")
+    for unknown in ([None, None], [["go"], None], [["go"], ["go", None]]):
+        nothing = one_step_each(1, 2).append_column("admissible_actions", pa.array(unknown, pa.list_(pa.string())))
+        with pytest.raises(ValueError, match="needs a list admissible_actions without NULL for every step"):
+            column(nothing, "advantage", anchor="state_and_actions")
 
 
 def test_a_given_key_may_be_of_any_type_and_null_is_alone():
     for keys in (pa.array([7, 7, None, None]), pa.array(["", "", None, None]), pa.array([uid("x")] * 2 + [None] * 2)):
         steps = one_step_each(3, 1, 5, 9, states="a b c c").append_column("anchor_key", keys)
         assert column(steps, "step_advantage", anchor="anchor_key") == [1.0, -1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="needs a column anchor_key; this table has none, or only NULL"):
-        column(one_step_each(3, 1).append_column("anchor_key", pa.nulls(2)), "advantage", anchor="anchor_key")
+    for nothing in (pa.nulls(2), pa.array([float("nan")] * 2)):
+        with pytest.raises(ValueError, match="needs a column anchor_key; this table has none, or only NULL"):
+            column(one_step_each(3, 1).append_column("anchor_key", nothing), "advantage", anchor="anchor_key")
+
+
+@pytest.mark.parametrize("name", ["state_hash", "anchor_key"])
+def test_nan_is_no_state_in_python_and_in_a_shell(name):
+    steps = one_step_each(3, 1, 5, 9)
+    keys = pa.array([float("nan"), float("nan"), 2.0, 2.0])
+    steps = steps.drop_columns(["state_hash"]).append_column(name, keys)
+    if name == "anchor_key":
+        steps = steps.append_column("state_hash", pa.array(["s"] * 4))
+    anchor = "state" if name == "state_hash" else name
+    assert column(steps, "anchor_size", anchor=anchor) == [1, 1, 2, 2]
+    with duckdb.connect() as shell:
+        shell.register("steps", steps)
+        shell.execute(advantages_macro(settings(anchor=anchor)))
+        assert shell.execute("SELECT anchor_size FROM advantages() ORDER BY 1").fetchall() == [(1,), (1,), (2,), (2,)]
 
 
 def test_a_key_can_be_recomputed_in_sql_from_the_stored_text():
@@ -74,8 +92,11 @@ def test_a_key_can_be_recomputed_in_sql_from_the_stored_text():
         shell.execute(advantages_macro(settings(anchor="anchor_key"), anchor_expression="lower(anchor_text)"))
         lowered = shell.execute("SELECT step_advantage FROM advantages() ORDER BY step_return").fetchall()
         as_stored = shell.execute("SELECT step_advantage FROM advantages(anchor := 'state')").fetchall()
+        shell.register("steps", steps.append_column("Anchor_Key", pa.array(["x", "y", "z"])))
+        assert shell.execute("SELECT step_advantage FROM advantages() ORDER BY step_return").fetchall() == lowered
         assert lowered == [(-1.0,), (1.0,), (0.0,)]
         assert as_stored == [(0.0,)] * 3
+        shell.register("steps", steps)
         shell.execute(advantages_macro(PUBLISHED_SETTINGS))
         with pytest.raises(duckdb.InvalidInputException, match="needs a column anchor_key"):
             shell.execute("FROM advantages(anchor := 'anchor_key')").fetchall()
@@ -88,11 +109,15 @@ def test_the_macro_of_a_run_that_compares_texts_says_what_to_do(anchor):
         shell.register("steps", one_step_each(3, 1, 5, states="a a b"))
         shell.execute(advantages_macro(settings(anchor=anchor)))
         with pytest.raises(
-            duckdb.InvalidInputException, match=f"anchor {anchor} compares texts.*`python audit.py RUN`"
+            duckdb.InvalidInputException, match=f"anchor {anchor} compares texts.*`python audit.py RUN`.*similarity_keys"
         ) as caught:
             shell.execute("FROM advantages()").fetchall()
-        advice = re.search(r"advantages\(.*\)", str(caught.value)).group()
-        assert shell.execute(f"SELECT anchor_size FROM {advice} ORDER BY 1").fetchall() == [(1,), (2,), (2,)]
+        by_key, by_state = re.findall(r"advantages\(.*?\)", str(caught.value))
+        assert shell.execute(f"SELECT anchor_size FROM {by_state} ORDER BY 1").fetchall() == [(1,), (2,), (2,)]
+        keyed = one_step_each(3, 1, 5, states=f"{A} {B} other")
+        keys = similarity_keys(keyed, threshold=0.9, method="linked")
+        shell.register("steps", keyed.append_column("anchor_key", keys))
+        assert shell.execute(f"SELECT anchor_size FROM {by_key} ORDER BY 1").fetchall() == [(1,), (2,), (2,)]
 
 
 def test_keys_that_are_texts_in_a_shell_cannot_run_together():
@@ -188,14 +213,22 @@ def test_texts_of_two_groups_or_none_are_never_compared():
         similarity_keys(both, threshold=1.0, method="linked")
     with pytest.raises(ValueError, match="one of linked, greedy"):
         similarity_keys(both, threshold=0.7, method="nearest")
+    nowhere = {"group_uid": ["g", None], "anchor_text": ["a", "b"]}
+    with pytest.raises(ValueError, match="row 1 has no group_uid"):
+        similarity_keys(nowhere, threshold=0.7, method="linked")
 
 
 def test_similar_anchors_end_to_end():
     steps = one_step_each(3, 1, 5, states=f"{A} {B} other")
     similar = settings(anchor="similar", similarity=0.9)
     assert compute_advantages(steps, similar)["step_advantage"].to_pylist() == [1.0, -1.0, 0.0]
-    keyed = steps.append_column("anchor_key", pa.array(["k", "l", "l"]))  # keys that are there are used
-    assert compute_advantages(keyed, similar)["step_advantage"].to_pylist() == [0.0, -2.0, 2.0]
+    keyed = steps.append_column("anchor_key", pa.array(["k", "l", "l"]))  # it is the text that is compared, at any threshold
+    assert compute_advantages(keyed, similar)["step_advantage"].to_pylist() == [1.0, -1.0, 0.0]
+    assert column(keyed, "step_advantage", anchor="similar", similarity=0.99) == [0.0, 0.0, 0.0]
+    assert column(keyed, "step_advantage", anchor="anchor_key") == [0.0, -2.0, 2.0]
+    unknown = steps.set_column(steps.column_names.index("anchor_text"), "anchor_text", pa.nulls(3, pa.string()))
+    with pytest.raises(ValueError, match="similar compares anchor_text, and every step's is NULL"):
+        compute_advantages(unknown, similar)
     with pytest.raises(ValueError, match=r"lacks the columns \['anchor_text'\]"):
         compute_advantages(steps.drop_columns(["anchor_text"]), similar)
 
@@ -235,10 +268,34 @@ def test_weights_move_the_baseline():
     assert got == pytest.approx([-1 / deviation, 2 / deviation])
     assert column(steps, "step_advantage", versions="weighted", normalise="leave_one_out") == pytest.approx([-3, 3])
     assert column(steps, "episode_advantage", versions="weighted") == [-1.5, 1.5]
-    for weight in (0.0, -1.0, float("nan"), float("inf"), None):
+    for weight in (0.0, -1.0, 1e-101, 1e101, float("nan"), float("inf"), None):
         bad = one_step_each(0, 3).append_column("weight", pa.array([weight, 1.0]))
-        with pytest.raises(ValueError, match="finite weight above 0 for every step; trajectory .* step 0 has"):
+        with pytest.raises(ValueError, match="a weight from 1e-100 to 1e100 for every step; trajectory .* step 0 has"):
             column(bad, "advantage", versions="weighted")
+
+
+@pytest.mark.parametrize("heavy", [1e15, 1e17, 1e100])
+@pytest.mark.parametrize("normalise", ["mean", "mean_std", "leave_one_out"])
+def test_one_weight_may_outweigh_all_others(heavy, normalise):
+    """Against exact fractions. A comes to s twice, once with the weight that dwarfs all; what the others have stays theirs."""
+    steps = table({"A": episode("s s", end=8), "B": episode("s", end=2), "C": episode("s", end=5)})
+    weights = [heavy, 1.0, 0.5, 3.0]
+    got = column(
+        steps.append_column("weight", pa.array(weights)), "step_advantage", versions="weighted", normalise=normalise, gamma=0.5
+    )
+    v, returns, owner = [Fraction(w) for w in weights], [Fraction(r) for r in (4, 8, 2, 5)], "AABC"
+    mean = sum(w * r for w, r in zip(v, returns, strict=True)) / sum(v)
+    if normalise == "leave_one_out":
+        baselines = []
+        for own in owner:
+            others = [(w, r) for w, r, name in zip(v, returns, owner, strict=True) if name != own]
+            baselines.append(sum(w * r for w, r in others) / sum(w for w, _ in others))
+        expected = [float(r - b) for r, b in zip(returns, baselines, strict=True)]
+    else:
+        squares = sum(w * (r - mean) ** 2 for w, r in zip(v, returns, strict=True))
+        deviation = float(squares / (sum(v) - sum(w * w for w in v) / sum(v))) ** 0.5 + 1e-6
+        expected = [float(r - mean) / (deviation if normalise == "mean_std" else 1) for r in returns]
+    assert got == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("normalise", ["mean", "mean_std", "leave_one_out"])

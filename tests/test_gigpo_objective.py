@@ -147,6 +147,24 @@ REFUSED = [
         {"policy": PpoClip(), "corrections": (SequenceTis(tis_cap=5.0), SequenceMask(sequence_high=2.0))},
         "tis_cap=5 would never act; set tis_cap to at most sequence_high",
     ),
+    ({"policy": PpoClip(), "corrections": (TokenTis(tis_cap=3.0),)}, "so tis_cap=3 would never act; set it below 3, or leave"),
+    ({"policy": PpoClip(clip_high=4.0), "corrections": (TokenTis(tis_cap=5.0),)}, r"1 \+ clip_high=5 where A > 0.*below 5"),
+    ({"policy": PpoClip(), "corrections": (TokenIcepop(icepop_low=0.0),)}, "icepop_high=5 would never act"),
+    ({"policy": PpoClip}, r"policy: <class.*write PpoClip\(...\)"),
+    ({"policy": "ppo_clip"}, r"policy: 'ppo_clip' names no settings; write PpoClip\(...\)"),
+    ({"policy": "ppo"}, "policy: 'ppo' is not an instance of one of BehaviourCloning, Cispo"),
+    ({"policy": None}, "policy: None is not an instance"),
+    ({"policy": TokenTis()}, r"policy: TokenTis\(tis_cap=2.0\) is not an instance"),
+    ({"policy": PpoClip(), "corrections": TokenTis()}, r"corrections=TokenTis\(tis_cap=2.0\) is no tuple; write"),
+    ({"policy": PpoClip(), "corrections": "token_tis"}, "corrections='token_tis' is no tuple"),
+    (
+        {"policy": PpoClip(), "corrections": ("token_tis",)},
+        r"corrections: 'token_tis' names no settings; write TokenTis\(...\)",
+    ),
+    ({"policy": PpoClip(), "corrections": (TokenTis,)}, r"write TokenTis\(...\)"),
+    ({"policy": PpoClip(), "corrections": (PpoClip(),)}, "is not an instance of one of GeometricMask"),
+    ({"policy": PpoClip(), "aggregation": TokenMean}, r"aggregation: .*write TokenMean\(...\)"),
+    ({"policy": PpoClip(), "aggregation": "token_mean"}, r"write TokenMean\(...\)"),
     ({"policy": Gspo(), "proximal": "interpolated"}, "proximal='interpolated' with gspo: only ppo_clip"),
     ({"policy": Reinforce(), "proximal": "recomputed"}, "use proximal=none"),
     ({"policy": PpoClip(), "proximal": "recompute"}, "proximal='recompute' is none of none, recomputed, interpolated"),
@@ -171,6 +189,10 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, message)
         {"policy": PpoClip(), "corrections": (SequenceTis(), SequenceMask())},  # verl decoupled_seq_is_rs
         {"policy": PpoClip(), "corrections": (SequenceTis(tis_cap=5.0), SequenceMask(sequence_high=10.0))},
         {"policy": Reinforce(), "corrections": (TokenTis(), TokenIcepop())},
+        {"policy": Reinforce(), "corrections": (TokenTis(tis_cap=10.0),)},  # AIPO
+        {"policy": PpoClip(), "corrections": (TokenTis(tis_cap=5.0),), "proximal": "recomputed"},  # bounds pi_p / mu
+        {"policy": PpoClip(), "corrections": (TokenTis(tis_cap=math.inf),)},  # no cap, as asked for
+        {"policy": PpoClip(dual_clip=math.inf), "corrections": (TokenTis(tis_cap=100.0),)},
         {"policy": Gspo(), "corrections": (K3Mask(),)},
         {"policy": DppoTv(), "corrections": (GeometricMask(),)},
         {"policy": PpoClip(), "corrections": (M2po(),), "proximal": "recomputed"},
@@ -223,6 +245,46 @@ def test_the_quick_start_s_loss_by_hand(advantage, rho, value, gradient):
     found_N.sum().backward()
     assert found_N.item() == pytest.approx(value)
     assert tokens.logprobs_N.grad.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(("dual_clip", "clip_high"), [(3.0, 0.2), (3.0, 4.0), (1.5, 0.2)])
+def test_a_cap_above_the_clip_never_acts_and_below_it_does(dual_clip, clip_high):
+    """Around mu the clip leaves no gradient beyond the larger of dual_clip and 1 + clip_high, so a cap there has none to
+    bound: that is what Objective refuses, and nothing less."""
+    policy, n = PpoClip(dual_clip=dual_clip, clip_high=clip_high), 200
+    rho_N = torch.linspace(0.05, 8.0, n, dtype=torch.float64).repeat(2)
+    beyond = max(dual_clip, 1.0 + clip_high)
+
+    def gradient(tis_cap: float) -> torch.Tensor:
+        tokens = Tokens(
+            logprobs_N=(torch.log(rho_N) - 5.0).requires_grad_(),
+            behaviour_logprobs_N=torch.full_like(rho_N, -5.0),
+            advantages_N=torch.cat([torch.ones(n), -torch.ones(n)]).double(),
+            sequence_N=torch.arange(2 * n),
+        )
+        (policy(tokens).loss_N * TokenTis(tis_cap=tis_cap)(tokens)).sum().backward()
+        return tokens.logprobs_N.grad
+
+    for acts, tis_cap in ((True, beyond - 0.2), (False, beyond), (False, beyond + 1.0)):
+        assert acts is not torch.equal(gradient(tis_cap), gradient(math.inf))
+        try:
+            Objective(policy=policy, corrections=(TokenTis(tis_cap=tis_cap),))
+        except ValueError:
+            assert not acts
+        else:
+            assert acts
+
+
+def test_somebody_s_own_loss_is_let_in():
+    class Mine:
+        name = "mine"
+
+        def __call__(self, tokens):
+            return Reinforce()(tokens)
+
+    tokens = drawn(scale=0.1)
+    mine, plain = (Objective(policy=policy, corrections=(TokenTis(),)) for policy in (Mine(), Reinforce()))
+    assert torch.equal(loss_N(mine, tokens), loss_N(plain, tokens))
 
 
 def test_the_penalties_by_hand():

@@ -39,7 +39,7 @@ def random_group(rng: random.Random, *, group: int, first_trajectory: int) -> li
                     version=version + rng.randint(0, 1),
                     weight=round(rng.uniform(0.1, 2.0), 3),
                     won=won,
-                    actions=tuple(rng.sample(["go", "take", "2:go"], rng.randint(0, 2))),
+                    actions=tuple(rng.choices(["go", "take", "2:go"], k=rng.randint(0, 3))),
                     key=None if rng.random() < 0.1 else rng.choice(["", "a", "b", "key a"]),
                 )
             )

@@ -1,15 +1,14 @@
 -- Anchor groups, eq. 6: the steps of one group with the same anchor key, whoever took them and when (a state met twice in
 -- one trajectory counts twice), with the statistics eq. 7 needs. Steps without a key are in none.
 -- in:  anchor_keys
--- out: group_uid, state_key, refinement, anchor_size BIGINT, total_weight DOUBLE, max_weight DOUBLE,
---      mean DOUBLE, deviation DOUBLE (ddof 1, NULL for one step), deviation_0 DOUBLE (ddof 0), all_equal BOOLEAN,
+-- out: group_uid, state_key, refinement, anchor_size BIGINT, max_weight DOUBLE, mean DOUBLE,
+--      deviation DOUBLE (ddof 1, NULL for one step), deviation_0 DOUBLE (ddof 0), all_equal BOOLEAN,
 --      spread DOUBLE (largest less smallest return, no penalty)
 SELECT
     group_uid,
     state_key,
     refinement,
     COUNT(*) AS anchor_size,
-    COUNT(*)::DOUBLE AS total_weight,
     1::DOUBLE AS max_weight,
     AVG(step_return) AS mean,
     STDDEV_SAMP(step_return) AS deviation,

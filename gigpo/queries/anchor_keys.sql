@@ -1,10 +1,10 @@
 -- Which steps count as taken in the same state, eq. 6, by the parameter `anchor`. Always within one group.
 --   state              the stored state_hash (the authors: the raw observation)
---   state_and_actions  the same, and the same set of admissible actions (G2PO, arXiv 2606.22995); needs the column
---                      admissible_actions, a list of texts
+--   state_and_actions  the same, and the same set of admissible actions (G2PO, arXiv 2606.22995): neither their order nor
+--                      repeats count; needs the column admissible_actions, a list of texts, none of them NULL
 --   suffix             the same last `anchor_history` states of the trajectory, this one included, see suffixes.sql
 --   anchor_key         whatever the column anchor_key says, e.g. SQL over anchor_text; NULL = no state
---   similar, similar_greedy   the same, for keys that similarity_keys made of alike texts
+--   (similar and similar_greedy come here as anchor_key, with keys that similarity_keys made; see checked.sql)
 -- The key is (group_uid, state_key, refinement): compared as it is, never hashed again. A step whose state (or one in its
 -- suffix) is unknown has no key, refinement NULL: it is its own singleton, not one of a crowd of unknowns. hgpo has one line
 -- for each suffix of a step; all others have one line per step.
@@ -20,21 +20,20 @@
 -- out: scores' columns but earlier_states, state_key, refinement VARCHAR
 SELECT
     * EXCLUDE (earlier_states, bucket),
-    CASE WHEN anchor NOT IN ('anchor_key', 'similar', 'similar_greedy') THEN state_hash END AS state_key,
+    CASE WHEN anchor <> 'anchor_key' THEN state_hash END AS state_key,
     bucket || CASE
-        WHEN anchor IN ('anchor_key', 'similar', 'similar_greedy') THEN CASE
-            WHEN BOOL_AND(anchor_key IS NULL) OVER () AND anchor = 'anchor_key'
-                THEN error('anchor anchor_key needs a column anchor_key; this table has none, or only NULL in it')
+        WHEN anchor = 'anchor_key' THEN CASE
             WHEN BOOL_AND(anchor_key IS NULL) OVER ()
-                THEN error(format('anchor {} compares texts, which SQL alone cannot: their keys are made in Python. Ask '
-                    || '`python audit.py RUN`, or here for another anchor: advantages(anchor := ''state'')', anchor))
+                THEN error('anchor anchor_key needs a column anchor_key; this table has none, or only NULL in it')
             ELSE 'key ' || anchor_key
         END
         WHEN state_hash IS NULL THEN NULL
-        WHEN anchor = 'state_and_actions' AND admissible_actions IS NULL
-            THEN error('anchor state_and_actions needs a list admissible_actions for every step, and some have none')
+        WHEN anchor = 'state_and_actions' AND (list_count(admissible_actions) = len(admissible_actions)) IS NOT TRUE
+            THEN error('anchor state_and_actions needs a list admissible_actions without NULL for every step; '
+                || 'some have none, or a NULL in it')
         WHEN anchor = 'state_and_actions'
-            THEN array_to_string(list_transform(list_sort(admissible_actions), lambda a: len(a) || ':' || a), '')
+            THEN array_to_string(
+                list_transform(list_sort(list_distinct(admissible_actions)), lambda a: len(a) || ':' || a), '')
         ELSE earlier_states
     END AS refinement
 FROM (

@@ -1,4 +1,6 @@
 -- The narrow relation every other query stands on: one row per step, only what the equations name.
+-- Whole numbers are of an integer type and flags BOOLEAN, or refused: a cast would make step 0 of 0.4, and true of 0.3.
+-- A uid, hash or key that is NaN is NULL: that is how some tools write a missing value.
 -- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of any type that compares.
 --      Optional, NULL where the table lacks them: version_min, weight, won, anchor_key, admissible_actions
 -- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = this step has no anchor state),
@@ -7,24 +9,36 @@
 -- It is materialised by the caller: recursing over a Parquet view would read the files once per step of an episode.
 -- The second part of the union has no rows; it only lends its columns. What a call does not use is never read.
 SELECT
-    group_uid,
-    traj_uid,
-    step_index::BIGINT AS step_index,
+    CASE WHEN typeof(group_uid) IN ('FLOAT', 'DOUBLE') AND group_uid::VARCHAR = 'nan' THEN NULL ELSE group_uid
+    END AS group_uid,
+    CASE WHEN typeof(traj_uid) IN ('FLOAT', 'DOUBLE') AND traj_uid::VARCHAR = 'nan' THEN NULL ELSE traj_uid
+    END AS traj_uid,
+    CASE WHEN typeof(step_index) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")' THEN step_index::BIGINT
+        ELSE error('step_index is ' || typeof(step_index) || ', and must be an integer; cast it where steps is made')
+    END AS step_index,
     reward::DOUBLE AS reward,
-    is_action_valid::BOOLEAN AS is_action_valid,
-    state_hash,
-    version_min::BIGINT AS version_min,
+    CASE WHEN typeof(is_action_valid) IN ('BOOLEAN', '"NULL"') THEN is_action_valid::BOOLEAN
+        ELSE error('is_action_valid is ' || typeof(is_action_valid) || ', and must be BOOLEAN; cast it where steps is made')
+    END AS is_action_valid,
+    CASE WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = 'nan' THEN NULL ELSE state_hash
+    END AS state_hash,
+    CASE WHEN typeof(version_min) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")' THEN version_min::BIGINT
+        ELSE error('version_min is ' || typeof(version_min) || ', and must be an integer; cast it where steps is made')
+    END AS version_min,
     weight::DOUBLE AS weight,
-    won::BOOLEAN AS won,
-    anchor_key::VARCHAR AS anchor_key,
+    CASE WHEN typeof(won) IN ('BOOLEAN', '"NULL"') THEN won::BOOLEAN
+        ELSE error('won is ' || typeof(won) || ', and must be BOOLEAN; cast it where steps is made')
+    END AS won,
+    CASE WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = 'nan' THEN NULL ELSE anchor_key::VARCHAR
+    END AS anchor_key,
     admissible_actions::VARCHAR[] AS admissible_actions
 FROM (
     FROM checked
     UNION ALL BY NAME
     SELECT
-        NULL::BIGINT AS version_min,
-        NULL::DOUBLE AS weight,
-        NULL::BOOLEAN AS won,
+        NULL AS version_min,
+        NULL AS weight,
+        NULL AS won,
         NULL AS anchor_key,
         NULL::VARCHAR[] AS admissible_actions
     WHERE false

@@ -9,27 +9,33 @@ WHERE CASE
         IS NOT TRUE
         THEN error(format('estimator must be gigpo, grpo, rloo, reinforce_pp, reinforce_pp_baseline, dr_grpo, hgpo or '
             || 'graphgpo, not {}', COALESCE(estimator::VARCHAR, 'NULL')))
-    WHEN (gamma::DOUBLE BETWEEN 0 AND 1) IS NOT TRUE
+    WHEN (TRY_CAST(gamma AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
         THEN error(format('gamma must be in [0, 1], not {}', COALESCE(gamma::VARCHAR, 'NULL')))
-    WHEN (omega::DOUBLE >= 0 AND isfinite(omega::DOUBLE)) IS NOT TRUE
+    WHEN (TRY_CAST(omega AS DOUBLE) >= 0 AND isfinite(TRY_CAST(omega AS DOUBLE))) IS NOT TRUE
         THEN error(format('omega must be finite and at least 0, not {}', COALESCE(omega::VARCHAR, 'NULL')))
     WHEN (normalise IN ('mean', 'mean_std', 'leave_one_out')) IS NOT TRUE
         THEN error(format('normalise must be mean, mean_std or leave_one_out, not {}', COALESCE(normalise::VARCHAR, 'NULL')))
     WHEN (weighting IN ('steps', 'trajectories')) IS NOT TRUE
         THEN error(format('weighting must be steps or trajectories, not {}', COALESCE(weighting::VARCHAR, 'NULL')))
-    WHEN (invalid_penalty::DOUBLE >= 0 AND isfinite(invalid_penalty::DOUBLE)) IS NOT TRUE
+    WHEN (TRY_CAST(invalid_penalty AS DOUBLE) >= 0 AND isfinite(TRY_CAST(invalid_penalty AS DOUBLE))) IS NOT TRUE
         THEN error(format('invalid_penalty must be finite and at least 0, not {}',
             COALESCE(invalid_penalty::VARCHAR, 'NULL')))
     WHEN (anchor IN ('state', 'state_and_actions', 'suffix', 'similar', 'similar_greedy', 'anchor_key')) IS NOT TRUE
         THEN error(format('anchor must be state, state_and_actions, suffix, similar, similar_greedy or anchor_key, not {}',
             COALESCE(anchor::VARCHAR, 'NULL')))
-    WHEN (anchor_history::BIGINT >= 1) IS NOT TRUE
-        THEN error(format('anchor_history must be at least 1, not {}', COALESCE(anchor_history::VARCHAR, 'NULL')))
+    WHEN (TRY_CAST(anchor_history AS BIGINT) >= 1 AND anchor_history = TRY_CAST(anchor_history AS BIGINT)) IS NOT TRUE
+        THEN error(format('anchor_history must be a whole number of at least 1, not {}',
+            COALESCE(anchor_history::VARCHAR, 'NULL')))
     WHEN (versions IN ('mixed', 'window', 'weighted')) IS NOT TRUE
         THEN error(format('versions must be mixed, window or weighted, not {}', COALESCE(versions::VARCHAR, 'NULL')))
-    WHEN (version_window::BIGINT >= 0) IS NOT TRUE
-        THEN error(format('version_window must be at least 0, not {}', COALESCE(version_window::VARCHAR, 'NULL')))
+    WHEN (TRY_CAST(version_window AS BIGINT) >= 0 AND version_window = TRY_CAST(version_window AS BIGINT)) IS NOT TRUE
+        THEN error(format('version_window must be a whole number of at least 0, not {}',
+            COALESCE(version_window::VARCHAR, 'NULL')))
     WHEN estimator = 'hgpo' AND anchor <> 'state'
         THEN error(format('anchor must be state with estimator hgpo, whose anchors are suffixes of states, not {}', anchor))
+    WHEN anchor IN ('similar', 'similar_greedy')
+        THEN error(format('anchor {} compares texts, which SQL alone cannot: ask `python audit.py RUN`, or make a column '
+            || 'anchor_key with gigpo.similarity_keys and ask advantages(anchor := ''anchor_key''), or for no texts '
+            || 'advantages(anchor := ''state'')', anchor))
     ELSE true
 END

@@ -1,7 +1,8 @@
 -- Step advantage, eq. 7:  A_S = (R_t - baseline) / F  over the anchor group, by `normalise`: mean, mean_std (deviation +
 -- 1e-6) or leave_one_out: the baseline is the mean over the other trajectories' steps. All steps of a step's own trajectory
 -- are left out, because a state that is met twice has returns that share rewards; one trajectory alone: 0. With d = R - mean
--- and v the weights (1 unless versions is 'weighted'), the mean of the others is  mean - sum_own(v d) / (V - sum_own(v)).
+-- and n members the mean of the others is  mean - sum_own(d) / (n - n_own). With weights v the others are added up instead:
+-- where the own trajectory has nearly all the weight, V - sum_own(v) would be rounding and nothing else.
 -- The deviation has ddof 1, as GiGPO's authors compute it; ddof 0 for hgpo, as its authors do.
 -- One step alone, or returns that are all equal: exactly 0. (A float32 mean misses by one ulp, and one ulp divided by
 -- one ulp + 1e-6 is up to 0.65: the fault this comparison, and DOUBLE throughout, are here for.)
@@ -16,7 +17,6 @@ WITH compared AS (
         COALESCE(all_equal, true) AS all_equal,
         step_return - mean AS d,
         CASE estimator WHEN 'hgpo' THEN deviation_0 ELSE deviation END AS deviation,
-        total_weight,
         CASE versions WHEN 'weighted' THEN weight / max_weight ELSE 1 END AS v
     FROM anchor_keys
     LEFT JOIN (
@@ -32,10 +32,17 @@ SELECT
     *,
     CASE
         WHEN all_equal THEN 0::DOUBLE
-        WHEN normalise = 'mean_std' THEN COALESCE(d / (deviation + 1e-6::DOUBLE), 0) -- NULL: weights so unequal that one counts
+        WHEN normalise = 'mean_std' THEN d / (deviation + 1e-6::DOUBLE)
         WHEN normalise = 'mean' THEN d
         WHEN COUNT(*) OVER own = anchor_size THEN 0
-        ELSE d + SUM(v * d) OVER own / (total_weight - SUM(v) OVER own)
+        WHEN versions = 'weighted' THEN step_return - SUM(v * step_return) OVER others / SUM(v) OVER others
+        ELSE d + SUM(d) OVER own / (anchor_size - COUNT(*) OVER own)
     END AS step_advantage
 FROM compared
-WINDOW own AS (PARTITION BY group_uid, state_key, refinement, traj_uid)
+WINDOW
+    own AS (PARTITION BY group_uid, state_key, refinement, traj_uid),
+    others AS (
+        PARTITION BY group_uid, state_key, refinement
+        ORDER BY traj_uid
+        RANGE BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING EXCLUDE GROUP
+    )

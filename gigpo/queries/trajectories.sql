@@ -5,6 +5,7 @@
 -- rounding: how far a return (discounted or not) can be from that of the rewards as they were meant, in any order of
 -- addition: each of T rewards was rounded once and then takes part in at most 2 T - 1 rounded operations, so
 --   |R - R exact| <= 2 T u sum |r| + O(u^2),  u = 2^-53 the unit roundoff; T + 1 instead of T is for O(u^2).
+-- Rewards are finite and so must be what is made of them: sums, and sums of squares. 1e100 leaves room for both.
 -- in:  base
 -- out: traj_uid, group_uid, n_steps BIGINT, n_invalid BIGINT, rounding DOUBLE, won BOOLEAN
 SELECT
@@ -18,6 +19,9 @@ SELECT
             THEN error(format(
                 'trajectory {} has a NULL uid, step_index or is_action_valid, or a reward that is not finite',
                 COALESCE(traj_uid::VARCHAR, 'NULL')))
+        WHEN SUM(abs(reward)) > 1e100
+            THEN error(format('trajectory {} has rewards whose sizes add up to {}; scale them, to at most 1e100',
+                traj_uid::VARCHAR, SUM(abs(reward))))
         WHEN MIN(group_uid) <> MAX(group_uid)
             THEN error(format('trajectory {} is in more than one group; give it one group_uid', traj_uid::VARCHAR))
         WHEN MIN(step_index) = 0 AND MAX(step_index) < COUNT(*) - 1

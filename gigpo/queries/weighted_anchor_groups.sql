@@ -3,7 +3,9 @@
 -- (token-level correction uses 2); the caller computes it. With v = weight / (largest in the group):
 --   mean = sum(v x) / V,   var = sum(v (x - mean)^2) / (V - sum(v^2) / V),   V = sum(v)
 -- the unbiased variance for given weights; V - sum(v^2) / V is n - 1 for equal weights, and v is then exactly 1: equal
--- weights, whatever they are, give the statistics of 'mixed'. With ddof 0 the divisor is V.
+-- weights, whatever they are, give the statistics of 'mixed'. With ddof 0 the divisor is V. The first divisor is computed as
+-- sum(v (V - v)) / V, and V - v of the heaviest as the sum of all others: where one weight outweighs them by 1e16, V is that
+-- one weight, and the difference would be rounding and nothing else.
 -- What it estimates: the value of one response by pi in this state and all later ones by mu, the policies that sampled
 -- them. R_t is what came of those later responses, and rho says nothing of them; their product would, and would explode
 -- with the length. So even uncapped it is not pi's own value: it is off by how pi and mu differ after this step. Of the
@@ -24,8 +26,9 @@ WITH weighted AS (
     FROM anchor_keys
     WHERE
         refinement IS NOT NULL
-        AND CASE WHEN weight > 0 AND isfinite(weight) THEN true ELSE error(format(
-            'versions weighted needs a finite weight above 0 for every step; trajectory {} step {} has {}',
+        -- Within these bounds neither a ratio of two weights nor the sum of many is 0 or infinite.
+        AND CASE WHEN weight BETWEEN 1e-100 AND 1e100 THEN true ELSE error(format(
+            'versions weighted needs a weight from 1e-100 to 1e100 for every step; trajectory {} step {} has {}',
             traj_uid::VARCHAR, step_index, COALESCE(weight::VARCHAR, 'NULL'))) END
 ),
 means AS (
@@ -37,7 +40,7 @@ means AS (
         COUNT(*) AS anchor_size,
         SUM(v) AS total_weight,
         SUM(v * step_return) / total_weight AS mean,
-        SUM(v * v) AS square_weight,
+        COALESCE(SUM(v) FILTER (v < 1), 0) + (COUNT(*) FILTER (v = 1) - 1) AS other_weight, -- all but one of the heaviest
         MIN(step_return) = MAX(step_return) AS all_equal,
         MAX(raw_return) - MIN(raw_return) AS spread
     FROM weighted
@@ -48,10 +51,10 @@ SELECT
     means.state_key,
     means.refinement,
     anchor_size,
-    total_weight,
     means.max_weight,
     mean,
-    SQRT(SUM(v * (step_return - mean) ** 2) / NULLIF(total_weight - square_weight / total_weight, 0)) AS deviation,
+    SQRT(SUM(v * (step_return - mean) ** 2)
+        / NULLIF(SUM(v * CASE WHEN v < 1 THEN total_weight - v ELSE other_weight END) / total_weight, 0)) AS deviation,
     SQRT(SUM(v * (step_return - mean) ** 2) / total_weight) AS deviation_0,
     all_equal,
     spread
@@ -61,5 +64,5 @@ JOIN means
     AND weighted.state_key IS NOT DISTINCT FROM means.state_key
     AND weighted.refinement = means.refinement
 GROUP BY
-    means.group_uid, means.state_key, means.refinement, anchor_size, total_weight, square_weight, means.max_weight, mean,
+    means.group_uid, means.state_key, means.refinement, anchor_size, total_weight, other_weight, means.max_weight, mean,
     all_equal, spread
