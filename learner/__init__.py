@@ -3,8 +3,8 @@
 `learner.py` is the loop. `source.py` makes rows with advantages of a claimed batch, `batch.py` (with `sequences.py` and
 `packing.py`) tensors of the rows, `prefetch.py` does both beside the training. `ranks.py` trains: one `engine.py` (DeepSpeed
 around `policy_model.py`) a process, minimising what `objective.py` reads off the config. `guards.py` looks at the outcome,
-`metrics.py` and `stats.py` name it. `publish.py` writes weights, `checkpoint.py` what a restart needs. `lora.py` adapts,
-`tiny_model.py` makes a base policy where there is none.
+`metrics.py` and `stats.py` name it. `publish.py` writes weights, `checkpoint.py` what a restart needs, both with
+`directories.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none.
 """
 
 from learner.guards import BadUpdatesError, CollapseError

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of the variable-length kernel
-KERNEL_HEAD_SIZE = 256  # at most, and a multiple of 8
+KERNEL_HEAD_SIZE = 256  # at most, a multiple of 8, and one for queries, keys and values
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings whose angles depend on the longest sequence of the forward pass: the others would feel it.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -110,7 +110,10 @@ def packed_attention(
     sequences: PackedSequences | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' interface; returns [1, T, A, D]. Keys and values may have fewer heads."""
+    """The attention function of transformers' interface; returns [1, T, A, D], with D as the values have it.
+
+    Keys and values may have fewer heads, a divisor of the queries', and values another head size, as in latent attention.
+    """
     if attention_mask is not None:
         raise ValueError(f"model.path: {type(module).__name__} masks tokens by a rule of its own, which would be left out here")
     if sequences is None:
@@ -121,8 +124,7 @@ def packed_attention(
     if asked:
         raise ValueError(f"model.path: {type(module).__name__} uses {asked[0]}, which packed attention does not compute")
     grouped = query_1ATD.shape[1] != key_1ATD.shape[1]
-    head_size = query_1ATD.shape[-1]
-    if query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES and head_size <= KERNEL_HEAD_SIZE and head_size % 8 == 0:
+    if _kernel_takes(query_1ATD, value_1ATD):
         longest = max(sequences.lengths)
         out_TAD = varlen_attn(
             *(heads_1ATD[0].transpose(0, 1) for heads_1ATD in (query_1ATD, key_1ATD, value_1ATD)),
@@ -144,6 +146,13 @@ def packed_attention(
         )
         outs_1LAD.append(out_1ALD.transpose(1, 2))
     return torch.cat(outs_1LAD, dim=1), None
+
+
+def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:
+    """Whether the variable-length kernel computes these; keys are of the queries' size. What it does not, the loop does."""
+    head_size = query_1ATD.shape[-1]
+    fits = head_size <= KERNEL_HEAD_SIZE and head_size % 8 == 0 and value_1ATD.shape[-1] == head_size
+    return query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES and fits
 
 
 def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tensor | None:

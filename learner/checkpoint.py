@@ -7,7 +7,7 @@ All ranks call these together. A checkpoint does not depend on the ZeRO stage or
 with others. It is a directory that appears whole or not at all; of KIND master, exp_avg and exp_avg_sq (`full_state.py`):
 
     KIND-rank00000.safetensors   float32 tensors by parameter name; rank r of R writes parameters r, r + R, r + 2 R, ...
-    checkpoint.json              what `_content` says, with the digests of those files
+    checkpoint.json              a `Content`: where it was, and those files with their digests
 
 Parameters that are not trained, LoRA's base, are not in it.
 """
@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from learner.directories import UNFINISHED_SUFFIX, prune_oldest, visible_last
 from learner.engine import Engine
 from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_of, trainable, write_state
-from learner.publish import UNFINISHED_SUFFIX, prune_oldest, visible_last, wait_until_durable
+from learner.publish import wait_until_durable
 from learner.random_states import random_states, restore_random_states
 from learner.shards import SHARD_BYTES, write_shards
+from learner.stats import from_all_ranks
 from store import files_digest
 
 POINT_FILE = "checkpoint.json"
@@ -52,26 +54,43 @@ class CheckpointPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Files:
+class Files:
     """What one rank wrote of one kind."""
 
     kind: str
-    names: tuple[str, ...]
+    names: Sequence[str]
     n_bytes: int
     digest: str  # of all of them in order, as `shards.py` says
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """checkpoint.json, the same whichever rank made it."""
+
+    format_version: int
+    point: CheckpointPoint
+    dtype: str  # of the trained parameters; for people, as is the stage: neither has to stay as it is
+    zero_stage: int
+    adam_steps: int
+    parameters: dict[str, list[int]]  # name -> shape of the trained ones
+    files: list[Files]
+    random_states: list[dict[str, Any]]  # by rank, as `random_states.py` has them
+
+
 def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: int, lsn: int) -> None:
-    """Durable when it returns, and so are all weights published before it. Nothing is seen of it before."""
+    """Durable when rank 0 returns, and so are all weights published before it. Nothing is seen of it before.
+
+    The other ranks return as soon as all files are written. Not a collective waits for a disk to say that it has them, which
+    may take any time, so no time-out of the group can end a run whose disk is slow.
+    """
     point = CheckpointPoint(learner_step=learner_step, version=version, n_updates=engine.n_updates, lsn=lsn)
     if engine.rank == 0:
-        wait_until_durable()
         with visible_last(dest) as unfinished:
             content = _written(engine, unfinished, point)
-            (unfinished / POINT_FILE).write_text(json.dumps(content) + "\n")
+            (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
+            wait_until_durable()
     else:
         _written(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
-    dist.barrier()
 
 
 def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
@@ -80,36 +99,37 @@ def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
     Raises CheckpointError, on every rank, if it is damaged or of another model; the engine is as it was then.
     """
     content = read_content(source)
-    faults = _from_all_ranks(engine, _fault(source, content, share=slice(engine.rank, None, engine.ranks)))
+    share = slice(engine.rank, None, engine.ranks)
+    faults = from_all_ranks(_fault(source, content, share=share), ranks=engine.ranks)
     if any(faults):
         raise CheckpointError(next(filter(None, faults)))
     parameters = trainable(engine.policy.causal_lm)
-    check_parameters(source, content["parameters"], parameters)
-    write_state(engine.deepspeed, parameters, saved_tensors(source, content), steps=content["adam_steps"])
-    point = CheckpointPoint(**content["point"])
-    engine.n_updates = point.n_updates
-    if engine.rank < len(content["random_states"]):  # a rank that was not there has nothing to go on with
-        restore_random_states(content["random_states"][engine.rank])
-    return point
+    check_parameters(source, content.parameters, parameters)
+    write_state(engine.deepspeed, parameters, saved_tensors(source, content), steps=content.adam_steps)
+    engine.n_updates = content.point.n_updates
+    if engine.rank < len(content.random_states):  # a rank that was not there has nothing to go on with
+        restore_random_states(content.random_states[engine.rank])
+    return content.point
 
 
-def read_content(source: Path) -> dict[str, Any]:
-    """checkpoint.json. Raises CheckpointError if it is not one of this code's."""
+def read_content(source: Path) -> Content:
+    """Of the checkpoint in the directory `source`. Raises CheckpointError if it is not one of this code's."""
     path = source / POINT_FILE
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        found = content["format_version"]
+        record: dict[str, Any] = json.loads(path.read_text())
+        found = record["format_version"]
+        content = _parsed(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{source} is not a whole checkpoint (no {POINT_FILE} in it); {OLDER}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); {OLDER}") from error
-    if found != FORMAT_VERSION:
+    if content is None:
         remedy = "start the run anew" if found < FORMAT_VERSION else "update the code"
         raise CheckpointError(f"{source} has format version {found}, this code reads {FORMAT_VERSION}; {remedy}")
     return content
 
 
-def check_whole(source: Path, content: Mapping[str, Any]) -> None:
+def check_whole(source: Path, content: Content) -> None:
     """Reads all files. Raises CheckpointError for one that is missing, cut or changed."""
     fault = _fault(source, content, share=slice(None))
     if fault:
@@ -129,13 +149,13 @@ def check_parameters(source: Path, saved: Mapping[str, Sequence[int]], parameter
         )
 
 
-def saved_tensors(source: Path, content: Mapping[str, Any]) -> Callable[[str, str], torch.Tensor]:
+def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.Tensor]:
     """(parameter name, kind) -> the float32 tensor, read from the disk when asked for."""
     where: dict[tuple[str, str], Any] = {}
-    for item in content["files"]:
-        for name in item["names"]:
+    for files in content.files:
+        for name in files.names:
             file = safe_open(source / name, framework="pt")
-            where |= {(parameter, item["kind"]): file for parameter in file.keys()}  # noqa: SIM118 (no mapping)
+            where |= {(parameter, files.kind): file for parameter in file.keys()}  # noqa: SIM118 (no mapping)
 
     def saved(parameter: str, kind: str) -> torch.Tensor:
         tensor: torch.Tensor = where[parameter, kind].get_tensor(parameter)
@@ -159,47 +179,46 @@ def prune_checkpoints(checkpoints_dir: Path, *, newest: int, keep: int, keep_eve
     return abandoned + prune_oldest(checkpoints_dir, keep=keep, kept=kept)
 
 
-def _written(engine: Engine, directory: Path, point: CheckpointPoint) -> dict[str, Any]:
-    """Writes this rank's files; returns the content of checkpoint.json, the same on every rank."""
+def _parsed(record: dict[str, Any]) -> Content:
+    point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
+    return Content(**record | {"point": point, "files": files})
+
+
+def _written(engine: Engine, directory: Path, point: CheckpointPoint) -> Content:
+    """Writes this rank's files; returns the whole checkpoint's content."""
     dist.barrier()  # until rank 0 has made the directory
     parameters = trainable(engine.policy.causal_lm)
     mine = [_write_kind(engine, parameters, directory, kind) for kind in KINDS]
-    per_rank = _from_all_ranks(engine, (mine, random_states()))
-    return {
-        "format_version": FORMAT_VERSION,
-        "point": asdict(point),
-        "dtype": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
-        "zero_stage": engine.learner.zero_stage,  # for people, as is dtype: neither has to stay as it is
-        "adam_steps": read_steps(engine.deepspeed, parameters),
-        "parameters": {name: shape_of(parameter) for name, parameter in parameters.items()},
-        "files": [asdict(files) for files_of_rank, _ in per_rank for files in files_of_rank],
-        "random_states": [states for _, states in per_rank],
-    }
+    per_rank = from_all_ranks((mine, random_states()), ranks=engine.ranks)
+    return Content(
+        format_version=FORMAT_VERSION,
+        point=point,
+        dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+        zero_stage=engine.learner.zero_stage,
+        adam_steps=read_steps(engine.deepspeed, parameters),
+        parameters={name: shape_of(parameter) for name, parameter in parameters.items()},
+        files=[files for files_of_rank, _ in per_rank for files in files_of_rank],
+        random_states=[states for _, states in per_rank],
+    )
 
 
-def _write_kind(engine: Engine, parameters: Parameters, directory: Path, kind: str) -> _Files:
+def _write_kind(engine: Engine, parameters: Parameters, directory: Path, kind: str) -> Files:
     gathered = read_state(engine.deepspeed, parameters, kind)
     stem = f"{kind}-rank{engine.rank:05d}"
     share = islice(gathered, engine.rank, None, engine.ranks)
     shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES)
-    return _Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
+    return Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
 
 
-def _fault(source: Path, content: Mapping[str, Any], *, share: slice) -> str | None:
+def _fault(source: Path, content: Content, *, share: slice) -> str | None:
     """What is wrong with the files of the checkpoint; of these ones only, in their order, the bytes are looked at."""
-    for number, item in enumerate(content["files"]):
-        paths = [source / name for name in item["names"]]
+    for number, files in enumerate(content.files):
+        paths = [source / name for name in files.names]
         missing = [path for path in paths if not path.is_file()]
         if missing:
             return f"{missing[0]} is missing; {OLDER}"
-        if sum(path.stat().st_size for path in paths) != item["n_bytes"]:
+        if sum(path.stat().st_size for path in paths) != files.n_bytes:
             return f"{paths[0]} is not as long as it was written; {OLDER}"
-        if number in range(len(content["files"]))[share] and files_digest(paths) != item["digest"]:
+        if number in range(len(content.files))[share] and files_digest(paths) != files.digest:
             return f"{paths[0]} was changed after it was written (digest); {OLDER}"
     return None
-
-
-def _from_all_ranks(engine: Engine, value: Any) -> list[Any]:
-    values = [value] * engine.ranks
-    dist.all_gather_object(values, value)
-    return values

@@ -1,7 +1,7 @@
-"""The one place that imports DeepSpeed: its settings, the group of ranks, its standard output turned to the log.
+"""The first to import DeepSpeed: its settings, the group of ranks, its standard output turned to the log.
 
-    store = host_ranks()                                            # in one process; several ranks only
-    join_ranks(0, ranks=2, address=f"127.0.0.1:{store.port}")       # in each rank's process, before `initialize`
+    store = host_ranks(LOOPBACK)                                    # in one process; several ranks only
+    join_ranks(0, ranks=2, address=f"{LOOPBACK}:{store.port}")      # in each rank's process, before `initialize`
     engine = initialize(module, dtype="float32", learner=learner)
     with whole(parameter):                                          # ZeRO 3: all ranks together
         parameter.shape
@@ -15,6 +15,7 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -57,8 +58,11 @@ MAX_BUCKET_ELEMENTS = 500_000_000
 LEAST_BF16_ZERO_STAGE = 1  # below it DeepSpeed keeps no fp32 masters and accumulates gradients in bf16
 PARTITIONED = 3  # the ZeRO stage from which a rank holds only its part of a parameter
 WHOLE_ELEMENTS = 100_000  # parameters smaller than this stay whole on each rank: a norm's are not worth a message
-# Longer than ranks ever wait for each other (one pass, or rank 0 writing one weight); then the others have died.
-GROUP_TIMEOUT = timedelta(minutes=5)
+# Longer than ranks ever wait for each other: for a pass, or, while they gather weights, for each to write a file of
+# `shards.SHARD_BYTES` (eight of them at 100 MB/s together take six minutes). No rank waits for an fsync, which has no bound.
+# It ends the wait for a rank that hangs: of one that died or failed `ranks.py` knows within seconds. DeepSpeed's own groups
+# have torch's time-outs, 30 minutes with gloo and 10 with NCCL.
+GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 
 
@@ -128,9 +132,17 @@ def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) ->
     }
 
 
-def host_ranks() -> dist.TCPStore:
-    """Where the ranks of a group meet, on a free port (`.port`); its process keeps it as long as the group lives."""
-    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+def host_ranks(host: str) -> dist.TCPStore:
+    """Where the ranks of a group meet, on a free port (`.port`); its process keeps it as long as the group lives.
+
+    It takes connections to the address `host` of this machine and no other: whoever reaches the port can end the run.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)  # left to itself a TCPStore listens on all addresses
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT, master_listen_fd=listening.detach()
+    )
 
 
 def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:

@@ -77,9 +77,12 @@ class Engine:
 
         They have one proximal policy, that of before the first of them.
         """
-        if self.objective.proximal == "recomputed":
-            updates = [self.with_proximal(batches) for batches in updates]
-        return [self.update(batches) for batches in updates]
+        if self.objective.proximal != "recomputed":
+            return [self.update(batches) for batches in updates]
+        scores = [self.score(batches) for batches in updates]
+        anchored = [with_proximal(batches, scored) for batches, scored in zip(updates, scores, strict=True)]
+        # Until the first update the policy is the proximal one; after it the others are to be scored anew where that counts.
+        return [self._update(batches, scores=None if k else scores[0]) for k, batches in enumerate(anchored)]
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateStats:
         """One optimizer update with the gradient of the objective over all `micro_batches`, however they were cut.
@@ -87,35 +90,7 @@ class Engine:
         They are of one table: equal rows_N are one sequence. With loss.proximal=recomputed they come from `with_proximal`.
         A loss or gradient that is not finite leaves everything as it was, on all ranks.
         """
-        mine = self._mine(micro_batches)
-        totals = BatchTotals(
-            n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
-            n_sequences=sum(batch.n_rows for batch in micro_batches),
-        )
-        scored = self.objective.batch_wide or self.learner.ess_scaled
-        scores = self.score(micro_batches) if scored else []
-        learning_rate = scheduled(self.learner, n_updates=self.n_updates)
-        if self.learner.ess_scaled:
-            learning_rate *= _ess_fraction(micro_batches, scores)
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
-        factors = self._batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks] if self.objective.batch_wide else []
-        passes = []
-        for index, batch in enumerate(mine):
-            # By hand, because the number of micro-batches differs from update to update: the last one reduces.
-            self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
-            factor_N = factors[index].to(self.deepspeed.device) if factors else None
-            passes.append(self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals))
-        grad_norm = self._step()
-        skipped = not math.isfinite(grad_norm)
-        self.n_updates += not skipped
-        everyone = gathered(passes, micro_batches, ranks=self.ranks)
-        return update_stats(micro_batches, everyone, grad_norm=grad_norm, learning_rate=learning_rate, skipped=skipped)
-
-    def with_proximal(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same with the log-probabilities of the policy as it is now: the centre of decoupled PPO's trust region."""
-        scores = self.score(micro_batches)
-        return [replace(batch, proximal_logprobs_N=score_N) for batch, score_N in zip(micro_batches, scores, strict=True)]
+        return self._update(micro_batches, scores=None)
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """The current policy's logprobs_N of every micro-batch, float32 on the CPU, without gradient."""
@@ -141,6 +116,33 @@ class Engine:
     def close(self) -> None:
         """Frees what DeepSpeed holds; the process group stays for the next engine of this process."""
         self.deepspeed.destroy()
+
+    def _update(self, micro_batches: Sequence[MicroBatch], *, scores: Sequence[torch.Tensor] | None) -> UpdateStats:
+        """As `update`; `scores` are those of the policy as it is, None if nobody made them yet."""
+        mine = self._mine(micro_batches)
+        totals = BatchTotals(
+            n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
+            n_sequences=sum(batch.n_rows for batch in micro_batches),
+        )
+        if scores is None:
+            scores = self.score(micro_batches) if self.objective.batch_wide or self.learner.ess_scaled else []
+        learning_rate = scheduled(self.learner, n_updates=self.n_updates)
+        if self.learner.ess_scaled:
+            learning_rate *= _ess_fraction(micro_batches, scores)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        factors = self._batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks] if self.objective.batch_wide else []
+        passes = []
+        for index, batch in enumerate(mine):
+            # By hand, because the number of micro-batches differs from update to update: the last one reduces.
+            self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
+            factor_N = factors[index].to(self.deepspeed.device) if factors else None
+            passes.append(self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals))
+        grad_norm = self._step()
+        skipped = not math.isfinite(grad_norm)
+        self.n_updates += not skipped
+        everyone = gathered(passes, micro_batches, ranks=self.ranks)
+        return update_stats(micro_batches, everyone, grad_norm=grad_norm, learning_rate=learning_rate, skipped=skipped)
 
     def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """This rank's share. At ZeRO 3 a pass needs all ranks, so a rank with fewer of them would wait for ever."""
@@ -216,6 +218,10 @@ def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:
 
     Linear from learning_rate / warmup_updates at the first update to learning_rate at the last of the warm-up; with the
     "linear" schedule times a factor that falls from 1 at the first update to LINEAR_END at the last of the run.
+
+    A function of the updates applied and of the config, with no state of its own. So a run that goes on with another
+    learner.steps jumps to the line of its new length: after 100 of 100 updates the factor is 0.1, and after 100 of 200 it is
+    0.55, as if 200 had been the number from the start. `loss/learning_rate` shows it.
     """
     warm = min(1.0, (n_updates + 1) / max(1, learner.warmup_updates))
     last = learner.steps * learner.updates_per_step - 1
@@ -223,10 +229,16 @@ def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:
     return learner.learning_rate * warm * (1.0 - fall)
 
 
+def with_proximal(micro_batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> list[MicroBatch]:
+    """The same with their `Engine.score` as the proximal policy: the centre of decoupled PPO's trust region."""
+    return [replace(batch, proximal_logprobs_N=score_N) for batch, score_N in zip(micro_batches, scores, strict=True)]
+
+
 def _ess_fraction(batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> float:
     """(sum rho)^2 / (n sum rho^2) over the update's n tokens, rho = pi / mu before it: 1 on policy, small on stale data.
 
-    It costs a forward pass over the update before the one that learns, unless a correction needs that anyway.
+    It costs a forward pass over the update before the one that learns, unless a correction or, at a learner step's first
+    update, the recomputed proximal policy needs that anyway.
     """
     behaviour_N = torch.cat([batch.behaviour_logprobs_N for batch in batches])
     fraction = ess(torch.exp(log_ratio(torch.cat(list(scores)), behaviour_N)))

@@ -1,4 +1,4 @@
-"""python -m learner export RUN [--version N | --checkpoint STEP] DEST: a plain Hugging Face directory of a run's policy."""
+"""python -m learner export RUN [--version N | --checkpoint STEP] [--adapter] DEST: a run's policy for other programs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import configs
 import store
 from configs import Config
 from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
+from learner.directories import UNFINISHED_SUFFIX, visible_last
 from learner.full_state import MASTER, trainable
-from learner.lora import add_adapters, merged
+from learner.lora import add_adapters, merged, write_adapter
 from learner.policy_model import load_policy
-from learner.publish import UNFINISHED_SUFFIX, visible_last, wait_until_durable, weight_files, write_weights
+from learner.publish import wait_until_durable, weight_files, write_weights
 from store import RunLayout, VersionRecord, files_digest, local_directory
 
 DESCRIPTION = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
 newest published version. A checkpoint's float32 weights are rounded to model.dtype, as those of its version were; LoRA
-adapters are merged into the base model. The digest printed is that of `cat DEST/model*.safetensors | b3sum`."""
+adapters are merged into the base model. The digest printed is that of `cat DEST/*.safetensors | b3sum`.
+
+With --adapter only the adapters, in float32, as peft and vLLM load them beside the base model."""
 
 
 class ExportError(ValueError):
@@ -34,7 +38,7 @@ class ExportError(ValueError):
 def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "export",
-        help="write a version or a checkpoint as a plain Hugging Face directory",
+        help="write a version or a checkpoint as a Hugging Face directory, or its adapters as peft has them",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,6 +46,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, metavar="N", help="a published policy version (default: the newest)")
     which.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint after this learner step")
+    parser.add_argument("--adapter", action="store_true", help="a checkpoint's LoRA adapters (default: the newest's)")
     parser.add_argument("dest", type=Path, metavar="DEST", help="a directory that does not exist yet")
     parser.set_defaults(run=run)
 
@@ -50,7 +55,11 @@ def run(options: argparse.Namespace) -> int:
     layout = RunLayout.open(options.run_dir)
     if options.dest.exists():
         raise ExportError(f"{options.dest} exists; choose another directory, or remove it")
-    if options.checkpoint is not None:
+    if options.adapter:
+        learner_step = find_checkpoint(layout, options)
+        digest = export_adapter(layout, learner_step, options.dest)
+        what = f"the adapters after learner step {learner_step}"
+    elif options.checkpoint is not None:
         digest = export_checkpoint(layout, options.checkpoint, options.dest)
         what = f"the checkpoint after learner step {options.checkpoint}"
     else:
@@ -74,6 +83,20 @@ def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
     raise ExportError(f"{asked} of {layout.root} {gone}; {_what_there_is(layout, there)}")
 
 
+def find_checkpoint(layout: RunLayout, options: argparse.Namespace) -> int:
+    """The learner step of the checkpoint whose adapters are wanted. Raises ExportError naming those that are there."""
+    if options.version is not None:
+        raise ExportError(f"--version {options.version} was published with its adapters merged; give --checkpoint STEP instead")
+    if options.checkpoint is not None:
+        return int(options.checkpoint)
+    with store.open(layout.root, warn=False) as reader:
+        rows = reader.sql("SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC").to_pylist()
+    there = [int(row["learner_step"]) for row in rows if layout.checkpoint_dir(row["learner_step"]).is_dir()]
+    if not there:
+        raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
+    return there[0]
+
+
 def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
     """Copies a published directory, whose digest must be the published one; returns it. Raises ExportError, StoreError."""
     try:
@@ -95,6 +118,25 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
 
 def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     """Writes the weights of a checkpoint over the base model's; returns their digest. Raises ExportError, CheckpointError."""
+    model, base = _restored(layout, learner_step)
+    with _all_or_nothing(dest):
+        digest = write_weights(merged(model), dest, source_dir=base)
+    wait_until_durable()
+    return digest
+
+
+def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
+    """Writes a peft adapter directory; returns the digest of its weights. Raises ExportError, CheckpointError."""
+    if not configs.from_yaml(layout.info.config_yaml).model.lora_rank:
+        raise ExportError(f"{layout.root} has model.lora_rank=0: there are no adapters; leave out --adapter")
+    model, _ = _restored(layout, learner_step)
+    with _all_or_nothing(dest):
+        write_adapter(model, dest)
+    return files_digest(weight_files(dest))
+
+
+def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Path]:
+    """The model of a checkpoint, with its adapters if it has some, and the base model's directory."""
     source = layout.checkpoint_dir(learner_step)
     if not source.is_dir():
         there = [version for version in _versions(layout) if layout.storage.exists(f"{version.path}/config.json")]
@@ -102,21 +144,18 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     config = configs.from_yaml(layout.info.config_yaml)
     content = read_content(source)
     check_whole(source, content)
-    base = _base_model(layout, config)
+    base = _base_model(layout, config).resolve()  # an adapter names it, for readers that are elsewhere
     disable_progress_bar()  # the answer is one line
     model = load_policy(base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0).causal_lm
     if config.model.lora_rank:
         add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
     parameters = trainable(model)
-    check_parameters(source, content["parameters"], parameters)
+    check_parameters(source, content.parameters, parameters)
     saved = saved_tensors(source, content)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved(name, MASTER))
-    with _all_or_nothing(dest):
-        digest = write_weights(merged(model), dest, source_dir=base)
-    wait_until_durable()
-    return digest
+    return model, base
 
 
 def _versions(layout: RunLayout) -> list[VersionRecord]:

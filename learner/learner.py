@@ -10,6 +10,8 @@ stale, with the reason, and stays in the store. If that checkpoint is damaged th
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,10 +39,11 @@ from learner.publish import prune_versions, weight_files
 from learner.ranks import Ranks
 from learner.source import ReadyBatch, source_of
 from learner.stats import UpdateStats
-from store import Batch, CheckpointRecord, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
+from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
 
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
-HEARTBEAT_S = 1.0
+POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
+START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
 SOLVED = 0.99  # success above which empty batches are no trouble: every group wins in the same way
@@ -71,14 +74,16 @@ class Learner:
         self.bad_updates = 0  # in a row
         self.empty_batches = 0  # in a row
         self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
-        self.beat_at = 0.0
-        self.waiting_on: str | None = None
+        self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote("learner", waiting_on))
 
-    def capture_output(self, name: str) -> None:
+    def capture_output(self, name: str) -> tuple[str, int]:
+        """From now on prints go to the log `name`. Where this process is: host and pid."""
         capture_output(self.layout.logs / f"{name}.log")
+        return socket.gethostname(), os.getpid()
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
+        self.heart.promise("the model's start", within_s=START_TIMEOUT_S)
         prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
         checkpoint, faults = self._restore()
@@ -118,6 +123,7 @@ class Learner:
                     step_s=time.monotonic() - started,
                 )
                 self._finish_step(ready, updates, times)
+        self.heart.promise(None, within_s=float("inf"))  # all that is left to it is to be closed
         if batches.under_way:
             self._ask(self.coordinator.give_back.remote(self.step))
         if self.step != self.saved_step:
@@ -131,6 +137,7 @@ class Learner:
         self.stopping = True
 
     def close(self) -> None:
+        self.heart.close()
         self.ranks.close()
 
     def _newest_are_whole(self) -> bool:
@@ -166,16 +173,17 @@ class Learner:
                 return ready
             if time.monotonic() > deadline and not batches.has_groups:
                 status = self._ask(self.coordinator.status.remote())
+                waiting = {name: one.waiting_on for name, one in status.components.items() if one.waiting_on is not None}
                 raise StarvationError(
                     f"no {self.config.learner.groups_per_step} complete groups within "
-                    f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {dict(status.waiting)}"
+                    f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {waiting}"
                 )
-            self._beat(None if batches.has_groups else "groups")
+            self.heart.promise(None if batches.has_groups else "groups", within_s=POLL_PATIENCE_S)
         return None
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
         """The optimizer updates of one learner step. Raises StarvationError after too many batches without any."""
-        self._beat(None)
+        self.heart.promise(None, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
         if self.empty_batches > MAX_EMPTY_BATCHES and ready.success < SOLVED:
             raise StarvationError(
@@ -251,13 +259,6 @@ class Learner:
 
     def _notice(self, what: str, detail: str) -> None:
         self._ask(self.coordinator.notice.remote(what, detail))
-
-    def _beat(self, waiting_on: str | None) -> None:
-        """Tells the coordinator, at once if the reason changed (None: working), else about once a second."""
-        now = time.monotonic()
-        if waiting_on != self.waiting_on or now - self.beat_at >= HEARTBEAT_S:
-            self.beat_at, self.waiting_on = now, waiting_on
-            self.coordinator.heartbeat.remote("learner", waiting_on)
 
     def _ask(self, call: Any) -> Any:
         """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it is gone."""

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from learner.deepspeed_setup import whole
-from learner.publish import visible_last
+from learner.directories import visible_last
 
 ADAPTER = "default"  # peft's own name; adapter files leave it out
 ADAPTER_FILE = "adapter_model.safetensors"

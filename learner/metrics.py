@@ -30,6 +30,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "staleness/max": float(ready.version - min(group.version_min for group in ready.batch.groups)),
         "time/read_s": ready.read_s,
         "time/advantages_s": ready.advantages_s,
+        "time/advantages_cpu_s": ready.advantages_cpu_s,
         "time/signal_s": ready.signal_s,
         "time/pack_s": ready.pack_s,
         "time/batch_wait_s": times.batch_wait_s,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from configs import Config, ConfigError, LossConfig
+from configs import Config, ConfigError, LossConfig, check_is_list, hint
 from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, USUAL_WITH, Objective
 
 
@@ -35,6 +35,7 @@ def objective_of(loss: LossConfig) -> Objective:
     policy = _known("policy", loss.policy, POLICY_LOSSES)
     usual_corrections, usual_aggregation = USUAL_WITH[loss.policy]
     names = usual_corrections if loss.corrections is None else loss.corrections
+    check_is_list("loss.corrections", names)
     corrections = [_known("corrections", name, CORRECTIONS) for name in names]
     aggregation = _known("aggregation", loss.aggregation or usual_aggregation, AGGREGATIONS)
     _check_all_used(loss, [policy, *corrections, aggregation])
@@ -74,7 +75,7 @@ def with_published(config: Config) -> Config:
 
 def _known(key: str, name: str, registry: Mapping[str, type[P]]) -> type[P]:
     if name not in registry:
-        raise ConfigError(f"loss.{key}={name!r} is none of {', '.join(registry)}")
+        raise ConfigError(f"loss.{key}={name!r} is none of {', '.join(registry)}{hint(name, list(registry))}")
     return registry[name]
 
 

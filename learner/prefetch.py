@@ -29,6 +29,7 @@ Memory. Rows and tensors of two batches are held at once, in main memory.
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -37,9 +38,15 @@ from learner.source import ReadyBatch, Source, ready_batch
 
 POLL_S = 0.05  # between two claims while there are too few groups
 
+_log = logging.getLogger(__name__)
+
 
 class Prefetch:
-    """One batch at a time: `start`, then `take` until it is there. What the thread raises, `take` raises."""
+    """One batch at a time: `start`, then `take` until it is there.
+
+    What the thread raises, `take` raises. Where nobody takes any more `close` logs it: the run ends for a reason of its own,
+    with a checkpoint, and the next start claims the same groups and meets the same error.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -70,13 +77,16 @@ class Prefetch:
         assert self._coming is not None, "start a batch first"
         if not wait([self._coming], timeout=timeout_s).done:  # not result(timeout): the thread's own time-outs are errors
             return None
-        ready, self._coming = self._coming.result(), None
-        return ready
+        coming, self._coming = self._coming, None
+        return coming.result()
 
     def close(self) -> None:
         """Ends the thread, waiting for what it may be reading. Idempotent; what it claimed and nobody took stays claimed."""
         self._stop.set()
         self._thread.shutdown(wait=True)
+        error = self._coming.exception() if self._coming is not None else None
+        if error is not None:
+            _log.error("the batch after the last one could not be made ready: %s", error, exc_info=error)
 
     def _next_batch(self, version: int, learner_step: int) -> ReadyBatch | None:
         while not self._stop.is_set():

@@ -3,25 +3,23 @@
     digest = write_weights(engine.weights(), Path("weights/v000008"), source_dir=base)  # BLAKE3 of the weight files
     prune_versions(Path("weights"), keep=4)
 
-`visible_last` is the writing itself, which checkpoints, adapters and the tiny model share.
+`directories.py` makes it appear whole, `shards.py` writes and hashes the files.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the power-cut tests load this file by itself, without torch
-    import torch
+import torch
+
+from learner.directories import prune_oldest, sync_whole, visible_last, visible_whole
+from learner.shards import SHARD_BYTES, write_shards
 
 WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
-UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
 # Everything of a model directory but its weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 WEIGHT_INDEX = "model.safetensors.index.json"  # which tensor is in which file, where there are several
@@ -41,8 +39,6 @@ def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, so
     The directory is whole for everyone as soon as it is visible, also if this process is killed; that it survives a
     power cut too is seen to behind, and known after `wait_until_durable`.
     """
-    from learner.shards import SHARD_BYTES, write_shards  # and with it torch
-
     dtypes: set[torch.dtype] = set()
 
     def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,7 +47,7 @@ def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, so
                 dtypes.add(tensor.dtype)
             yield name, tensor
 
-    with _visible_whole(dest) as unfinished:
+    with visible_whole(dest) as unfinished:
         shards = write_shards(noting_dtypes(), unfinished, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES)
         if len(dtypes) != 1:
             raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
@@ -59,7 +55,7 @@ def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, so
             index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
             (unfinished / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
         _copy_side_files(Path(source_dir), unfinished, dtype=dtypes.pop())
-    _not_yet_durable.append(_syncing.submit(_sync_whole, dest))
+    _not_yet_durable.append(_syncing.submit(sync_whole, dest))
     return shards.digest
 
 
@@ -88,64 +84,6 @@ def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
     return prune_oldest(weights_dir, keep=keep, kept=frozenset())
 
 
-def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
-    """Removes all directories but `kept` and the last `keep` by name, and what dead writers left; the names removed."""
-    if keep < 1:
-        raise ValueError(f"keep={keep} would remove the newest directory of {parent} too; keep at least 1")
-    names = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    unfinished = [name for name in names if name.endswith((UNFINISHED_SUFFIX, REPLACED_SUFFIX))]
-    old = [name for name in names if name not in unfinished][:-keep]
-    removed = unfinished + [name for name in old if name not in kept]
-    for name in removed:
-        shutil.rmtree(parent / name)
-    return removed
-
-
-@contextmanager
-def visible_last(dest: Path) -> Iterator[Path]:
-    """A directory to fill; it gets its name, by one rename, only when all in it is on disk.
-
-    What is there under that name already is replaced: only a process that died between the rename and the announcement
-    in the catalog leaves one, so nobody reads it. (An announced number is never used again.)
-    """
-    unfinished = _empty(dest)
-    yield unfinished
-    _sync_files(unfinished)
-    _show(unfinished, dest)
-    _sync_name(dest)
-    _remove_replaced(dest)
-
-
-@contextmanager
-def _visible_whole(dest: Path) -> Iterator[Path]:
-    """As `visible_last`, but a power cut soon after may leave the name with files that are empty or torn."""
-    unfinished = _empty(dest)
-    yield unfinished
-    _show(unfinished, dest)
-    _remove_replaced(dest)
-
-
-def _empty(dest: Path) -> Path:
-    unfinished = dest.with_name(dest.name + UNFINISHED_SUFFIX)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    _remove_replaced(dest)
-    unfinished.mkdir(parents=True)
-    return unfinished
-
-
-def _show(unfinished: Path, dest: Path) -> None:
-    if dest.exists():
-        dest.rename(dest.with_name(dest.name + REPLACED_SUFFIX))
-    unfinished.rename(dest)
-
-
-def _remove_replaced(dest: Path) -> None:
-    replaced = dest.with_name(dest.name + REPLACED_SUFFIX)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
 def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:
     for path in sorted(source_dir.iterdir()):
         if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX_SUFFIX):
@@ -154,27 +92,3 @@ def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -
     config.pop("torch_dtype", None)  # the older name of the same entry
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sync_whole(directory: Path) -> None:
-    with suppress(FileNotFoundError):  # pruned: nobody needs it any more
-        _sync_files(directory)
-        _sync_name(directory)
-
-
-def _sync_name(dest: Path) -> None:
-    """A directory's name is on disk when the one it is in is."""
-    _fsync(dest.parent)
-
-
-def _sync_files(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

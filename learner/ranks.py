@@ -57,8 +57,9 @@ class Ranks:
         self._thread = ThreadPoolExecutor(max_workers=1) if self.peers else None
         address = None
         if self.peers:
-            self._meeting_point = host_ranks()
-            address = f"{self._host()}:{self._meeting_point.port}"
+            host = self._host()
+            self._meeting_point = host_ranks(host)
+            address = f"{host}:{self._meeting_point.port}"
         calls = [peer.start.remote(address) for peer in self.peers]
         self.engine = self._together(calls, lambda: make_engine(config, model_path=model_path, rank=0, address=address))
 

@@ -57,7 +57,8 @@ class ReadyBatch:
     success: float  # fraction of their trajectories that won
     claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
-    advantages_s: float  # of `compute_advantages`
+    advantages_s: float  # of `compute_advantages`, waiting for a core included
+    advantages_cpu_s: float  # the same without the waiting: it runs in this thread alone
     signal_s: float  # of finding the groups without a signal
     pack_s: float  # of cutting the rows into updates and micro-batches
 
@@ -100,9 +101,9 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
     """
     claimed_at_s = time.monotonic()
     rows = in_batch_order(read_segments(source.layout, batch.segments), batch)  # digests verified, each trajectory once
-    read_at_s = time.monotonic()
+    read_at_s, worked_s = time.monotonic(), time.thread_time()
     advantages = compute_advantages(rows, source.advantages)
-    computed_at_s = time.monotonic()
+    computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - worked_s
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
     silent: Mapping[bytes, str] = {}
@@ -123,6 +124,7 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
         claimed_at_s=claimed_at_s,
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
+        advantages_cpu_s=advantages_cpu_s,
         signal_s=judged_at_s - computed_at_s,
         pack_s=time.monotonic() - judged_at_s,
     )

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from transformers.utils.logging import disable_progress_bar
 
 from configs import TinyModelConfig
-from learner.publish import visible_last
+from learner.directories import visible_last
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
 CONTROL_TOKENS = (PAD, EOS, USER, ASSISTANT)  # left out when an answer is decoded

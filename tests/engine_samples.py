@@ -10,8 +10,9 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 from configs import TinyModelConfig
 from learner.batch import MicroBatch, micro_batches
-from learner.deepspeed_setup import ADAM_BETAS
+from learner.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON
 from learner.engine import Engine
+from learner.full_state import trainable
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
 WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or three rows at a time
@@ -98,10 +99,24 @@ def copied(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
+def assert_first_step_same(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], *, learning_rate: float
+) -> None:
+    """Weights after a first update, each of them, up to what rounding of its gradient explains.
+
+    Adam's first step is learning_rate g / (|g| + eps). Sums in another order change g by less than 1e-8 here, which is nothing
+    to a step of most weights, and all of it where g itself is rounding: of a key's bias, whose true gradient is 0.
+    """
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        allowed = 1e-6 + learning_rate * 1e-8 / (gradients[name].abs() + ADAM_EPSILON)
+        assert ((tensor - other[name]).abs() <= allowed).all(), name
+
+
 def gradient(engine: Engine) -> dict[str, torch.Tensor]:
     """After the first update of its life: the clipped gradient as Adam saw it, read off its first moment."""
     found = {}
-    for name, parameter in engine.policy.causal_lm.named_parameters():
+    for name, parameter in trainable(engine.policy.causal_lm).items():
         if engine.deepspeed.zero_optimization():
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")
         else:

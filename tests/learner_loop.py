@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -80,6 +81,8 @@ def play(coordinator: Coordinator, lease: Lease, *, n_response_tokens: int = 2, 
                 Step(
                     step_index=index,
                     prompt_ids=(1, 2, 3 + index),
+                    prompt_dropped_turns=0,
+                    prompt_dropped_tokens=0,
                     response_ids=(7,) * n_response_tokens,
                     response_logprobs=(-0.5,) * n_response_tokens,
                     version_min=version,
@@ -121,15 +124,27 @@ class Handle:
     def __init__(self, coordinator: Coordinator, *, playing: Callable[[Coordinator], object] = play_all) -> None:
         self.coordinator, self.playing = coordinator, playing
         self.claims_for: list[int] = []  # versions, also where nothing was claimed
+        self.one_call = threading.Lock()  # as Ray has it: the loop, its prefetching and its heart all call
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda *given, **named: self.call(name, *given, **named))
 
     def call(self, name: str, *given: Any, **named: Any) -> Any:
-        if name == "claim":
-            self.claims_for.append(given[0])
-            self.playing(self.coordinator)
-        return getattr(self.coordinator, name)(*given, **named)
+        with self.one_call:
+            if name == "claim":
+                self.claims_for.append(given[0])
+                self.playing(self.coordinator)
+            return getattr(self.coordinator, name)(*given, **named)
+
+
+class Silent:
+    """In the place of a Heartbeat, whose thread would outlive its coordinator."""
+
+    def __init__(self, send: object) -> None: ...
+
+    def promise(self, waiting_on: str | None, *, within_s: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StandIn:
@@ -203,5 +218,6 @@ def make_learner(
 ) -> Learner:
     """Not started."""
     monkeypatch.setattr("learner.learner.Ranks", type("Ranks", (StandIn,), {"stats": stats}))
+    monkeypatch.setattr("learner.learner.Heartbeat", Silent)
     monkeypatch.setattr(Learner, "_ask", lambda self, answer: answer)
     return Learner(LearnerSetup(config=config, model_path="unused"), handle)  # type: ignore[arg-type]

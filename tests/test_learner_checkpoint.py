@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +30,7 @@ from learner.checkpoint import (
     save_checkpoint,
     saved_tensors,
 )
-from learner.deepspeed_setup import host_ranks, initialize, join_ranks
+from learner.deepspeed_setup import LOOPBACK, host_ranks, initialize, join_ranks
 from learner.engine import Engine
 from learner.full_state import KINDS, read_state, read_steps, trainable
 from learner.lora import add_adapters
@@ -146,7 +147,7 @@ def test_a_run_goes_on_with_three_ranks_and_back_with_one(base: Path, tmp_path: 
     save(engine, tmp_path / "one")
     state = state_of(engine)
     engine.close()
-    store = host_ranks()
+    store = host_ranks(LOOPBACK)
     # One process imports everything, and the ranks are its forks: this one has a group of its own already.
     launcher = f"""
 import os
@@ -155,7 +156,7 @@ ranks = []
 for rank in range(3):
     ranks.append(os.fork())
     if not ranks[-1]:
-        rank_of_three(rank, "127.0.0.1:{store.port}", {str(base)!r}, {str(tmp_path)!r})
+        rank_of_three(rank, "{LOOPBACK}:{store.port}", {str(base)!r}, {str(tmp_path)!r})
         os._exit(0)
 assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0, 0]
 """
@@ -186,7 +187,7 @@ def rank_of_three(rank: int, address: str, base: str, directory: str) -> None:
 
     first = engine()
     load_checkpoint(first, Path(directory) / "one")
-    save(first, Path(directory) / "three")
+    save_on_a_slow_disk(first, Path(directory) / "three")
     torch.manual_seed(1), np.random.seed(1), random.seed(1)  # all ranks draw the same data
     train(first, 1)
     save(first, Path(directory) / "three trained")
@@ -197,6 +198,22 @@ def rank_of_three(rank: int, address: str, base: str, directory: str) -> None:
     assert train(again, 1) == straight
     assert_equal(copied(again), end)
     again.close()
+
+
+def save_on_a_slow_disk(engine: Engine, dest: Path) -> None:
+    """For rank 0 it takes until the other ranks are done: were they to wait for it, that would be for ever."""
+    done = [dest.with_name(f"rank {rank} is done") for rank in range(engine.ranks)]
+
+    def slow() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(path.exists() for path in done[1:]):
+            assert time.monotonic() < deadline, "the other ranks wait for the disk"
+            time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learner.checkpoint.wait_until_durable", slow)
+        save(engine, dest)
+    done[engine.rank].touch()
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +254,7 @@ def test_what_is_no_checkpoint_of_this_code_is_refused(checkpoint: tuple[Engine,
     for text, words in (
         ("{", "checkpoint.json is damaged"),
         ("{}", "checkpoint.json is damaged"),
+        ('{"format_version": 2, "point": {}}', "checkpoint.json is damaged"),
         ('{"format_version": 1, "zero_stage": 2}', "has format version 1, this code reads 2; start the run anew"),
         ('{"format_version": 99}', "has format version 99, this code reads 2; update the code"),
     ):
@@ -265,7 +283,7 @@ def test_what_is_not_trained_is_not_written(base: Path, tmp_path: Path, zero_sta
     deepspeed = initialize(policy, dtype="float32", learner=learner)
     engine: Any = SimpleNamespace(policy=policy, deepspeed=deepspeed, learner=learner, rank=0, ranks=1, n_updates=0)
     save(engine, tmp_path / "step000001")
-    names = set(read_content(tmp_path / "step000001")["parameters"])
+    names = set(read_content(tmp_path / "step000001").parameters)
     assert len(names) == 2 * 7 * 2  # two matrices for each of seven in each of two layers
     assert all(".lora_A." in name or ".lora_B." in name for name in names)
     before = state_of(engine)

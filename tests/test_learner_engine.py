@@ -15,9 +15,20 @@ from configs import LearnerConfig, LossConfig, ModelConfig
 from learner import deepspeed_setup
 from learner.batch import split_updates
 from learner.deepspeed_setup import initialize
-from learner.engine import Engine, scheduled
+from learner.engine import Engine, scheduled, with_proximal
+from learner.full_state import MASTER, read_state, trainable
 from learner.metrics import mean_of_updates
-from tests.engine_samples import CUT, WHOLE, copied, cut, far_rows, gradient, make_base, random_rows
+from tests.engine_samples import (
+    CUT,
+    WHOLE,
+    assert_first_step_same,
+    copied,
+    cut,
+    far_rows,
+    gradient,
+    make_base,
+    random_rows,
+)
 
 MODEL = ModelConfig()
 LEARNER = LearnerConfig(learning_rate=1e-2, grad_clip=0.1)
@@ -100,9 +111,7 @@ def test_the_loss_and_the_weights_do_not_depend_on_the_cut(make_engine: MakeEngi
         assert other.tokens == pytest.approx(stats[0].tokens, rel=1e-5, abs=1e-6)
         assert (other.n_tokens, other.n_rows) == (stats[0].n_tokens, stats[0].n_rows)
     for other_weights in weights[1:]:
-        for name, tensor in other_weights.items():
-            # Adam's first step is lr * sign(gradient): only gradients near 0 can move apart by rounding
-            assert torch.quantile((tensor - weights[0][name]).abs().float().flatten(), 0.99) < 1e-4, name
+        assert_first_step_same(other_weights, weights[0], gradient(engine), learning_rate=LEARNER.learning_rate)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +154,8 @@ def test_the_recomputed_proximal_policy_is_the_one_before_the_first_update(make_
     """At the first update pi = pi_p, so the clip cannot act and the loss is -mean(rho A); at the second it has moved."""
     rows = far_rows()
     engine = make_engine(proximal="recomputed", corrections=[])
-    batches = engine.with_proximal(cut(rows, CUT))
+    batches = cut(rows, CUT)
+    batches = with_proximal(batches, engine.score(batches))
     ratio_N = torch.cat([torch.exp(b.proximal_logprobs_N - b.behaviour_logprobs_N) for b in batches])
     advantages_N = torch.cat([batch.advantages_N for batch in batches])
     first = engine.update(batches)
@@ -156,6 +166,20 @@ def test_the_recomputed_proximal_policy_is_the_one_before_the_first_update(make_
     assert later.tokens["clip_fraction"] > 0.0
     with pytest.raises(ValueError, match="no proximal_logprobs_N"):
         engine.update(cut(rows, CUT))
+
+
+def test_an_update_is_scored_once_for_its_proximal_policy_and_its_sample_size(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(proximal="recomputed", learner=dataclasses.replace(LEARNER, ess_scaled=True))
+    updates = [cut(part, CUT) for part in split_updates(far_rows(), 2, seed=0)]
+    score, scored = engine.score, []
+    monkeypatch.setattr(engine, "score", lambda batches: scored.append(len(batches)) or score(batches))
+    stats = engine.train(updates)
+    first, second = map(len, updates)
+    assert scored == [first, second, second], "the second once more, as the first has moved the policy"
+    for update in stats:
+        assert update.learning_rate == pytest.approx(LEARNER.learning_rate * update.tokens["ess"], rel=1e-5)
 
 
 def test_a_learner_step_has_one_proximal_policy_for_all_its_updates(make_engine: MakeEngine) -> None:
@@ -203,8 +227,8 @@ def test_the_gradient_of_many_micro_batches_is_that_of_one_loss_in_plain_torch(m
 
     optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNER.learning_rate, weight_decay=LEARNER.weight_decay)
     optimizer.step()
-    for name, tensor in copied(engine).items():
-        assert torch.quantile((tensor - expected[name]).abs().flatten(), 0.99) < 1e-4, name
+    stepped = {name: parameter.detach() for name, parameter in expected.items()}
+    assert_first_step_same(copied(engine), stepped, found, learning_rate=LEARNER.learning_rate)
 
 
 def test_zero_stages_give_the_same_weights(make_engine: MakeEngine) -> None:
@@ -295,6 +319,8 @@ def test_warm_up_counts_optimizer_updates(make_engine: MakeEngine) -> None:
     assert scheduled(LearnerConfig(learning_rate=3.0), n_updates=0) == 3.0
     falling = LearnerConfig(learning_rate=1.0, schedule="linear", steps=2, updates_per_step=2)
     assert [scheduled(falling, n_updates=n) for n in range(5)] == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.1])
+    longer = dataclasses.replace(falling, steps=4)  # as if it had been so from the start: it jumps from 0.1 to its own line
+    assert scheduled(longer, n_updates=4) == pytest.approx(1.0 - 0.9 * 4 / 7)
     engine = make_engine(learner=dataclasses.replace(LEARNER, warmup_updates=2))
     batches = cut(random_rows(), CUT)
     assert [engine.update(batches).learning_rate for _ in range(3)] == [0.005, 0.01, 0.01]
@@ -340,6 +366,25 @@ def test_bf16_keeps_fp32_masters(base: Path, zero_stage: int, monkeypatch: pytes
         engine.update(batches)
     assert not torch.equal(copied(engine)["model.norm.weight"], norm)
     engine.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_adapters_of_a_bf16_base_are_trained_in_float32(make_engine: MakeEngine, zero_stage: int) -> None:
+    model = ModelConfig(dtype="bfloat16", lora_rank=4, gradient_checkpointing=True)
+    engine = make_engine(model=model, learner=dataclasses.replace(LEARNER, zero_stage=zero_stage), policy="behaviour_cloning")
+    parameters = dict(engine.policy.causal_lm.named_parameters())
+    assert {parameter.dtype for name, parameter in parameters.items() if ".lora_" in name} == {torch.float32}
+    assert {parameter.dtype for name, parameter in parameters.items() if ".lora_" not in name} == {torch.bfloat16}
+    batches, before = cut(random_rows(), WHOLE), copied(engine)
+    losses = [engine.update(batches).loss for _ in range(4)]
+    assert losses[-1] < 0.9 * losses[0]
+    after = copied(engine)
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) == ("_proj.weight" not in name), "what is not adapted stays, bit for bit"
+    found = read_state(engine.deepspeed, trainable(engine.policy.causal_lm), MASTER)
+    masters = {name: tensor.clone() for name, tensor in found}
+    assert all((tensor != tensor.bfloat16()).any() for tensor in masters.values()), "nothing rounds them on the way"
 
 
 def test_what_cannot_be_trained_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:

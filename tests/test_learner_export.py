@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import configs
-from configs import Config, LearnerConfig, LossConfig, ModelConfig
+from actors.engine_environment import engine_environment
+from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
 from learner.__main__ import main
 from learner.checkpoint import save_checkpoint
 from learner.deepspeed_setup import initialize, join_ranks
@@ -23,6 +29,7 @@ from learner.publish import prune_versions, write_weights
 from store import Catalog, RunLayout, export, files_digest, write_open_sql
 from tests.engine_samples import copied, cut, make_base, random_rows
 
+ROOT = Path(__file__).resolve().parent.parent
 Weights = dict[str, torch.Tensor]
 
 
@@ -133,10 +140,13 @@ def test_damaged_files_are_not_exported(run: Path, tmp_path: Path, capsys: pytes
     assert list(out.iterdir()) == []
 
 
-def test_adapters_of_a_checkpoint_are_merged_into_the_base_model(tmp_path: Path) -> None:
-    root = tmp_path / "run"
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTrainedModel]:
+    """A run with adapters and its checkpoint 5, and the model as it was then."""
+    root = tmp_path_factory.mktemp("adapted") / "run"
     config = Config(run_dir=str(root), model=ModelConfig(lora_rank=2, lora_alpha=4.0))
     layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
     base = make_base(root / "base" / "policy")
     policy = load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     add_adapters(policy.causal_lm, rank=2, alpha=4.0)
@@ -147,9 +157,76 @@ def test_adapters_of_a_checkpoint_are_merged_into_the_base_model(tmp_path: Path)
     deepspeed = initialize(policy, dtype="float32", learner=config.learner)
     engine: Any = SimpleNamespace(policy=policy, deepspeed=deepspeed, learner=config.learner, rank=0, ranks=1, n_updates=0)
     save_checkpoint(engine, layout.checkpoint_dir(5), learner_step=5, version=5, lsn=1)
-    assert main(["export", str(root), "--checkpoint", "5", str(tmp_path / "out")]) == 0
-    assert_weights(tmp_path / "out", {name: tensor.clone() for name, tensor in merged(policy.causal_lm)})
     deepspeed.destroy()
+    with Catalog.open(layout) as catalog:
+        for learner_step in (5, 8):  # the second has been removed
+            path = layout.relative(layout.checkpoint_dir(learner_step))
+            catalog.record_checkpoint(learner_step=learner_step, path=path, version=learner_step)
+        export(catalog, layout)
+    return layout, policy.causal_lm
+
+
+def test_adapters_of_a_checkpoint_are_merged_into_the_base_model(
+    adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path
+) -> None:
+    layout, model = adapted
+    assert main(["export", str(layout.root), "--checkpoint", "5", str(tmp_path / "out")]) == 0
+    assert_weights(tmp_path / "out", {name: tensor.clone() for name, tensor in merged(model)})
+
+
+@pytest.mark.parametrize("options", [[], ["--checkpoint", "5"]])
+def test_adapters_alone_are_the_same_policy_in_peft(
+    adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    layout, model = adapted
+    out = tmp_path / "out"
+    assert main(["export", str(layout.root), str(out), "--adapter", *options]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    digest = files_digest([out / "adapter_model.safetensors"])
+    assert capsys.readouterr().out == f"{out}: the adapters after learner step 5 of {layout.root}; digest {digest}\n"
+    # By the base model's name in the adapter, from wherever this is read.
+    read = AutoPeftModelForCausalLM.from_pretrained(str(out)).get_base_model().state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
+    assert any(".lora_B." in name and tensor.any() for name, tensor in read.items())
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_adapters_alone_are_the_same_policy_in_vllm(adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path) -> None:
+    """The log-probabilities of what vLLM generates with them and without, against the same policy in peft."""
+    layout, _ = adapted
+    base, out = layout.root / "base" / "policy", tmp_path / "out"
+    assert main(["export", str(layout.root), str(out), "--adapter"]) == 0
+    command = [sys.executable, "-m", "tests.vllm_adapter", str(base), str(out)]
+    environment = os.environ | engine_environment(ActorsConfig(), tmp_path / "engine.log")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    prompt_ids, adapted_answer, base_answer = json.loads(done.stdout.splitlines()[-1])
+    assert adapted_answer != base_answer
+    models = AutoPeftModelForCausalLM.from_pretrained(str(out)), AutoModelForCausalLM.from_pretrained(base)
+    for (token_ids, logprobs), model in zip((adapted_answer, base_answer), models, strict=True):
+        with torch.no_grad():
+            logits_TV = model.eval()(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+        expected_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected_T, atol=1e-5, rtol=0.0)
+
+
+def test_adapters_that_are_nowhere_are_an_error_in_one_line(
+    trained: tuple[RunLayout, dict[int, Weights]],
+    adapted: tuple[RunLayout, PreTrainedModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = str(tmp_path / "out")
+    for layout, options, words in (
+        (trained[0], ["--checkpoint", "3"], "has model.lora_rank=0: there are no adapters; leave out --adapter"),
+        (trained[0], [], "has no checkpoint yet; adapters are in checkpoints only"),
+        (adapted[0], ["--version", "1"], "--version 1 was published with its adapters merged; give --checkpoint STEP instead"),
+        (adapted[0], ["--checkpoint", "8"], "has no checkpoint of learner step 8; there are versions (none) and"),
+    ):
+        assert main(["export", str(layout.root), out, "--adapter", *options]) == 2
+        assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_is_no_run_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

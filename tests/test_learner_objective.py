@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,12 +12,9 @@ from typing import Any
 import pytest
 
 import configs
-from configs import Config, ConfigError, LossConfig
-from configs.check import AGGREGATIONS as KNOWN_AGGREGATIONS
-from configs.check import CORRECTIONS as KNOWN_CORRECTIONS
-from configs.check import LOSSES as KNOWN_LOSSES
+from configs import AlgorithmConfig, Config, ConfigError, LossConfig
 from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, Objective, PpoClip, TokenTis
-from learner import with_published
+from learner import advantage_settings, with_published
 from learner.objective import objective_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,20 +88,27 @@ def test_published_numbers_have_one_home() -> None:
     )  # norm_tokens
 
 
-def test_the_names_a_config_knows_are_those_gigpo_has() -> None:
-    assert sorted(POLICY_LOSSES) == list(KNOWN_LOSSES)
-    assert sorted(CORRECTIONS) == list(KNOWN_CORRECTIONS)
-    assert sorted(AGGREGATIONS) == list(KNOWN_AGGREGATIONS)
-
-
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
         ({"policy": "ppo"}, "loss.policy='ppo' is none of"),
+        ({"policy": "gsp"}, "sapo, topr, did you mean 'gspo'?"),
+        ({"corrections": ["token_tiss"]}, "did you mean 'token_tis'?"),
+        ({"aggregation": "token_sum"}, "loss.aggregation='token_sum' is none of"),
+        ({"proximal": "recompute"}, "loss.proximal='recompute' is none of none, recomputed, interpolated"),
+        ({"kl": "k4"}, "loss.kl='k4' is none of k1, k2, k3"),
         ({"corrections": ["tis"]}, "loss.corrections='tis' is none of"),
         ({"policy": "gspo", "corrections": ["token_tis"]}, "loss.corrections=['token_tis']: token_tis on top of gspo"),
         ({"policy": "gspo", "proximal": "recomputed"}, "loss.proximal='recomputed' with gspo"),
         ({"kl": "k1", "kl_coef": 0.1}, "loss.kl='k1' cannot be a penalty"),
+        ({"corrections": "token_tis"}, "loss.corrections=token_tis is not a list; use loss.corrections=[token_tis]"),
+        ({"corrections": ["k3_mask"], "k3_max": -1.0}, "loss.k3_max=-1.0 must be finite and above 0"),
+        ({"corrections": ["k3_mask"], "k3_max": float("inf")}, "loss.k3_max=inf must be finite"),
+        ({"kl_coef": -1.0}, "loss.kl_coef=-1.0 must be finite and >= 0"),
+        ({"entropy_coef": float("nan")}, "loss.entropy_coef=nan must be finite"),
+        ({"tis_cap": float("nan")}, "loss.tis_cap=nan must be >= 1"),
+        ({"dual_clip": float("-inf")}, "loss.dual_clip=-inf must be above 1"),
+        ({"tis_cap": 3.0}, "loss.corrections=['token_tis']: ppo_clip leaves no gradient above dual_clip=3"),
         ({"clip_low": 1.5}, "loss.clip_low=1.5 must be in (0, 1]"),
         ({"dual_clip": 0.5}, "loss.dual_clip=0.5 must be above 1"),
         ({"tis_cap": 0.5}, "loss.tis_cap=0.5 must be >= 1"),
@@ -120,9 +125,58 @@ def test_a_mistake_is_one_line_that_names_the_key(loss: dict[str, Any], words: s
     assert "\n" not in str(caught.value)
 
 
+VALUES = [-1.0, 0.0, 0.5, 1.0, 1.001, 1.5, 2.0, 3.0, 5.0, float("inf"), float("-inf"), float("nan")]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if fields(kind)], ids=lambda kind: kind.name)
+def test_a_loss_s_numbers_have_the_bounds_of_its_record_and_no_others(kind: type) -> None:
+    """Through every check that a run passes before it starts."""
+    registries = {"policy": POLICY_LOSSES, "corrections": CORRECTIONS, "aggregation": AGGREGATIONS}
+    # reinforce takes any correction and any bound of it; ppo_clip's own clip is narrower than some.
+    parts: dict[str, Any] = {"policy": "reinforce", "corrections": []}
+    for name, registry in registries.items():
+        if kind in registry.values():
+            parts[name] = [kind.name] if name == "corrections" else kind.name
+    for item, value in itertools.product(fields(kind), VALUES):
+        config = Config(loss=LossConfig(**parts, **{item.name: value}))
+        configs.check(config)
+        try:
+            kind(**{item.name: value})
+        except ValueError as error:
+            with pytest.raises(ConfigError, match=re.escape(f"loss.{error}")):
+                with_published(config)
+        else:
+            assert getattr(with_published(config).loss, item.name) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "read_with"),
+    [
+        ("gamma", {}),
+        ("omega", {}),
+        ("invalid_penalty", {}),
+        ("similarity", {"anchor": "similar"}),
+        ("anchor_history", {"anchor": "suffix"}),
+        ("version_window", {"anchor_versions": "window"}),
+    ],
+)
+def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(key: str, read_with: dict[str, Any]) -> None:
+    for value in VALUES if key not in ("anchor_history", "version_window") else [-1, 0, 1, 2]:
+        config = Config(algorithm=AlgorithmConfig(**(read_with | {key: value})))
+        try:
+            advantage_settings(config)
+        except ValueError:
+            with pytest.raises(ConfigError, match=f"algorithm.{key}"):
+                configs.check(config)
+        else:
+            configs.check(config)
+
+
 def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
     config = with_published(replace(Config(), loss=LossConfig(policy="dppo_tv", delta_low=0.1, kl_coef=0.5)))
     assert objective_of(configs.cloning_config(config).loss) == objective_of(LossConfig(policy="behaviour_cloning"))
+    clone = configs.cloning_config(replace(config, algorithm=AlgorithmConfig(anchor="suffix", omega=0.5)))
+    configs.check(replace(clone, max_staleness=0))
 
 
 def test_nothing_starts_with_a_loss_that_makes_no_sense(

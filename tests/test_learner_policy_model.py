@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
+import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +18,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GPTNeoXConfig,
     Lfm2Config,
@@ -26,7 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from learner.attention import _window
+from learner.attention import PackedSequences, _kernel_takes, _window, packed_attention, packed_hidden, use_packed_attention
 from learner.batch import MicroBatch, micro_batches
 from learner.lora import merged
 from learner.policy_model import PolicyModel, load_policy
@@ -54,6 +59,15 @@ CONFIGS = {
     ),
     "windowed mistral": MistralConfig(**SIZES, sliding_window=4),
     "neox": GPTNeoXConfig(**SIZES, use_parallel_residual=True),
+    "latent": DeepseekV3Config(  # queries and keys of 24, values of 12 for each head
+        **SIZES | {"num_key_value_heads": 4},
+        first_k_dense_replace=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
 }
 
 
@@ -278,7 +292,34 @@ def test_a_window_by_hand() -> None:
     assert _window(queries, 3) is None and _window(queries, None) is None
 
 
-@pytest.mark.parametrize(("name", "trimmed"), [("qwen2", True), ("qwen3", True), ("llama", True), ("neox", False)])
+def test_four_heads_on_two_with_values_of_another_size_are_the_formula_within_each_sequence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, a, 5, d, generator=generator) for a, d in ((4, 8), (2, 8), (2, 12)))
+    sequences = PackedSequences(bounds_S1=torch.tensor([0, 3, 5], dtype=torch.int32), lengths=[3, 2])
+    found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, sequences=sequences)
+    assert found.shape == (1, 5, 4, 12)
+    for first, last in ((0, 3), (3, 5)):
+        for t in range(first, last):
+            for head in range(4):
+                scores = key[0, head // 2, first : t + 1] @ query[0, head, t] / math.sqrt(8)
+                expected = scores.softmax(0) @ value[0, head // 2, first : t + 1]
+                torch.testing.assert_close(found[0, t, head], expected)
+
+
+def test_the_kernel_gets_only_what_it_computes() -> None:
+    def takes(head_size: int, value_size: int, *, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True) -> bool:
+        query, value = (SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 4, 9, d)) for d in (head_size, value_size))
+        return _kernel_takes(query, value)  # type: ignore[arg-type]
+
+    assert takes(128, 128) and takes(256, 256) and takes(64, 64, dtype=torch.float16)
+    assert not takes(192, 128), "latent attention"
+    assert not takes(264, 264) and not takes(100, 100)
+    assert not takes(128, 128, dtype=torch.float32) and not takes(128, 128, is_cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "trimmed"), [("qwen2", True), ("qwen3", True), ("llama", True), ("latent", True), ("neox", False)]
+)
 def test_the_last_layer_is_trimmed_where_it_is_of_the_usual_kind(name: str, trimmed: bool) -> None:
     policy = make_policy(CONFIGS[name])
     assert policy.trimmed == trimmed
@@ -298,3 +339,52 @@ def test_a_last_layer_that_computes_something_else_is_left_alone() -> None:
     own = layer.forward
     assert not PolicyModel(model, temperature=TEMPERATURE).trimmed
     assert layer.forward is own
+
+
+Changed = Callable[[torch.nn.Module, torch.Tensor], Any]
+OTHER_LAST_LAYERS: dict[str, Changed] = {
+    # As a mixture of experts gives its router's logits too: what the usual last layer does with it raises.
+    "two results": lambda mlp, hidden: (mlp(hidden), None),
+    # As if experts had room for a number of tokens: the same at all positions, and another function at some of them.
+    "by the number of tokens": lambda mlp, hidden: mlp(hidden) * (1.0 + 0.1 * hidden.shape[1]),
+    "not without tokens": lambda mlp, hidden: mlp(hidden) + 0.0 * hidden.max(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAST_LAYERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_last_layer_whose_feed_forward_half_is_of_another_kind_computes_as_before(name: str, training: bool) -> None:
+    def made() -> PreTrainedModel:
+        model = random_model(CONFIGS["llama"]).train(training)
+        last = model.base_model.layers[-1]
+        last.mlp = Other(last.mlp, OTHER_LAST_LAYERS[name])
+        last.forward = types.MethodType(unpacking, last)
+        return model
+
+    model = made()
+    own = model.base_model.layers[-1].forward
+    policy = PolicyModel(model, temperature=TEMPERATURE)
+    assert not policy.trimmed and model.base_model.layers[-1].forward is own and model.training == training
+    (batch,) = cut(history_rows())
+    expected = made()
+    use_packed_attention(expected)
+    hidden_TH = packed_hidden(expected, batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
+    logits_NV = expected.lm_head(hidden_TH[batch.positions_N]) / TEMPERATURE
+    logprobs_N = logits_NV.log_softmax(-1).gather(1, batch.response_ids_N[:, None])[:, 0]
+    assert_close(policy(batch)[0], logprobs_N)
+
+
+class Other(torch.nn.Module):
+    def __init__(self, mlp: torch.nn.Module, changed: Changed) -> None:
+        super().__init__()
+        self.mlp, self.changed = mlp, changed
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.changed(self.mlp, hidden)
+
+
+def unpacking(layer: Any, hidden: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """The usual layer, for feed-forward halves with one result or several."""
+    hidden = hidden + layer.self_attn(hidden_states=layer.input_layernorm(hidden), **keywords)[0]
+    out = layer.mlp(layer.post_attention_layernorm(hidden))
+    return hidden + (out[0] if isinstance(out, tuple) else out)

@@ -218,7 +218,9 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(tmp_path: Pat
             batches.take(timeout_s=DEADLINE_S)
 
 
-def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_ready_yet(tmp_path: Path) -> None:
+def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_ready_yet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_config(tmp_path / "run", max_staleness=1)
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
 
@@ -230,6 +232,28 @@ def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_r
         with pytest.raises(TimeoutError, match="gone"):
             batches.take(timeout_s=DEADLINE_S)
     assert prefetch_threads() == []
+    assert caplog.records == [], "what was raised is not logged too"
+
+
+def test_an_error_that_nobody_takes_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The loop stops at that moment, for a reason of its own."""
+    config = make_config(tmp_path / "run", max_staleness=1)
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    claiming = threading.Event()
+
+    def claim(version: int) -> None:
+        claiming.set()
+        raise DigestError("a segment is damaged")
+
+    with Prefetch(source_of(config, layout, claim=claim)) as batches:
+        batches.start(version=0, learner_step=1)
+        assert claiming.wait(DEADLINE_S)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "ERROR",
+        "the batch after the last one could not be made ready: a segment is damaged",
+    )
+    assert record.exc_info is not None and record.exc_info[0] is DigestError
 
 
 # The loop

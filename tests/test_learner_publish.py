@@ -15,16 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
-from learner import shards
+from learner import publish
+from learner.directories import visible_last
 from learner.policy_model import PolicyModel, load_policy
-from learner.publish import (
-    copy_weights,
-    prune_versions,
-    visible_last,
-    wait_until_durable,
-    weight_files,
-    write_weights,
-)
+from learner.publish import copy_weights, prune_versions, wait_until_durable, weight_files, write_weights
 from learner.shards import DTYPE_NAMES, write_shards
 from learner.tiny_model import make_tiny_model, train_tokenizer
 from store import files_digest
@@ -71,7 +65,7 @@ def test_a_published_directory_loads_and_equals_the_live_weights(base: Path, pol
 def test_a_large_model_is_written_in_files_without_holding_more_than_one(
     base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(publish, "SHARD_BYTES", 20_000)
     alive: list[weakref.ref[torch.Tensor]] = []
     largest = 0
 

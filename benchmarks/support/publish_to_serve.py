@@ -46,6 +46,8 @@ async def _measure(base: Path, learner: Connection, *, publishes: int, cores: st
         actors=ActorsConfig(max_response_tokens=1, max_model_tokens=256, kv_cache_gib=0.25, cpu_cores=cores),
         max_requests=8,
         stop_token_ids=(),
+        stop=(),
+        tokenizer=None,
         log_path=directory / "engine.log",
     )
     times_ms = []

@@ -45,6 +45,8 @@ def make_step(rng: np.random.Generator, index: int, *, n_steps: int, template: t
     return Step(
         step_index=index,
         prompt_ids=template + tuple(log_uniform(rng, n_prompt)),
+        prompt_dropped_turns=0,
+        prompt_dropped_tokens=0,
         response_ids=tuple(log_uniform(rng, n_response)),
         response_logprobs=tuple((-rng.exponential(0.5, n_response)).astype(np.float32).tolist()),
         version_min=0,

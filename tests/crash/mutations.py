@@ -11,7 +11,7 @@ import store
 from tests.crash.guards import SECOND_ROWS
 
 ROOT = Path(store.__file__).parent.parent
-SOURCES = ("store", "learner/publish.py")  # where there are safeguards
+SOURCES = ("store", "learner/directories.py")  # where there are safeguards
 SCHEMA = "store/catalog/schema.sql"
 Edit = Callable[[str], str]
 
@@ -114,7 +114,7 @@ OTHER_DURABILITY = [
         check="power mend",
     ),
     *(
-        Mutation(name=f"published {name}", file="learner/publish.py", edit=swap(edit), check="power publish")
+        Mutation(name=f"published {name}", file="learner/directories.py", edit=swap(edit), check="power publish")
         for name, edit in {
             "bytes": ("        _fsync(path)\n", "        if path.is_dir():\n            _fsync(path)\n"),
             "names": ("        _fsync(path)\n", "        if path.is_file():\n            _fsync(path)\n"),

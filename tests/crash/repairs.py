@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import sqlite3
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import store
 from store import Catalog, RunLayout, StoreError
@@ -69,7 +68,7 @@ def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
 def publish(root: str, diary_path: str) -> None:
     """Two versions of weights, the second one twice."""
     diary = Diary(Path(diary_path))
-    visible_last = _publishing().visible_last
+    visible_last = _directories().visible_last
     make_directory(Path(root))
     for name in ("v0", "v1", "v1"):
         diary.phase(name)
@@ -130,12 +129,10 @@ def _trajectories(layout: RunLayout) -> set[str]:
         return {row[0] for row in connection.execute("SELECT lower(hex(traj_uid)) FROM trajectory")}
 
 
-def _publishing() -> ModuleType:
-    """learner/publish.py beside this store, without the seconds that torch takes."""
-    for name in ("torch", "safetensors", "safetensors.torch"):
-        sys.modules.setdefault(name, ModuleType(name)).__dict__.update(save_file=None, Tensor=SimpleNamespace)
-    path = Path(store.__file__).parent.parent / "learner" / "publish.py"
-    spec = importlib.util.spec_from_file_location("publish", path)
+def _directories() -> ModuleType:
+    """learner/directories.py beside this store; from its package it would come with torch, which takes seconds."""
+    path = Path(store.__file__).parent.parent / "learner" / "directories.py"
+    spec = importlib.util.spec_from_file_location("directories", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -68,7 +68,7 @@ def own(layout: RunLayout, diary: Diary, *, rounds: int) -> None:
     with Catalog.open(layout) as catalog:
         # A short run is to see what happens to a long one: the WAL begun anew, again and again.
         catalog._database._connection.execute("PRAGMA wal_autocheckpoint = 100")
-        checkpoint = catalog.latest_checkpoint()
+        checkpoint = next(reversed(catalog.live_checkpoints()), None)
         step = checkpoint.learner_step if checkpoint is not None else 0
         catalog.roll_back(step)
         diary.done("recovery", epoch=catalog.epoch, step=step)

@@ -1,0 +1,155 @@
+"""Thousands of simulated workers in a few Ray processes, around one real coordinator actor, for `rollout.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import ray
+
+import configs
+from actors import CoordinatorActor
+from actors.doubles import Delay, DelayedEnvironment
+from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
+from configs import Config
+from envs import environment_class
+from store import RunLayout, write_open_sql
+
+INSTANT = Delay(median_s=0.0, sigma=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    config: Config  # its actors.workers are shared out among `processes`
+    processes: int
+    environment: Delay
+    step_time: Delay
+    warm_up_s: float
+    seconds: float
+
+
+class TimedHandle:
+    """A handle that remembers when each call was answered and how long that took, as the caller sees it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # by name: (time.monotonic(), seconds)
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            remote=lambda *given, **named: self._timed(name, getattr(self._handle, name).remote(*given, **named))
+        )
+
+    async def _timed(self, name: str, call: Any) -> Any:
+        began_s = time.monotonic()
+        answer = await call
+        now_s = time.monotonic()
+        self.calls[name].append((now_s, now_s - began_s))
+        return answer
+
+
+class Crowd:
+    """Some of the workers, as tasks of one process."""
+
+    def __init__(self, load: Load, numbers: range, coordinator: Any) -> None:
+        self.load, self.numbers, self.handle = load, numbers, TimedHandle(coordinator)
+        self.workers: list[SimulatedWorker] = []
+
+    async def run(self) -> None:
+        self.workers = [SimulatedWorker(self._setup(number), self.handle) for number in self.numbers]
+        await asyncio.gather(*(worker.run() for worker in self.workers))
+
+    async def stop(self) -> dict[str, list[tuple[float, float]]]:
+        """What was asked of the coordinator until now; the workers die."""
+        for worker in self.workers:
+            worker.kill()
+        return dict(self.handle.calls)
+
+    def _setup(self, number: int) -> SimulatedSetup:
+        return SimulatedSetup(
+            name=f"worker-{number}",
+            config=self.load.config,
+            seed=0,
+            environment=lambda source: DelayedEnvironment(
+                environment_class("key_room")({}), delay=self.load.environment, source=source
+            ),
+            generation=INSTANT,
+            loading=INSTANT,
+        )
+
+
+class Learning:
+    """The learner, in a process of its own."""
+
+    def __init__(self, load: Load, coordinator: Any) -> None:
+        self.learner = SimulatedLearner(load.config, coordinator, step_time=load.step_time, seed=0)
+
+    async def run(self) -> None:
+        await self.learner.start()
+        await self.learner.run()
+
+
+def hold(load: Load) -> dict[str, float]:
+    """Runs the load in a new run directory, on a cluster that is there; figures of its last `seconds`.
+
+    Latencies are round trips as a worker sees them: its own event loop, Ray both ways, the queue before the coordinator.
+    """
+    config = load.config
+    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=(), max_staleness=config.max_staleness)
+    coordinator = CoordinatorActor.options(num_cpus=0).remote(config, learns=True)
+    process = psutil.Process(ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid())))
+    share = config.actors.workers // load.processes
+    crowds = [
+        ray.remote(Crowd).options(num_cpus=0).remote(load, range(number * share, (number + 1) * share), coordinator)
+        for number in range(load.processes)
+    ]
+    learning = ray.remote(Learning).options(num_cpus=0).remote(load, coordinator)
+    ray.get([actor.__ray_ready__.remote() for actor in (coordinator, learning, *crowds)])  # their imports take seconds
+    running = [learning.run.remote(), *(crowd.run.remote() for crowd in crowds)]
+    _stay(running, seconds=load.warm_up_s)
+    began_s, began_cpu_s, before = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote()).counts
+    _stay(running, seconds=load.seconds)
+    ended_s, ended_cpu_s, after = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote()).counts
+    calls = [call for crowd in crowds for call in ray.get(crowd.stop.remote()).items()]
+    for actor in (learning, *crowds):
+        ray.kill(actor)
+    ray.get(coordinator.close.remote())
+    ray.kill(coordinator)
+    episodes, seconds = after.trajectories - before.trajectories, ended_s - began_s
+    latencies_s = {
+        name: sorted(s for n, asked in calls if n == name for at_s, s in asked if began_s <= at_s <= ended_s)
+        for name in ("commit", "lease", "heartbeat", "newest_version")
+    }
+    return {
+        "simulated_actors": float(config.actors.workers),
+        "simulated_playing": float(after.leased),
+        "simulated_episodes_s": episodes / seconds,
+        "simulated_learner_steps_s": (after.trained - before.trained) / config.learner.groups_per_step / seconds,
+        "simulated_stale_groups": float(after.stale - before.stale),
+        "coordinator_ms_per_trajectory": 1e3 * (ended_cpu_s - began_cpu_s) / max(episodes, 1),
+        "coordinator_cores": (ended_cpu_s - began_cpu_s) / seconds,
+        **{f"{name}_calls_s": len(found) / seconds for name, found in latencies_s.items()},
+        **{f"{name}_p50_ms": 1e3 * statistics.median(found or [0.0]) for name, found in latencies_s.items()},
+        **{f"{name}_p99_ms": 1e3 * found[int(0.99 * len(found))] if found else 0.0 for name, found in latencies_s.items()},
+    }
+
+
+def _stay(running: list[Any], *, seconds: float) -> None:
+    """Waits; raises what a component raised. None of them ends by itself."""
+    ended, _ = ray.wait(running, timeout=seconds)
+    ray.get(ended)
+    assert not ended, "a component ended"
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

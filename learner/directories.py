@@ -1,0 +1,102 @@
+"""Directories that appear whole or not at all: published weights, checkpoints, adapters, exports.
+
+    with visible_last(Path("checkpoints/step000008")) as unfinished:     # safe from a power cut when it is left
+        (unfinished / "model.safetensors").write_bytes(data)
+    with visible_whole(Path("weights/v000008")) as unfinished: ...       # the same at once, and safe after `sync_whole`
+    prune_oldest(Path("weights"), keep=4, kept=frozenset())
+
+Needs the standard library only: the tests of power cuts load this file by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
+
+
+@contextmanager
+def visible_last(dest: Path) -> Iterator[Path]:
+    """A directory to fill; it gets its name, by one rename, only when all in it is on disk.
+
+    What is there under that name already is replaced: only a process that died between the rename and the announcement
+    in the catalog leaves one, so nobody reads it. (An announced number is never used again.)
+    """
+    unfinished = _empty(dest)
+    yield unfinished
+    _sync_files(unfinished)
+    _show(unfinished, dest)
+    _sync_name(dest)
+    _remove_replaced(dest)
+
+
+@contextmanager
+def visible_whole(dest: Path) -> Iterator[Path]:
+    """As `visible_last`, but a power cut before `sync_whole` may leave the name with files that are empty or torn."""
+    unfinished = _empty(dest)
+    yield unfinished
+    _show(unfinished, dest)
+    _remove_replaced(dest)
+
+
+def sync_whole(directory: Path) -> None:
+    """Returns when a directory, its files and its name are on disk, or it was removed. Raises OSError if the disk failed."""
+    with suppress(FileNotFoundError):  # pruned: nobody needs it any more
+        _sync_files(directory)
+        _sync_name(directory)
+
+
+def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
+    """Removes all directories but `kept` and the last `keep` by name, and what dead writers left; the names removed."""
+    if keep < 1:
+        raise ValueError(f"keep={keep} would remove the newest directory of {parent} too; keep at least 1")
+    names = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    unfinished = [name for name in names if name.endswith((UNFINISHED_SUFFIX, REPLACED_SUFFIX))]
+    old = [name for name in names if name not in unfinished][:-keep]
+    removed = unfinished + [name for name in old if name not in kept]
+    for name in removed:
+        shutil.rmtree(parent / name)
+    return removed
+
+
+def _empty(dest: Path) -> Path:
+    unfinished = dest.with_name(dest.name + UNFINISHED_SUFFIX)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    _remove_replaced(dest)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def _show(unfinished: Path, dest: Path) -> None:
+    if dest.exists():
+        dest.rename(dest.with_name(dest.name + REPLACED_SUFFIX))
+    unfinished.rename(dest)
+
+
+def _remove_replaced(dest: Path) -> None:
+    replaced = dest.with_name(dest.name + REPLACED_SUFFIX)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _sync_name(dest: Path) -> None:
+    """A directory's name is on disk when the one it is in is."""
+    _fsync(dest.parent)
+
+
+def _sync_files(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
