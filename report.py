@@ -23,7 +23,7 @@ SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
 FROM metrics WHERE name = 'train/success'
 """
 TIMES = """
-SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_s') FROM metrics
+SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_cpu_s') FROM metrics
 """
 FINISHED = """
 SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
@@ -58,7 +58,7 @@ def show(config: Config, console: Console) -> None:
     if step_s:
         share = advantages_s / step_s
         console.print(
-            f"a learner step took {step_s:.2f} s (median), {advantages_s * 1e3:.0f} ms of it ({share:.2%}) for advantages"
+            f"a learner step took {step_s:.2f} s (median), the advantages {advantages_s * 1e3:.1f} ms of a core ({share:.2%})"
         )
     run = config.run_dir
     console.print(

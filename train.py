@@ -1,4 +1,4 @@
-"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run]
+"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --status RUN, --stop RUN, --workers RUN N
 
      configs ── read once ──┐
                             ▼
@@ -23,9 +23,10 @@ from rich.console import Console
 
 import configs
 import report
+import runs
 from actors import sample_chats
 from configs import Config, ConfigError
-from envs import EnvironmentFailed, list_tasks, try_environment
+from envs import EnvironmentFailed, is_program, list_tasks, try_environment
 from gigpo import advantages_macro
 from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer, with_published
 from progress import Progress
@@ -35,13 +36,20 @@ from store import RunLayout, StoreError, check_unowned, write_open_sql
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Trains an agent; the same command continues a stopped run.")
-    parser.add_argument("config", help="a YAML file, e.g. configs/quickstart.yaml")
+    parser.add_argument("config", nargs="?", help="a YAML file, e.g. configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
+    parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
+    parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
+    parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
     options = parser.parse_intermixed_args(arguments)  # --dry-run may stand anywhere
     signal.signal(signal.SIGTERM, interrupt)
     console = Console(highlight=False, soft_wrap=True)
     try:
+        if answered(options, console):
+            return 0
+        if options.config is None:
+            parser.error("give a config, e.g. configs/quickstart.yaml, or --status, --stop, --workers")
         config = with_published(configs.load(options.config, options.overrides))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
@@ -57,6 +65,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def answered(options: argparse.Namespace, console: Console) -> bool:
+    """Whether something was asked about another run, which is then done. Raises StoreError."""
+    if options.status:
+        runs.status(Path(options.status), console)
+    elif options.stop:
+        runs.stop(Path(options.stop), console)
+    elif options.workers:
+        run, number = options.workers
+        if not number.isdigit() or int(number) < 1:
+            raise ConfigError(f"--workers {run} {number}: the number of workers must be a whole number above 0")
+        runs.ask_for_workers(Path(run), int(number))
+        console.print(f"{run}: {number} workers from now on")
+    return bool(options.status or options.stop or options.workers)
+
+
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
@@ -65,7 +88,10 @@ def train(config: Config, console: Console) -> None:
     if report.finished(config):
         report.show(config, console)
         return
-    with ray_cluster():
+    with runs.driving(Path(config.run_dir)) as n_leftovers, ray_cluster(config.run_dir):
+        if n_leftovers:
+            console.print(f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left behind")
+        signal.signal(signal.SIGTERM, interrupt)  # Ray has put its own handler there
         check_gpus(config)
         layout = open_run(config)  # only now: a run directory keeps the config it was made with
         model_path = config.model.path or str(make_base_policy(config, console))
@@ -104,6 +130,11 @@ def check_tasks(config: Config, console: Console) -> None:
     """Makes the games that are missing and starts the environment once. Raises EnvironmentFailed."""
     with console.status(f"tasks of {config.env.name} (games are made once and kept)"):
         splits = list_tasks(config.env.name, config.env.options)
+        if is_program(config.env.name) and (config.actors.scripted or not config.model.path):
+            raise ConfigError(
+                f"env.name={config.env.name} is an agent program: it needs a model that can chat, from its first episode on; "
+                "set model.path, and leave actors.scripted=false"
+            )
         try_environment(config.env.name, config.env.options, splits["train"][0])
     console.print(
         f"{config.env.name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out",

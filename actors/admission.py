@@ -17,7 +17,16 @@ the catalog, with the reason.
 
 from __future__ import annotations
 
+import random
+
 
 def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -> int:
     """Groups that may be handed out now; never negative."""
     return max(0, (max_staleness + 1) * groups_per_step - outstanding)
+
+
+def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:
+    """Which task the `ordinal`-th group plays: all tasks once per pass, each pass in its own seeded order."""
+    order = list(range(n_tasks))
+    random.Random(f"{seed}/{ordinal // n_tasks}").shuffle(order)
+    return order[ordinal % n_tasks]

@@ -3,16 +3,15 @@
 Consumes  lease requests and commits of workers; claims, settlements and published versions of the learner.
 Produces  leases, batches, the manifest that outside readers follow.
 Waits for nothing: every call is a short transaction on the catalog and returns; the maintainer merges files in a thread beside
-          it. Who must wait (a worker without a free group, the learner without a batch) asks again, and says in `heartbeat`
-          what it is waiting for.
+          it. Who must wait (a worker without a free group, the learner without a batch) asks again, and says so in `heartbeat`.
 
 It keeps no counter of its own: what is outstanding, which task comes next and which version is the newest are queries on the
-catalog, so a restart has nothing to recover. (The learner's notices are kept to be shown; the catalog has them as events.)
+catalog, so a restart has nothing to recover. What it remembers beside that dies with the processes it is about: who was heard
+of when (`pulse.py`), which groups are being played, notices for the screen (the catalog has them as events).
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,17 +19,17 @@ from pathlib import Path
 
 import ray
 
-from actors.admission import free_groups
+from actors.admission import free_groups, task_index
+from actors.plays import Lease, Plays, Turn
+from actors.pulse import Pulse, Status
 from configs import Config, StoreConfig
-from envs import Task, list_tasks
+from envs import EnvironmentFailed, list_tasks
 from store import (
     COMPACTION_POLICY,
     Batch,
     Catalog,
     CheckpointRecord,
     CommitResult,
-    Counts,
-    GroupRecord,
     Maintainer,
     MaintainerSettings,
     RunLayout,
@@ -41,19 +40,9 @@ from store import (
 )
 
 EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
+MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the run says so
 MAINTENANCE_PAUSE_S = 5.0
 NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lease:
-    """One group to play: its task, the uids of its trajectories, and the weights it has to be started on or newer."""
-
-    group: GroupRecord
-    task: Task
-    version: VersionRecord
-    temperature: float
-    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,19 +50,6 @@ class ResumePoint:
     latest_version: int | None  # None in a new run
     groups_available_again: int
     metrics: Mapping[str, float]  # newest value of each name, up to the learner step resumed from
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """What the terminal shows."""
-
-    counts: Counts
-    version: int
-    learner_step: int
-    metrics: Mapping[str, float]  # newest value of each name
-    waiting: Mapping[str, str]  # component -> what it waits for
-    heldout_open: int  # held-out groups still to be played
-    notices: Mapping[int, str]  # the newest ones of the learner, numbered from 1: alarms and the like
 
 
 class Coordinator:
@@ -86,6 +62,9 @@ class Coordinator:
         self.tasks = list_tasks(config.env.name, config.env.options)
         self._by_id = {task.id: task for tasks in self.tasks.values() for task in tasks}
         self._exported_at = 0.0
+        self._pulse = Pulse()
+        self._plays, self._turn = Plays(), Turn()
+        self._n_abandoned = 0  # groups in a row
         self._n_notices = 0
         self._notices: dict[int, str] = {}
         self.maintainer = Maintainer(self.catalog, self.layout, maintainer_settings(config.store))
@@ -97,7 +76,11 @@ class Coordinator:
     # workers
 
     def lease(self, worker: str) -> Lease | None:
-        """The next group for this worker, or None while admission is closed: unfinished groups first, then a new task."""
+        """The next group for this worker, or None while admission is closed: unfinished groups first, then a new task.
+
+        Raises StoreError if the maintainer has failed: whoever calls ends the run, and says why.
+        """
+        self.maintainer.check()
         self._export_when_due()
         version = self.catalog.latest_version()
         if version is None:  # the learner has not published the first weights yet
@@ -113,22 +96,58 @@ class Coordinator:
         heldout = group.split == "heldout"
         temperature = self.config.evaluation.temperature if heldout else self.config.actors.temperature
         task = self._by_id[group.task_id]
-        return Lease(group=group, task=task, version=version, temperature=temperature, epoch=self.catalog.epoch)
+        lease = Lease(group=group, task=task, version=version, worker=worker, temperature=temperature, epoch=self.catalog.epoch)
+        if not heldout:
+            self._plays.begin(lease)
+        return lease
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
         result = self.catalog.commit(segment, epoch=epoch)
+        self._n_abandoned = 0
+        self._plays.committed(trajectory.group_uid for trajectory in segment.trajectories)
         self._export_when_due()
         return result
 
-    def heartbeat(self, component: str, waiting_on: str | None) -> None:
-        """Called by every component about once a second. Renews its leases.
+    def give_up(self, worker: str, group_uid: bytes, why: str) -> None:
+        """The group became too old while it was played. What was committed of it stays.
 
-        Raises StoreError if the maintainer has failed: whoever calls ends the run, and says why.
+        With nothing committed it is played again, from the start and on new weights, up to MAX_GIVEN_UP times.
         """
-        self.maintainer.check()
-        self.catalog.heartbeat(component, waiting_on=waiting_on)
-        self.catalog.renew_leases(component, lease_s=self.config.actors.lease_s)
+        again = self._plays.gives_up(group_uid)
+        self.catalog.give_up(group_uid, worker=worker, state="open" if again else "stale", reason=why)
+
+    def abandon(self, worker: str, group_uid: bytes, why: str) -> None:
+        """The environment failed at every attempt: nobody plays this group again. Raises EnvironmentFailed if all fail."""
+        self._plays.end(group_uid)
+        self.catalog.give_up(group_uid, worker=worker, state="abandoned", reason=why)
+        self.notice("group abandoned", why)
+        self._n_abandoned += 1
+        if self._n_abandoned >= MAX_ABANDONED:
+            raise EnvironmentFailed(f"{self._n_abandoned} groups in a row were abandoned; the last one: {why}")
+
+    def heartbeat(self, component: str, waiting_on: str | None) -> None:
+        """Every component is heard of about twice a second. Renews its leases."""
+        self._pulse.beat(component, waiting_on)
+        if due := self._pulse.to_be_written():
+            self.catalog.heartbeats({name: beat.waiting_on for name, beat in due.items()})
+            for name in due:
+                self.catalog.renew_leases(name, lease_s=self.config.actors.lease_s)
         self._export_when_due()
+
+    def forget(self, component: str, why: str) -> None:
+        """A component is gone, or was stopped: others may play its groups at once."""
+        self._pulse.forget(component)
+        self._plays.end_all_of(component)
+        self._turn.end(component)
+        n_groups = self.catalog.release_leases(component)
+        self.catalog.log(component=component, what="gone", detail=f"{why}; {n_groups} groups are free for others")
+
+    def take_turn(self, worker: str) -> bool:
+        """Whether `worker` may change its weights now; `end_turn` is when it has."""
+        return self._turn.take(worker)
+
+    def end_turn(self, worker: str) -> None:
+        self._turn.end(worker)
 
     def newest_version(self) -> VersionRecord | None:
         """Asked many times a second: unlike a heartbeat it writes nothing."""
@@ -141,7 +160,13 @@ class Coordinator:
     # learner
 
     def claim(self, current_version: int) -> Batch | None:
-        """The oldest complete groups; None if they are too few. `current_version` is the one they will be trained at."""
+        """The oldest complete groups; None if they are too few. `current_version` is the one they will be trained at.
+
+        None too while a group is played that the next version would make too old, if `stragglers` says to wait for those.
+        """
+        oldest = current_version - self.config.max_staleness
+        if self.config.stragglers == "wait" and self._plays.begun_at(oldest):
+            return None
         return self.catalog.claim(
             n_groups=self.config.learner.groups_per_step,
             current_version=current_version,
@@ -169,9 +194,9 @@ class Coordinator:
         """The learner stops after `learner_step`: groups it claimed and did not train on are available again. How many."""
         return self.catalog.roll_back(learner_step).groups
 
-    def notice(self, what: str, detail: str) -> None:
+    def notice(self, what: str, detail: str, component: str = "learner") -> None:
         """Something a person should see: an event in the store, and a line on the screen."""
-        self.catalog.log(component="learner", what=what, detail=detail)
+        self.catalog.log(component=component, what=what, detail=detail)
         self._n_notices += 1
         self._notices[self._n_notices] = f"{what}: {detail}"
         self._notices.pop(self._n_notices - NOTICES_KEPT, None)
@@ -212,6 +237,7 @@ class Coordinator:
         self.catalog.open_round(task_ids, episodes_per_task=episodes_per_task, version=version)
 
     def status(self) -> Status:
+        self._pulse.beat("driver", None)  # it is the driver that asks
         self._record_finished_evaluations()
         version = self.catalog.latest_version()
         self._export_when_due()
@@ -220,7 +246,7 @@ class Coordinator:
             version=version.version if version else -1,
             learner_step=self.catalog.learner_step(),
             metrics=self.catalog.latest_metrics(),
-            waiting=self.catalog.waiting(),
+            components=self._pulse.components(),
             heldout_open=self.catalog.open_heldout(),
             notices=dict(self._notices),
         )
@@ -272,10 +298,3 @@ def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
         pause_s=MAINTENANCE_PAUSE_S,
         policy=COMPACTION_POLICY,
     )
-
-
-def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:
-    """Which task the `ordinal`-th group plays: all tasks once per pass, each pass in its own seeded order."""
-    order = list(range(n_tasks))
-    random.Random(f"{seed}/{ordinal // n_tasks}").shuffle(order)
-    return order[ordinal % n_tasks]

@@ -19,6 +19,8 @@ from typing import Protocol
 class Prompt:
     token_ids: tuple[int, ...]
     actions: tuple[str, ...] | None  # admissible actions of this observation; only a scripted policy reads them
+    n_dropped_turns: int = 0  # earlier turns that were to be shown and that the token budget had no room for
+    n_dropped_tokens: int = 0  # tokens of the prompt without a budget, less those it has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

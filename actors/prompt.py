@@ -1,152 +1,152 @@
 """From an observation to prompt token ids, and from response token ids to an action. No I/O, no Ray, no vLLM.
 
-    form = PromptForm(tokenizer, template="think", history_length=2, max_prompt_tokens=2048)
+    form = PromptForm(tokenizer, config.prompt)
     prompt = form.prompt(observation, history)        # history: Turns so far, oldest first
     answer = form.parse(completion.token_ids)         # Answer(action, well_formed)
 
-Every step is one single-turn chat: the template filled with the objective, the last `history_length` turns, the
-observation and the admissible actions, as in the paper. Templates are data: add one to TEMPLATES.
+prompt.style "window": every step is one single-turn chat, the template filled with the last `history_length` turns, as in the
+paper. "chat": an episode is one conversation; a prompt is the tokens of the one before, its response, and the new message.
+Too long a prompt loses its oldest turns first, then the middle of what is shown; both ends of the chat stay.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+from actors.chat import Chat, Tokenizer
+from actors.parsing import Answer, parse_action
 from actors.policy import Prompt
+from actors.template import TEMPLATES, Template, Turn, find_template, longest_part, render, render_next, shortened
+from configs import PromptConfig
 from envs import Observation
 
-UNPARSED_CHARACTERS = 30  # what an environment gets to see of a response without action tags, as in the authors' code
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    observation: str
-    action: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    action: str
-    well_formed: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Template:
-    """`{objective} {history} {observation} {actions} {step}` are filled in; `turn` and `action` are repeated."""
-
-    text: str
-    turn: str
-    action: str
-    answer: str  # how a scripted player writes `{action}`
-    thinks: bool  # a well-formed answer needs <think>..</think> too
-
-
-TEMPLATES = {
-    "think": Template(
-        text=(
-            "You act in a text world, one command at a time.\nYour goal: {objective}\n"
-            "What you saw and did in your latest turns:\n{history}\n"
-            "This is turn {step}. You now see:\n{observation}\n\nCommands that are possible now:\n{actions}\n\n"
-            "Reason about the goal inside <think> </think>. Then give exactly one of the possible commands "
-            "inside <action> </action>."
-        ),
-        turn="[saw: '{observation}', did: '{action}']\n",
-        action="'{action}'\n",
-        answer="<think></think><action>{action}</action>",
-        thinks=True,
-    ),
-    "direct": Template(
-        text=(
-            "You act in a text world, one command at a time.\nYour goal: {objective}\n{history}"
-            "You now see:\n{observation}\n\nPossible commands:\n{actions}\n"
-            "Reply with one possible command inside <action> </action> and nothing else, "
-            "for example <action>go east</action>."
-        ),
-        turn="You did: {action}\n",
-        action="{action}\n",
-        answer="<action>{action}</action>",
-        thinks=False,
-    ),
-    "compact": Template(
-        text="{objective}\n{history}{observation}\n{actions}",
-        turn="> {action}\n",
-        action="- {action}\n",
-        answer="<action>{action}</action>",
-        thinks=False,
-    ),
-}
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
-
-    eos_token_id: int
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
-    ) -> list[int]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+__all__ = ["TEMPLATES", "Answer", "PromptForm", "Template", "Turn", "parse_action", "render", "turns_shown"]
 
 
 class PromptForm:
-    """A template with the tokenizer it is written for. Pure: the same arguments give the same token ids."""
+    """The config's `prompt` with the tokenizer it is for. Pure: the same arguments give the same token ids.
 
-    def __init__(self, tokenizer: Tokenizer, *, template: str, history_length: int, max_prompt_tokens: int) -> None:
-        if template not in TEMPLATES:
-            raise ValueError(f"prompt.template={template!r} is not one of {', '.join(map(repr, sorted(TEMPLATES)))}")
-        self.tokenizer = tokenizer
-        self.template = TEMPLATES[template]
-        self.history_length = history_length
-        self.max_prompt_tokens = max_prompt_tokens
+    Raises ValueError for a template that cannot be read, a parser that has no rule for it, or an unusable chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: PromptConfig) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.template = find_template(config.template)
+        self.max_prompt_tokens = config.max_prompt_tokens
+        self._chat = Chat(tokenizer, thinking=config.thinking)
+        if config.parser == "upstream" and self.template.upstream is None:
+            raise ValueError(
+                f"prompt.parser='upstream' has no rule for prompt.template={config.template!r}, which the paper's code lacks; "
+                "use 'tags', or add `upstream` to a template of your own"
+            )
+        if config.style == "chat":
+            self._chat.continued("", after=())  # refuses a chat template it is not possible with
 
     def prompt(self, observation: Observation, history: Sequence[Turn]) -> Prompt:
-        """Token ids of the prompt. Too long a prompt loses its oldest turns first, then its own beginning."""
-        for kept in range(min(self.history_length, len(history)), -1, -1):
-            text = render(self.template, observation, history, kept=kept)
-            token_ids = self._encode_chat(text)
-            if len(token_ids) <= self.max_prompt_tokens:
-                break
-        return Prompt(token_ids=tuple(token_ids[-self.max_prompt_tokens :]), actions=observation.actions)
+        """At most `max_prompt_tokens` token ids; what was left out for that is counted in the Prompt."""
+        return self._in_chat(observation, history) if self.config.style == "chat" else self._in_window(observation, history)
 
     def parse(self, token_ids: Sequence[int]) -> Answer:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return parse_action(text, thinks=self.template.thinks)
+        parser = self.config.parser
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=parser != "tags")
+        return parse_action(text, template=self.template, parser=parser, opening=self._chat.opening)
 
     def encode_answer(self, action: str) -> list[int]:
-        text = self.template.answer.format(action=action)
+        text = answer_text(self.template, action, parser=self.config.parser)
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
-    def _encode_chat(self, text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    def _in_window(self, observation: Observation, history: Sequence[Turn]) -> Prompt:
+        asked = kept = turns_shown(self.config.history_length, len(history))
+        whole = token_ids = self._begun(observation, history, kept=asked)
+        if self._too_long(whole):
+            too_many = bisect_left(range(asked), True, key=lambda n: self._too_long(self._begun(observation, history, kept=n)))
+            kept = max(too_many - 1, 0)
+            token_ids = self._begun(observation, history, kept=kept)
+        if self._too_long(token_ids):
+            token_ids = self._squeezed(observation, history)
+        return Prompt(
+            token_ids=token_ids,
+            actions=observation.actions,
+            n_dropped_turns=asked - kept,
+            n_dropped_tokens=len(whole) - len(token_ids),
+        )
+
+    def _in_chat(self, observation: Observation, history: Sequence[Turn]) -> Prompt:
+        """The last prompt and response go on. Where they have grown too long, a new conversation begins, with as many of the
+        latest turns as half the budget holds: the next prompts can then go on again, instead of each losing one more turn.
+        """
+        if not history:
+            return self._in_window(observation, history)
+        last = history[-1]
+        assert last.prompt is not None, "a Turn of prompt.style=chat has its tokens"
+        token_ids = last.prompt.token_ids + last.response_ids + self._continued(observation, history, turn=len(history))
+        n_dropped_turns, n_dropped_tokens = last.prompt.n_dropped_turns, last.prompt.n_dropped_tokens
+        if self._too_long(token_ids):
+            n_whole = n_dropped_tokens + len(token_ids)
+            token_ids, n_dropped_turns = self._restarted(observation, history)
+            n_dropped_tokens = n_whole - len(token_ids)
+        return Prompt(
+            token_ids=token_ids,
+            actions=observation.actions,
+            n_dropped_turns=n_dropped_turns,
+            n_dropped_tokens=n_dropped_tokens,
+        )
+
+    def _restarted(self, observation: Observation, history: Sequence[Turn]) -> tuple[tuple[int, ...], int]:
+        """(token ids, turns left out) of a conversation that begins later in the episode."""
+        token_ids, first = self._squeezed(observation, history), len(history)
+        later: tuple[int, ...] = ()
+        while first:
+            turn = first - 1
+            later = history[turn].response_ids + self._continued(observation, history, turn=first) + later
+            longer = self._begun(_seen(observation, history, turn), history[:turn], kept=0) + later
+            if len(longer) > self.max_prompt_tokens // 2:
+                break
+            token_ids, first = longer, turn
+        return token_ids, first
+
+    def _continued(self, observation: Observation, history: Sequence[Turn], *, turn: int) -> tuple[int, ...]:
+        """The message of `turn`, counted from 0, behind the response of the turn before."""
+        text = render_next(self.template, _seen(observation, history, turn), step=turn + 1)
+        return self._chat.continued(text, after=history[turn - 1].response_ids)
+
+    def _begun(self, observation: Observation, history: Sequence[Turn], *, kept: int) -> tuple[int, ...]:
+        return self._chat.begun(render(self.template, observation, history, kept=kept))
+
+    def _squeezed(self, observation: Observation, history: Sequence[Turn]) -> tuple[int, ...]:
+        """Without turns; every part of the observation is cut in its middle to equally many characters, the most that fit.
+
+        A part shorter than that is whole. A template that alone is too long loses the middle of its own tokens.
+        """
+
+        def cut(limit: int) -> tuple[int, ...]:
+            return self._begun(shortened(observation, limit), history, kept=0)
+
+        whole = longest_part(observation)
+        limit = bisect_left(range(whole + 1), True, key=lambda limit: self._too_long(cut(limit)))  # the first that is too much
+        token_ids = cut(max(limit - 1, 0))
+        n_end = self.max_prompt_tokens // 2
+        return token_ids if limit else token_ids[: self.max_prompt_tokens - n_end] + token_ids[len(token_ids) - n_end :]
+
+    def _too_long(self, token_ids: Sequence[int]) -> bool:
+        return len(token_ids) > self.max_prompt_tokens
 
 
-def render(template: Template, observation: Observation, history: Sequence[Turn], *, kept: int) -> str:
-    """The user message: template text with the last `kept` turns of `history`."""
-    turns = history[len(history) - kept :]
-    return template.text.format(
-        objective=observation.objective,
-        history="".join(template.turn.format(observation=turn.observation, action=turn.action) for turn in turns),
-        observation=observation.text,
-        actions="".join(template.action.format(action=action) for action in observation.actions or ()),
-        step=len(history) + 1,
-    )
+def turns_shown(history_length: int, turns: int) -> int:
+    """How many of the turns so far a window shows; -1 is all."""
+    return turns if history_length < 0 else min(history_length, turns)
 
 
-def parse_action(text: str, *, thinks: bool) -> Answer:
-    """The text between the first <action> and the first </action> after it, lower-cased and stripped.
+def answer_text(template: Template, action: str, *, parser: str) -> str:
+    """A reply that chooses `action`, as a scripted player writes it."""
+    return action if parser == "text" else template.answer.format(action=action)
 
-    Without both tags the action is the end of the response and the answer is not well formed; nor is it where `thinks`
-    asks for <think> and </think> and one is missing. Whether the action is admissible is not asked here.
-    """
-    _, opened, rest = text.partition("<action>")
-    action, closed, _ = rest.partition("</action>")
-    if not (opened and closed):
-        return Answer(action=text[-UNPARSED_CHARACTERS:].strip().lower(), well_formed=False)
-    has_thought = not thinks or ("<think>" in text and "</think>" in text)
-    return Answer(action=action.strip().lower(), well_formed=has_thought)
+
+def _seen(observation: Observation, history: Sequence[Turn], turn: int) -> Observation:
+    """What was observed at `turn`, counted from 0; at the last one it is `observation`."""
+    if turn == len(history):
+        return observation
+    past = history[turn]
+    assert past.prompt is not None, "a Turn of prompt.style=chat has its tokens"
+    return Observation(text=past.observation, objective=observation.objective, actions=past.prompt.actions)

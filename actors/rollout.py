@@ -5,13 +5,15 @@ trajectory = await play_episode(environment, policy, form, task=task, episode=id
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
+from configs import Config
 from envs import Observation, Task, Transition
 from store import Step, Trajectory, now_us, state_hash
 
@@ -39,25 +41,66 @@ class EpisodeRules:
     win_reward: float
     temperature: float
     admissible_only: bool
+    turn_timeout_s: float  # of one response
+    episode_timeout_s: float  # of all of it
+
+    @classmethod
+    def of(cls, config: Config, *, temperature: float) -> EpisodeRules:
+        return cls(
+            max_steps=config.env.max_steps,
+            win_reward=config.env.win_reward,
+            temperature=temperature,
+            admissible_only=config.prompt.admissible_only,
+            turn_timeout_s=config.actors.turn_timeout_s,
+            episode_timeout_s=config.actors.episode_timeout_s,
+        )
+
+
+class EpisodeOverdue(RuntimeError):
+    """A deadline passed before the first action was carried out: there is nothing to keep."""
 
 
 async def play_episode(
     environment: AsyncEnvironment, policy: Policy, form: PromptForm, *, task: Task, episode: EpisodeIds, rules: EpisodeRules
 ) -> Trajectory:
-    """Plays until the environment ends or `max_steps` actions were taken; every action is one Step."""
-    observation = await environment.reset(task)
-    history: list[Turn] = []
+    """Plays until the environment ends or `max_steps` actions were taken; every action is one Step.
+
+    Where a deadline of `rules` passes the episode ends with the steps it has, the last one truncated. EpisodeOverdue if it
+    has none; EnvironmentDied, as the environment raises it.
+    """
     steps: list[Step] = []
-    while True:
-        prompt = form.prompt(observation, history)
-        step, transition = await _act(
-            environment, policy, form, prompt=prompt, observation=observation, number=len(steps), episode=episode, rules=rules
-        )
-        steps.append(step)
-        history.append(Turn(observation=observation.text, action=step.action_text))
-        observation = transition.observation
-        if step.terminated or step.truncated:
-            break
+    transition: Transition | None = None
+    try:
+        async with asyncio.timeout(rules.episode_timeout_s):
+            observation = await environment.reset(task)
+            history: list[Turn] = []
+            while not steps or not (steps[-1].terminated or steps[-1].truncated):
+                prompt = form.prompt(observation, history)
+                step, transition = await _act(
+                    *(environment, policy, form),
+                    prompt=prompt,
+                    observation=observation,
+                    number=len(steps),
+                    episode=episode,
+                    rules=rules,
+                )
+                steps.append(step)
+                history.append(
+                    Turn(
+                        observation=observation.text,
+                        action=step.action_text,
+                        prompt=prompt,
+                        response_ids=step.response_ids,
+                    )
+                )
+                observation = transition.observation
+    except TimeoutError:
+        if transition is None:
+            raise EpisodeOverdue(
+                f"no action within turn_timeout_s={rules.turn_timeout_s:g} and episode_timeout_s={rules.episode_timeout_s:g}"
+            ) from None
+        steps[-1] = replace(steps[-1], truncated=True)
+    assert transition is not None
     return Trajectory(
         traj_uid=episode.traj_uid,
         group_uid=episode.group_uid,
@@ -85,7 +128,8 @@ async def _act(
 ) -> tuple[Step, Transition]:
     """One action: generated, parsed, carried out, and recorded with the tokens and log-probabilities it was sampled with."""
     started_us, started = now_us(), time.perf_counter()
-    completion = await policy.generate(prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature)
+    async with asyncio.timeout(rules.turn_timeout_s):
+        completion = await policy.generate(prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature)
     answered = time.perf_counter()
     answer = form.parse(completion.token_ids)
     transition = await environment.step(answer.action)
@@ -93,6 +137,8 @@ async def _act(
     step = Step(
         step_index=number,
         prompt_ids=prompt.token_ids,
+        prompt_dropped_turns=prompt.n_dropped_turns,
+        prompt_dropped_tokens=prompt.n_dropped_tokens,
         response_ids=completion.token_ids,
         response_logprobs=completion.logprobs,
         version_min=completion.version_min,

@@ -15,6 +15,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 
 from actors.vllm_policy import VLLMPolicy
@@ -36,11 +37,12 @@ class ServedWeights:
         *,
         newest: Callable[[], Awaitable[VersionRecord | None]],
         record: Callable[[str, str], Awaitable[None]],
+        turn: Callable[[], AbstractAsyncContextManager[None]],
         max_staleness: int,
     ) -> None:
         self.version = NOT_YET  # the newest one that was loaded
         self._engine, self._layout, self._max_staleness = engine, layout, max_staleness
-        self._newest, self._record = newest, record
+        self._newest, self._record, self._turn = newest, record, turn
         self._one_load = asyncio.Lock()
         self._refused = NOT_YET
         self._refused_at_s = 0.0
@@ -69,7 +71,8 @@ class ServedWeights:
         started_s = time.perf_counter()
         directory = await asyncio.to_thread(local_directory, self._layout, version.path)  # fetched if it is not here
         fetch_ms = (time.perf_counter() - started_s) * 1e3
-        load = await self._engine.load_weights(version=version.version, path=directory, digest=version.digest)
+        async with self._turn():
+            load = await self._engine.load_weights(version=version.version, path=directory, digest=version.digest)
         self.version = version.version
         phases = {name: round(value, 1) for name, value in asdict(load).items() if name.endswith("_ms")}
         detail = {"version": version.version, "digest": load.file_digest, "fetch_ms": round(fetch_ms, 1), **phases}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from actors.prompt import TEMPLATES, Turn, render
-from configs import Config
-from envs import EnvironmentFailed, environment_class, list_tasks
+from actors.prompt import answer_text, turns_shown
+from actors.template import Turn, find_template, render, render_next
+from configs import Config, PromptConfig
+from envs import EnvironmentFailed, Observation, environment_class, list_tasks
 
 
 def sample_chats(config: Config) -> Iterator[str]:
-    """Prompt and answer of every step of one uniformly random episode of each training task."""
-    template = TEMPLATES[config.prompt.template]
+    """Message and answer of every step of one uniformly random episode of each training task."""
+    template = find_template(config.prompt.template)
     environment = environment_class(config.env.name)(config.env.options)
     draw = random.Random(config.seed)
     for task in list_tasks(config.env.name, config.env.options)["train"]:
@@ -22,9 +23,15 @@ def sample_chats(config: Config) -> Iterator[str]:
             if not observation.actions:
                 raise EnvironmentFailed(f"env.name={config.env.name} lists no admissible actions to clone from; set model.path")
             action = draw.choice(observation.actions)
-            kept = min(config.prompt.history_length, len(history))
-            yield render(template, observation, history, kept=kept) + template.answer.format(action=action)
+            yield _message(config.prompt, observation, history) + answer_text(template, action, parser=config.prompt.parser)
             history.append(Turn(observation=observation.text, action=action))
             transition = environment.step(action)
             observation, over = transition.observation, transition.terminated or transition.truncated
     environment.close()
+
+
+def _message(config: PromptConfig, observation: Observation, history: Sequence[Turn]) -> str:
+    template = find_template(config.template)
+    if config.style == "chat" and history:
+        return render_next(template, observation, step=len(history) + 1)
+    return render(template, observation, history, kept=turns_shown(config.history_length, len(history)))

@@ -11,11 +11,10 @@ cached keys and values dropped, and they go on with the new weights; `version_mi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import multiprocessing
-import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from actors.engine_environment import engine_environment, environment
 from actors.policy import Completion, Prompt
 from actors.weight_files import WeightFileError, check_shapes, tensor_shapes
+from actors.weight_load import PhaseClock, WeightLoad
 from configs import ActorsConfig
 
 if TYPE_CHECKING:
@@ -40,21 +40,6 @@ class EngineLostError(RuntimeError):
     """The engine is gone, or was stopped because it may hold a mixture of weights. Start a new policy."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightLoad:
-    """What one change of weights cost; generation stands still from pause to resume."""
-
-    version: int
-    file_digest: str  # of the files as the engine read them (`store.files_digest`), equal to the published one
-    check_ms: float  # headers of the new files against the model
-    verify_ms: float  # the engine reads the files for their digest; until here generation goes on
-    pause_ms: float
-    start_ms: float
-    update_ms: float
-    finish_ms: float
-    resume_ms: float
-
-
 class VLLMPolicy:
     """Made by `start`. Consumes prompts and numbered weights; produces completions. Unblocked by the engine process."""
 
@@ -65,12 +50,13 @@ class VLLMPolicy:
         processes: Collection[BaseProcess],
         max_response_tokens: int,
         stop_token_ids: Sequence[int],
+        stop: Sequence[str],
         shapes: Mapping[str, list[int]],
     ) -> None:
         self._llm: AsyncLLM | None = llm
         self._processes = processes
         self._max_response_tokens = max_response_tokens
-        self._stop_token_ids = list(stop_token_ids)
+        self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = shapes
         self._version = 0
         self._request_numbers = itertools.count()
@@ -85,9 +71,14 @@ class VLLMPolicy:
         actors: ActorsConfig,
         max_requests: int,
         stop_token_ids: Sequence[int],
+        stop: Sequence[str],
+        tokenizer: object,
         log_path: Path,
     ) -> VLLMPolicy:
         """Start an engine on version 0, the weights in `model_path`. `max_requests` is how many it works on at once.
+
+        A response ends with one of `stop_token_ids`, or with the token that completes one of the texts in `stop`; to find
+        those, and for nothing else, the engine's output is read with `tokenizer`, a Hugging Face one.
 
         Blocks the event loop for the start-up: the engine dies with the thread that started it (`die_with_parent`), and
         a pool's thread may end at any time.
@@ -102,11 +93,14 @@ class VLLMPolicy:
                 _engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=max_requests)
             )
         await llm.update_weight_version("0")
+        if stop:  # vLLM without a tokenizer would ignore them in silence
+            llm.output_processor.tokenizer = tokenizer
         return cls(
             llm=llm,
             processes=set(multiprocessing.active_children()) - others,
             max_response_tokens=actors.max_response_tokens,
             stop_token_ids=stop_token_ids,
+            stop=stop,
             shapes=shapes,
         )
 
@@ -122,7 +116,6 @@ class VLLMPolicy:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         params = SamplingParams(
             seed=seed,  # without one, sampling depends on what else is in the batch
@@ -131,19 +124,25 @@ class VLLMPolicy:
             stop_token_ids=self._stop_token_ids,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
-            detokenize=False,
+            stop=self._stop,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            detokenize=bool(self._stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request = tokens_input(list(prompt.token_ids))
         submitted_at = self._version
         outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
-        try:
+        with _dead_is_lost():
             async for output in outputs:
                 if output.finished:
                     return self._completion(output.outputs[0], submitted_at=submitted_at)
-        except EngineDeadError as error:
-            raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
         raise EngineLostError("the vLLM engine ended a request without an answer; start a new policy")
+
+    async def answers(self) -> None:
+        """Returns when the engine process has answered, which it does between two forward passes."""
+        with _dead_is_lost():
+            await self._engine().get_weight_version()
 
     async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
         """Replace the weights by those of `version` in `path`, a safetensors file or a directory of them.
@@ -174,7 +173,7 @@ class VLLMPolicy:
 
         async with self._one_load:
             llm = self._engine()
-            clock = _PhaseClock()
+            clock = PhaseClock()
             check_shapes(path, expected=self._shapes)
             clock.lap("check")
             found = await self._verify(llm, path=path, digest=digest)
@@ -204,15 +203,11 @@ class VLLMPolicy:
 
         Raises WeightFileError, EngineLostError.
         """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
+        with _dead_is_lost():
             answers = await llm.collective_rpc("stage_weights", args=(str(path),))
             while None in answers:
                 await asyncio.sleep(VERIFY_POLL_S)
                 answers = await llm.collective_rpc("staged_weights")
-        except EngineDeadError as error:
-            raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
         for found, fault in answers:
             if fault:
                 raise WeightFileError(f"{path} cannot be read: {fault}; publish it again")
@@ -235,6 +230,17 @@ class VLLMPolicy:
         )
 
 
+@contextlib.contextmanager
+def _dead_is_lost() -> Iterator[None]:
+    """vLLM's word for an engine process that died, in ours."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
+
+
 def _stop(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
     """vLLM's own shutdown may return before a slow engine process is gone."""
     llm.shutdown()
@@ -244,17 +250,6 @@ def _stop(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-class _PhaseClock:
-    def __init__(self) -> None:
-        self.laps_ms: dict[str, float] = {}
-        self._last_s = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now_s = time.perf_counter()
-        self.laps_ms[f"{phase}_ms"] = (now_s - self._last_s) * 1e3
-        self._last_s = now_s
 
 
 def _engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requests: int) -> AsyncEngineArgs:

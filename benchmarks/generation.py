@@ -100,6 +100,8 @@ async def benchmark(*, directory: Path, cores: str, seconds: float, loads: int) 
         actors=actors,
         max_requests=MAX_IN_FLIGHT,
         stop_token_ids=(),
+        stop=(),
+        tokenizer=None,
         log_path=directory / "engine.log",
     )
     results: dict[str, object] = {"start_s": time.perf_counter() - start_s}

@@ -2,7 +2,7 @@
 `key=value`, `plan.py` says what would run where; one YAML per run we vouch for.
 """
 
-from configs.check import ConfigError, check, check_model_path
+from configs.check import ConfigError, check, check_is_list, check_model_path, hint
 from configs.load import differences, from_yaml, load, to_yaml
 from configs.plan import cloning_config, describe_plan, model_billions
 from configs.schema import (
@@ -16,6 +16,7 @@ from configs.schema import (
     ModelConfig,
     PromptConfig,
     StoreConfig,
+    SupervisionConfig,
     TinyModelConfig,
 )
 
@@ -31,13 +32,16 @@ __all__ = [
     "ModelConfig",
     "PromptConfig",
     "StoreConfig",
+    "SupervisionConfig",
     "TinyModelConfig",
     "check",
+    "check_is_list",
     "check_model_path",
     "cloning_config",
     "describe_plan",
     "differences",
     "from_yaml",
+    "hint",
     "load",
     "model_billions",
     "to_yaml",

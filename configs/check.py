@@ -6,23 +6,19 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.schema import Config
+from configs.schema import AlgorithmConfig, Config, PromptConfig
 
 MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "seed": "",
     "max_staleness": "; use 0 for synchronous training",
-    "prompt.history_length": "; use 0 for no history",
     "actors.gpus_per_worker": "; use 0 for a CPU engine",
     "algorithm.gamma": "; the paper uses 0.95",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.version_window": "; use 0 to compare within one version",
-    "loss.kl_coef": "; use 0 for no reference model",
-    "loss.entropy_coef": "",
-    "loss.quadratic_coef": "; use 0 for no pull to the policy that sampled",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
     "learner.max_bad_updates": "; use 0 to end the run at the first",
@@ -32,20 +28,31 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "model.lora_rank": "; use 0 to train all weights",
     "alarms.ess_below": "; use 0 for no such alarm",
     "alarms.entropy_below": "; use 0 for no such alarm",
+    "supervision.max_restarts": "; use 0 to end the run at the first death",
     "evaluation.every": "; use 0 to evaluate at the end only",
     "evaluation.temperature": "; use 0 for greedy play",
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
-MAY_BE_INFINITE = ("loss.dual_clip", "loss.ratio_cap", "loss.tis_cap")  # .inf switches them off
 ESTIMATORS = ("gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo", "graphgpo")
 WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
+WITH_STEP_TERM = tuple(name for name in ESTIMATORS if name not in WITHOUT_STEP_TERM)
+# Setting of `algorithm` -> the choices with which it is read, any one of them; with others it does nothing.
+READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "gamma": {"estimator": ("gigpo", "hgpo")},
+    "omega": {"estimator": ("gigpo", "graphgpo")},
+    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo")},
+    "weighting": {"estimator": tuple(name for name in ESTIMATORS if name != "hgpo")},
+    "anchor": {"estimator": WITH_STEP_TERM},
+    "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
+    "similarity": {"anchor": ("similar", "similar_greedy")},
+    "anchor_versions": {"estimator": WITH_STEP_TERM},
+    "version_window": {"anchor_versions": ("window",)},
+}
 NOT_RECORDED = {  # gigpo can, but a run cannot give it what it needs
     "weighted": "weights need a forward pass that comes after the advantages; use 'window', or weigh offline",
 }
-LOSSES = ("behaviour_cloning", "cispo", "dppo_tv", "gspo", "ppo_clip", "reinforce", "sapo", "topr")
-CORRECTIONS = ("geometric_mask", "k3_mask", "m2po", "opsm", "sequence_mask", "sequence_tis", "token_icepop", "token_tis")
-AGGREGATIONS = ("sequence_mean_token_mean", "sequence_mean_token_sum_norm", "token_mean")
+TEMPLATES = ("alfworld", "compact", "direct", "search", "sokoban", "think", "webshop")  # the files in actors/templates
 MIN_SNAPSHOT_WINDOW_S = 60.0  # for the learner, or a DuckDB shell, to open a file it was told of
 
 
@@ -65,6 +72,7 @@ def check(config: Config) -> None:
     _check_loss(config)
     _check_tiny_model(config)
     _check_lengths(config)
+    _check_prompt(config)
     _check_store(config)
 
 
@@ -77,30 +85,28 @@ def _check_choices(config: Config) -> None:
         "algorithm.signal": (a.signal, ("advantages", "rewards", "returns")),
         "algorithm.anchor": (a.anchor, ("state", "suffix", "similar", "similar_greedy", "state_and_actions")),
         "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
-        "prompt.template": (config.prompt.template, ("compact", "direct", "think")),
-        "loss.policy": (config.loss.policy, LOSSES),
-        "loss.proximal": (config.loss.proximal, ("none", "recomputed", "interpolated")),
-        "loss.aggregation": (config.loss.aggregation, (None, *AGGREGATIONS)),
-        "loss.kl": (config.loss.kl, ("k1", "k2", "k3")),
+        "prompt.style": (config.prompt.style, ("window", "chat")),
+        "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
+        "stragglers": (config.stragglers, ("drop", "wait")),
         "learner.gpus_per_rank": (config.learner.gpus_per_rank, (0, 1)),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             raise ConfigError(f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}{hint(value, allowed)}")
-    for name in config.loss.corrections or ():
-        if name not in CORRECTIONS:
-            raise ConfigError(
-                f"loss.corrections has {name!r}, not one of {', '.join(map(repr, CORRECTIONS))}{hint(name, CORRECTIONS)}"
-            )
 
 
 def _check_positive(config: Config) -> None:
+    """All numbers but those of the loss: their bounds are gigpo's."""
     for key, number in flat(config):
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            if not math.isfinite(number) and not (key in MAY_BE_INFINITE and number == math.inf):
+        if (
+            isinstance(number, int | float)
+            and not isinstance(number, bool)
+            and not key.startswith(("loss.", "prompt.history_length"))
+        ):
+            if not math.isfinite(number):
                 raise ConfigError(f"{key}={number} is not a number")
             if key in MAY_BE_ZERO and number < 0:
                 raise ConfigError(f"{key}={number} is below 0{MAY_BE_ZERO[key]}")
@@ -144,15 +150,10 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use algorithm.anchor=state")
     if a.estimator == "hgpo" and a.anchor != "state":
         raise ConfigError(f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use 'state'")
-    for key, value, usual in (("anchor", a.anchor, "state"), ("anchor_versions", a.anchor_versions, "mixed")):
-        if a.estimator in WITHOUT_STEP_TERM and value != usual:
-            raise ConfigError(
-                f"algorithm.{key}={value!r} does nothing with {a.estimator}, which compares no states; use {usual!r}, or an "
-                "estimator with a step term (gigpo, hgpo, graphgpo)"
-            )
     for key, value in (("anchor", a.anchor), ("anchor_versions", a.anchor_versions)):
         if value in NOT_RECORDED:
             raise ConfigError(f"algorithm.{key}={value!r} is not possible in a run: {NOT_RECORDED[value]}")
+    _check_read(a)
     if a.group_size == 1 and config.loss.policy != "behaviour_cloning":
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, so no advantage "
@@ -162,6 +163,20 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError("loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true")
     if config.actors.scripted and config.loss.policy != "behaviour_cloning":
         raise ConfigError(f"actors.scripted=true needs loss.policy=behaviour_cloning, not {config.loss.policy!r}")
+
+
+def _check_read(algorithm: AlgorithmConfig) -> None:
+    """A setting that nothing reads would be taken for one that acts. At its default nobody has asked for it."""
+    usual = AlgorithmConfig()
+    for key, choices in READ_WITH.items():
+        value, default = getattr(algorithm, key), getattr(usual, key)
+        if value == default or any(getattr(algorithm, choice) in names for choice, names in choices.items()):
+            continue
+        chosen = " and ".join(f"{choice}={getattr(algorithm, choice)}" for choice in choices)
+        ways = ", or ".join(f"{choice}={' or '.join(names)}" for choice, names in choices.items())
+        raise ConfigError(
+            f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default is {default}), or use {ways}"
+        )
 
 
 def _check_cores(config: Config) -> None:
@@ -181,7 +196,8 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    """What other sections have to do with it; which losses, corrections and numbers go together, gigpo's Objective says."""
+    """What other sections have to do with it. Its names and numbers, and which go together, gigpo says when a run's objective
+    is made (`learner.with_published`), before anything starts."""
     if config.loss.proximal == "recomputed" and config.learner.updates_per_step == 1:
         raise ConfigError(
             "loss.proximal='recomputed' with learner.updates_per_step=1 costs a forward pass for a policy that is still the "
@@ -209,12 +225,37 @@ def _check_lengths(config: Config) -> None:
         )
 
 
+def _check_prompt(config: Config) -> None:
+    prompt = config.prompt
+    if prompt.template not in TEMPLATES and not Path(prompt.template).is_file():
+        raise ConfigError(
+            f"prompt.template={prompt.template!r} is not one of {', '.join(map(repr, TEMPLATES))}, nor a file of your own"
+            f"{hint(prompt.template, TEMPLATES)}"
+        )
+    if prompt.history_length < -1:
+        raise ConfigError(f"prompt.history_length={prompt.history_length} is below -1; use 0 for no history, -1 for all of it")
+    if prompt.style == "chat" and prompt.history_length not in (-1, PromptConfig().history_length):
+        raise ConfigError(
+            f"prompt.history_length={prompt.history_length} does nothing with prompt.style='chat', which shows all turns; "
+            "use -1"
+        )
+    check_is_list("prompt.stop", prompt.stop)
+    if "" in prompt.stop:
+        raise ConfigError("prompt.stop has an empty text, which would end every response at once; leave it out")
+
+
 def _check_store(config: Config) -> None:
     if config.store.snapshot_window_s < MIN_SNAPSHOT_WINDOW_S:
         raise ConfigError(
             f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that the learner was just told to "
             f"read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
         )
+
+
+def check_is_list(key: str, value: object) -> None:
+    """A name by itself would be read letter by letter. Raises ConfigError."""
+    if isinstance(value, str):
+        raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
 
 
 def check_model_path(config: Config) -> None:

@@ -9,13 +9,18 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.check import ConfigError, check, flat, hint
+from configs.check import ConfigError, check, check_is_list, flat, hint
 from configs.schema import Config
 
-MAY_CHANGE = {  # between two starts of one run, and all of `alarms`
+MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `supervision`
     "run_dir",
+    "env.processes",
+    "env.answer_timeout_s",
+    "env.attempts",
     "actors.workers",
     "actors.cpu_cores",
+    "actors.engine_timeout_s",
+    "actors.lease_s",
     "learner.steps",
     "learner.ranks",
     "learner.gpus_per_rank",
@@ -23,6 +28,8 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms`
     "learner.offload",
     "learner.micro_batch_tokens",
     "learner.max_bad_updates",
+    "learner.step_timeout_s",
+    "learner.starvation_timeout_s",
     "learner.checkpoint_every",
     "learner.keep_checkpoints",
     "learner.keep_every",
@@ -50,9 +57,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for layer in layers:
         for key in _leaves(OmegaConf.to_container(layer)):
             _check_key(key)
+        check_is_list("loss.corrections", OmegaConf.select(layer, "loss.corrections"))
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), *layers))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section is wanted
         raise ConfigError(f"{path}: {_one_line(error)}") from None
     assert isinstance(config, Config)
     check(config)
@@ -78,7 +86,7 @@ def differences(old: Config, new: Config) -> list[str]:
     """`key: old -> new` for every setting that differs; where the run lies, its end and how long it keeps data are left out.
 
     A run may be continued for more steps, from a moved directory, on other devices, with more or less kept on disk, and
-    with other alarms; anything else would be another run.
+    with other alarms and deadlines; anything else would be another run.
     """
     before, after = dict(flat(old)), dict(flat(new))
     keys = sorted(before.keys() | after.keys())
@@ -86,7 +94,7 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.startswith("alarms.")
+    return key in MAY_CHANGE or key.startswith(("alarms.", "supervision."))
 
 
 def _checked_override(text: str) -> str:

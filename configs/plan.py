@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.check import ConfigError
-from configs.schema import Config, LossConfig
+from configs.schema import AlgorithmConfig, Config, LossConfig
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,7 +27,7 @@ def cloning_config(config: Config) -> Config:
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step),
-        algorithm=replace(config.algorithm, estimator="grpo", group_size=1, anchor="state", anchor_versions="mixed"),
+        algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # cloning asks for no advantage
         loss=LossConfig(policy="behaviour_cloning"),
         learner=replace(
             config.learner,

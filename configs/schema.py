@@ -15,16 +15,23 @@ class EnvConfig:
     options: dict[str, Any] = field(default_factory=dict)  # given to the environment, e.g. the number of games
     max_steps: int = 10  # actions per episode, then it is truncated
     win_reward: float = 10.0  # factor on the environment's reward (the paper: 10 for a win)
-    processes: int = 1  # environment processes beside each worker
+    processes: int = 1  # environment processes beside each worker; of an agent program: its episodes at once
+    answer_timeout_s: float = 60.0  # of one reset or step; an environment that takes longer is killed, its episode played again
+    attempts: int = 3  # at an episode whose environment fails; then its group is abandoned, with the reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptConfig:
-    template: str = (
-        "think"  # a name in actors/prompt.py: "think" (as the paper), "direct" (no thinking), "compact" (tiny models)
-    )
-    history_length: int = 2  # (observation, action) pairs shown besides the current observation
-    max_prompt_tokens: int = 2048  # longer prompts lose their oldest history first
+    # "think" (any text world), "direct" (no thinking), "compact" (tiny models), "alfworld", "webshop", "search", "sokoban" (as
+    # the paper), or a YAML file of your own
+    template: str = "think"
+    # "window": each step is a chat of its own, with the latest turns in it; "chat": the episode is one conversation that grows
+    style: str = "window"
+    history_length: int = 2  # of style "window": turns shown besides the current observation; -1 shows all
+    max_prompt_tokens: int = 2048  # longer prompts lose their oldest turns first, then the middle of what is shown
+    thinking: bool | None = None  # given to the chat template as `enable_thinking`; null leaves it to the template
+    stop: list[str] = field(default_factory=list)  # texts that end a response; they stay in it
+    parser: str = "tags"  # how an action is read: within "tags", "upstream" (as the paper's code), or the whole "text"
     admissible_only: bool = False  # count a well-formed action outside the admissible ones as invalid
 
 
@@ -63,20 +70,25 @@ class ActorsConfig:
     kv_cache_gib: float = 1.0  # CPU engines only; GPU engines use gpu_memory_utilization
     gpu_memory_utilization: float = 0.85
     cpu_cores: str = "auto"  # of a CPU engine: "0" or "0,2-3"; "auto" is all but the last, which the learner takes
-    lease_s: float = 120.0  # a silent worker's groups are played by another after this long
+    turn_timeout_s: float = 300.0  # of one response; an episode that waits longer ends there, truncated
+    episode_timeout_s: float = 3600.0  # likewise of a whole episode
+    engine_timeout_s: float = 20.0  # an engine that says nothing for this long is taken for hung, and started again
+    lease_s: float = 120.0  # groups of a worker nobody has heard of are played by another after this long
     scripted: bool = False  # play the scripted random player instead of a model (to clone from)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    """How episodes become advantages; formulas and sources in gigpo/queries/."""
+    """How episodes become advantages; formulas and sources in gigpo/queries/. What the chosen estimator and anchor do not read
+    is refused unless it is at its default.
+    """
 
     estimator: str = "gigpo"  # or grpo, rloo, dr_grpo, reinforce_pp, reinforce_pp_baseline, hgpo, graphgpo
     group_size: int = 8  # episodes per task, G
-    gamma: float = 0.95  # discount per step, of the step returns
+    gamma: float = 0.95  # discount per step, of the step returns; of gigpo and hgpo
     omega: float = 1.0  # weight of the step advantage, of gigpo and graphgpo
     normalise: str = "mean_std"  # "mean_std", "mean" or "leave_one_out"; of gigpo, grpo, hgpo, graphgpo
-    weighting: str = "steps"  # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3)
+    weighting: str = "steps"  # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3); not of hgpo
     invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
     # what the episodes of a group must differ in to be trained on: "advantages" (penalties count, as the authors), "rewards"
     # (penalties do not count), "returns" (undiscounted, no penalties: DAPO)
@@ -117,12 +129,12 @@ class LossConfig:
     tau_positive: float | None = None  # sapo 1
     tau_negative: float | None = None  # sapo 1.05
     tis_cap: float | None = None  # token_tis and sequence_tis 2; .inf for none
-    icepop_low: float | None = None  # token_icepop 0.5
-    icepop_high: float | None = None  # token_icepop 5
-    sequence_low: float | None = None  # sequence_mask 0.5
-    sequence_high: float | None = None  # sequence_mask 2
-    geometric_low: float | None = None  # geometric_mask 0.999
-    geometric_high: float | None = None  # geometric_mask 1.001
+    icepop_low: float | None = None  # token_icepop 0.5; 0 for none
+    icepop_high: float | None = None  # token_icepop 5; .inf for none
+    sequence_low: float | None = None  # sequence_mask 0.5; 0 for none
+    sequence_high: float | None = None  # sequence_mask 2; .inf for none
+    geometric_low: float | None = None  # geometric_mask 0.999; 0 for none
+    geometric_high: float | None = None  # geometric_mask 1.001; .inf for none
     k3_max: float | None = None  # k3_mask 0.01
     opsm_delta: float | None = None  # opsm 1e-4
     m2_max: float | None = None  # m2po 0.04
@@ -152,6 +164,7 @@ class LearnerConfig:
     keep_checkpoints: int = 2
     keep_every: int = 0  # learner steps; checkpoints of these are never removed; 0: only the newest keep_checkpoints stay
     keep_versions: int = 4  # newest published weights kept on disk; a checkpoint has its own copy
+    step_timeout_s: float = 3600.0  # a learner step that takes longer hangs: the learner is killed and started again
     starvation_timeout_s: float = 600.0  # no batch for this long ends the run with the reason
 
 
@@ -164,6 +177,16 @@ class AlarmsConfig:
     entropy_below: float = 0.0  # nats per token; 0 never warns, as a policy may become sure of itself for good reasons
     mismatch_kl_above: float = 0.2  # nats per token, between the policy that sampled and the one that learns
     length_factor: float = 4.0  # mean response length, so many times longer or shorter than in the run's first 5 steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisionConfig:
+    """What happens to a component that dies, stops or hangs."""
+
+    silent_s: float = 15.0  # without a sign of life for this long it is killed and started again
+    max_restarts: int = 5  # of one component within restart_window_s; one more ends the run with the reason
+    restart_window_s: float = 3600.0
+    starving_s: float = 30.0  # who waits for longer than this is named on the screen, with what it waits for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +210,9 @@ class Config:
     run_dir: str = "runs/default"
     seed: int = 0
     max_staleness: int = 1  # versions between the learner and the oldest token it trains on; 0 is synchronous
+    # groups that are still played when they reach that limit: "drop" plays them again or leaves them out, "wait" has the
+    # learner wait for them
+    stragglers: str = "drop"
     env: EnvConfig = field(default_factory=EnvConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -195,5 +221,6 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     store: StoreConfig = field(default_factory=StoreConfig)

@@ -1,25 +1,34 @@
 """Text worlds behind one contract. `base.py` is the contract (Task, Observation, Transition, Environment); one file per
 world (`textworld.py` with its games in `textworld_games.py`, `key_room.py`, the one to copy for a world of your own);
-`registry.py` finds a class by name, `check.py` refuses a broken one early, `pool.py` runs many in processes of their own.
+`registry.py` finds a class by name, `check.py` refuses a broken one early, `pool.py` runs many, each `process.py` holding some.
+`programs.py` is for an agent that calls a chat model by itself instead of being stepped (docs/agent_programs.md).
 Nothing here knows tokens, prompts or models. Worlds are reached by name, so that importing this package loads no engine.
 """
 
 from envs.base import Environment, Observation, Task, Transition
 from envs.check import EnvironmentFailed, list_tasks, try_environment
-from envs.pool import EnvironmentDied, EnvironmentPool, PooledEnvironment
-from envs.registry import ENVIRONMENTS, environment_class
+from envs.pool import EnvironmentPool, PooledEnvironment
+from envs.process import EnvironmentDied
+from envs.programs import ClientSettings, Outcome, Program, ProgramPool
+from envs.registry import ENVIRONMENTS, environment_class, is_program, program_class
 
 __all__ = [
     "ENVIRONMENTS",
+    "ClientSettings",
     "Environment",
     "EnvironmentDied",
     "EnvironmentFailed",
     "EnvironmentPool",
     "Observation",
+    "Outcome",
     "PooledEnvironment",
+    "Program",
+    "ProgramPool",
     "Task",
     "Transition",
     "environment_class",
+    "is_program",
     "list_tasks",
+    "program_class",
     "try_environment",
 ]

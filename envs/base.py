@@ -50,7 +50,11 @@ class Transition:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Constructed as `EnvironmentClass(options)`; `options` is the config's `env.options` mapping."""
+    """Constructed as `EnvironmentClass(options)`; `options` is the config's `env.options` mapping.
+
+    `reset` and `step` may both be coroutines ("async def"), for a world behind a network: they are then awaited on the
+    worker's event loop instead of being called in a process of their own.
+    """
 
     def __init__(self, options: Mapping[str, object]) -> None: ...
 

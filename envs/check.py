@@ -1,11 +1,16 @@
-"""What must hold of an environment before anything expensive starts."""
+"""What must hold of an environment before anything expensive starts, and of everything it answers."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
 
-from envs.base import Task
-from envs.registry import environment_class
+from envs.base import Observation, Task, Transition
+from envs.registry import environment_class, is_program, program_class
 
 SPLITS = ("train", "heldout")
 
@@ -20,7 +25,7 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
     Raises EnvironmentFailed if the environment raises, if a split is empty, or if a task is in two splits.
     """
     try:
-        make = environment_class(name)
+        make = program_class(name) if is_program(name) else environment_class(name)
     except ValueError as error:
         raise EnvironmentFailed(f"env.name: {error}") from None
     try:
@@ -41,11 +46,62 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
 def try_environment(name: str, options: Mapping[str, object], task: Task) -> None:
     """Starts the environment once and resets it to `task`. Raises EnvironmentFailed with its error."""
     try:
+        if is_program(name):
+            program_class(name)(options)  # to run it takes a model
+            return
         environment = environment_class(name)(options)
-        environment.reset(task)
+        answer = environment.reset(task)
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run(answer)
+        checked_answer("reset", answer)
         environment.close()
     except Exception as error:  # as above
         raise EnvironmentFailed(f"env.name={name} does not start with task {task.id!r}: {_line(error)}") from error
+
+
+def checked_answer(method: str, answer: object) -> Observation | Transition:
+    """What `reset` or `step` returned, its numbers as Python's own (numpy's pass). TypeError, ValueError: what is wrong."""
+    if method == "reset":
+        return _checked_observation(answer, what="reset")
+    if not isinstance(answer, Transition):
+        raise TypeError(f"step returned {_shown(answer)}; it must return a Transition")
+    if isinstance(answer.reward, bool) or not isinstance(answer.reward, Real) or not math.isfinite(answer.reward):
+        raise ValueError(f"step returned reward={answer.reward!r}; it must be a finite number")
+    score = answer.task_score
+    if score is not None and (not isinstance(score, Real) or not math.isfinite(score)):
+        raise ValueError(f"step returned task_score={score!r}; it must be a finite number or None")
+    flags = {}
+    for name in ("terminated", "truncated", "won", "valid"):
+        flag = getattr(answer, name)
+        if flag not in (True, False):
+            raise TypeError(f"step returned {name}={flag!r}; it must be True or False")
+        flags[name] = bool(flag)
+    return replace(
+        answer,
+        observation=_checked_observation(answer.observation, what="step"),
+        reward=float(answer.reward),
+        task_score=None if score is None else float(score),
+        **flags,
+    )
+
+
+def _checked_observation(answer: object, *, what: str) -> Observation:
+    if not isinstance(answer, Observation):
+        raise TypeError(f"{what} returned {_shown(answer)}; it must return an Observation")
+    if not isinstance(answer.text, str) or not isinstance(answer.objective, str):
+        raise TypeError(f"{what} returned an Observation whose text or objective is no str: {_shown(answer)}")
+    if answer.anchor is not None and not isinstance(answer.anchor, str):
+        raise TypeError(f"{what} returned anchor={answer.anchor!r}; it must be text or None")
+    if answer.actions is None:
+        return answer
+    if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in answer.actions):
+        raise TypeError(f"{what} returned actions={answer.actions!r}; they must be a tuple of texts or None")
+    return replace(answer, actions=tuple(answer.actions))
+
+
+def _shown(answer: object) -> str:
+    text = repr(answer)
+    return f"{type(answer).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
 
 
 def _line(error: Exception) -> str:

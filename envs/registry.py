@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from envs.base import Environment
+
+if TYPE_CHECKING:
+    from envs.programs import Program  # which finds its class here
 
 # A new environment is one file in this folder and one line here. Named, not imported: an engine loads when it is used.
 ENVIRONMENTS = {
@@ -16,6 +21,29 @@ ENVIRONMENTS = {
 
 def environment_class(name: str) -> type[Environment]:
     """The class behind a registered name or `module:Class`; ValueError says what was wrong with the name."""
+    return _with_methods(name, ("tasks", "reset", "step", "close"), see="envs/base.py; or `tasks` and `run`, envs/programs.py")
+
+
+def program_class(name: str) -> type[Program]:
+    """The same for an agent program."""
+    return _with_methods(name, ("tasks", "run"), see="envs/programs.py")
+
+
+def is_program(name: str) -> bool:
+    """Whether it is run instead of being stepped; ValueError as for `environment_class`."""
+    found = _class(name)
+    return hasattr(found, "run") and not hasattr(found, "step")
+
+
+def _with_methods(name: str, methods: Sequence[str], *, see: str) -> Any:
+    found = _class(name)
+    missing = [method for method in methods if not callable(getattr(found, method, None))]
+    if missing:
+        raise ValueError(f"environment {name!r}: the class lacks {', '.join(missing)}; see {see}")
+    return found
+
+
+def _class(name: str) -> type:
     target = name if ":" in name else ENVIRONMENTS.get(name)
     if target is None:
         nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
@@ -32,7 +60,4 @@ def environment_class(name: str) -> type[Environment]:
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         raise ValueError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
-    missing = [method for method in ("tasks", "reset", "step", "close") if not callable(getattr(found, method, None))]
-    if missing:
-        raise ValueError(f"environment {name!r}: the class lacks {', '.join(missing)}; see envs/base.py")
     return found

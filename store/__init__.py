@@ -20,6 +20,7 @@ from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
 from store.hashing import files_digest, state_hash, uid
+from store.heartbeat import Heartbeat
 from store.layout import FORMAT_VERSION, RunLayout
 from store.logs import capture_output
 from store.reading.manifest import export
@@ -46,6 +47,7 @@ __all__ = [
     "FencedError",
     "FormatError",
     "GroupRecord",
+    "Heartbeat",
     "LiveSegment",
     "LockedError",
     "Maintainer",

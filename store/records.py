@@ -36,6 +36,8 @@ SEGMENT_SCHEMA = pa.schema(
         ("episode_steps", pa.int32()),
         ("step_index", pa.int32()),
         ("prompt_ids", pa.list_(pa.int32())),
+        ("prompt_dropped_turns", pa.int32()),  # what the prompt's token budget had no room for; null in files of older code
+        ("prompt_dropped_tokens", pa.int32()),
         ("response_ids", pa.list_(pa.int32())),
         ("response_logprobs", pa.list_(pa.float32())),
         ("version_min", pa.int64()),
@@ -63,6 +65,8 @@ class Step:
 
     step_index: int  # 0..n-1 in its trajectory
     prompt_ids: tuple[int, ...]
+    prompt_dropped_turns: int | None  # earlier turns, and tokens in all, that the prompt's budget had no room for;
+    prompt_dropped_tokens: int | None  # None: not recorded
     response_ids: tuple[int, ...]
     response_logprobs: tuple[float, ...]  # of response_ids, as sampled (after temperature and filters)
     version_min: int  # oldest and newest policy version that sampled a token of this response

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from actors import PromptForm
+from configs import PromptConfig
 
 
 class CharacterTokenizer:
@@ -36,6 +37,6 @@ def form() -> Callable[..., PromptForm]:
 
     def make(**changes: object) -> PromptForm:
         settings = {"template": "compact", "history_length": 2, "max_prompt_tokens": 500, **changes}
-        return PromptForm(CharacterTokenizer(), **settings)  # type: ignore[arg-type]
+        return PromptForm(CharacterTokenizer(), PromptConfig(**settings))  # type: ignore[arg-type]
 
     return make

@@ -41,7 +41,7 @@ def make_run(root: Path) -> RunLayout:
             trajectories = [make_trajectory(group, member, version=1) for member in members]
             catalog.commit(write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch), epoch=catalog.epoch)
         play(layout, catalog, catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=2), version=2)
-        catalog.heartbeat("learner", waiting_on="groups")
+        catalog.heartbeats({"learner": "groups"})
         export(catalog, layout)
     return layout
 

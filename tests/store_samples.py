@@ -14,6 +14,8 @@ def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> S
     fields = {
         "step_index": index,
         "prompt_ids": (1, 2, 3 + index),
+        "prompt_dropped_turns": index,
+        "prompt_dropped_tokens": 10 * index,
         "response_ids": (7, 0),
         "response_logprobs": LOGPROBS,
         "version_min": version,

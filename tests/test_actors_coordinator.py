@@ -58,6 +58,8 @@ def play(coordinator: Coordinator, lease: Lease) -> None:
                 Step(
                     step_index=0,
                     prompt_ids=(1,),
+                    prompt_dropped_turns=0,
+                    prompt_dropped_tokens=0,
                     response_ids=(2,),
                     response_logprobs=(-0.1,),
                     version_min=lease.version.version,
@@ -177,16 +179,16 @@ def test_every_pass_plays_every_task_once_in_its_own_order(n_tasks: int, seed: i
     assert all(sorted(order) == list(range(n_tasks)) for order in passes)
 
 
-def test_a_heartbeat_says_that_the_maintainer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_told_that_the_maintainer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_module, "MAINTENANCE_PAUSE_S", 0.001)
     coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
-    coordinator.heartbeat("w", None)
+    assert coordinator.lease("w") is None  # no weights yet
     monkeypatch.setattr(coordinator.catalog, "live_segments", None)  # whatever it may be
     deadline = time.monotonic() + 30.0
     while coordinator.maintainer._failure is None and time.monotonic() < deadline:
         time.sleep(0.001)
     with pytest.raises(StoreError, match="maintainer of .* stopped: TypeError"):
-        coordinator.heartbeat("w", None)
+        coordinator.lease("w")
     with pytest.raises(StoreError, match="maintainer"):
         coordinator.close()
     make_coordinator(tmp_path / "run", max_staleness=0).close()  # it had been given back

@@ -59,8 +59,11 @@ class FixedPolicy:
         )
 
 
+PATIENT = {"turn_timeout_s": 60.0, "episode_timeout_s": 60.0}
+
+
 def rules(**changes: object) -> EpisodeRules:
-    settings = {"max_steps": 4, "win_reward": 10.0, "temperature": 1.0, "admissible_only": True, **changes}
+    settings = {"max_steps": 4, "win_reward": 10.0, "temperature": 1.0, "admissible_only": True, **PATIENT, **changes}
     return EpisodeRules(**settings)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import pytest
 import store
 from actors import served_weights
 from actors.served_weights import LOADED, REFUSED, ServedWeights
-from actors.vllm_policy import WeightLoad
 from actors.weight_files import WeightFileError
+from actors.weight_load import WeightLoad
 from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
 
 # One row per published version: by how many loads it was served, and how many of them read something else.
@@ -56,6 +57,7 @@ class Run:
             self.layout,
             newest=self.newest,
             record=self.record,
+            turn=contextlib.nullcontext,
             max_staleness=max_staleness,
         )
 

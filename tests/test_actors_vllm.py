@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -21,12 +22,17 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import store
 from actors.policy import Completion, Prompt
-from actors.vllm_policy import EngineLostError, VLLMPolicy, WeightLoad
+from actors.served_weights import LOADED, REFUSED, ServedWeights
+from actors.vllm_policy import EngineLostError, VLLMPolicy
 from actors.weight_files import WeightFileError
+from actors.weight_load import WeightLoad
 from configs import ActorsConfig
 from learner import write_weights
-from store import files_digest
+from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
+from tests.chat_samples import two_turns_over_http
+from tests.learner_logprobs import both_logprobs
 
 pytestmark = pytest.mark.engine
 
@@ -73,6 +79,8 @@ def start(*, model: Path, log_path: Path) -> Coroutine[Any, Any, VLLMPolicy]:
         actors=actors,
         max_requests=16,
         stop_token_ids=[STOP_TOKEN],
+        stop=(),
+        tokenizer=None,
         log_path=log_path,
     )
 
@@ -149,6 +157,14 @@ def test_logprobs_equal_a_hugging_face_forward_pass(served: Served, temperature:
         assert_logprobs_of(served.directories["base"], prompt=prompt(seed), completion=completion, temperature=temperature)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_learner_finds_the_same_logprobs(served: Served, temperature: float) -> None:
+    completions = generate_all(served, seeds=range(8), temperature=temperature)
+    played = [(prompt(seed), completion) for seed, completion in enumerate(completions)]
+    behaviour_N, learner_N = both_logprobs(served.directories["base"], played, temperature=temperature)
+    torch.testing.assert_close(behaviour_N, learner_N, atol=1e-5, rtol=0.0)
+
+
 def test_stop_token_ends_the_completion_and_is_part_of_it(served: Served) -> None:
     completions = generate_all(served, seeds=range(32), temperature=1.0)
     stopped = [c for c in completions if c.finish_reason == "stop"]
@@ -201,11 +217,17 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
         if completion.version_min == completion.version_max:
             name = "other" if completion.version_min == first + 1 else "base"
             assert_logprobs_of(served.directories[name], prompt=prompt(seed), completion=completion)
+        else:  # every token is of one of both, over all tokens before it: nothing of the old weights stayed in the cache
+            off_T = [
+                (torch.tensor(completion.logprobs) - reference_logprobs(path, prompt=prompt(seed), completion=completion,
+                 temperature=1.0)).abs() for path in served.directories.values()
+            ]  # fmt: skip
+            assert torch.minimum(*off_T).max() < 1e-5
 
 
 def test_weights_in_several_files_are_served(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the learner publishes a large model; both sides agree on the digest."""
-    monkeypatch.setattr("learner.shards.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("learner.publish.SHARD_BYTES", 100_000)
     tensors = load_file(served.directories["other"] / "model.safetensors")
     digest = write_weights(tensors.items(), tmp_path / "v1", source_dir=served.directories["base"])
     assert len(list((tmp_path / "v1").glob("*.safetensors"))) > 2
@@ -224,7 +246,7 @@ def damaged(tmp_path: Path, whole: Path) -> dict[str, tuple[Path, str]]:
     save_file({n: t + 1e-3 for n, t in tensors.items()}, tmp_path / "other.safetensors")
     data = whole.read_bytes()
     (tmp_path / "torn.safetensors").write_bytes(data[:-100])
-    (tmp_path / "flipped.safetensors").write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    (tmp_path / "flipped.safetensors").write_bytes(flipped(data))
     (tmp_path / "noise.safetensors").write_bytes(b"\0" * len(data))
     says = {
         "absent": "no weights at",
@@ -255,6 +277,55 @@ def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path:
     assert generate_all(served, seeds=range(8), temperature=1.0) == before
     assert served.run(load_weights(served, "other")).version == version + 1
     served.run(load_weights(served, "base"))
+
+
+def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_served(served: Served, tmp_path: Path) -> None:
+    """From the learner's publishing to the engine's answers, through the store; one bit of one weight is flipped."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    write_open_sql(layout, macros=[], max_staleness=1)
+    first = served.policy.version + 1
+    with Catalog.open(layout) as catalog:
+
+        async def newest() -> VersionRecord | None:
+            return catalog.latest_version()
+
+        async def record(what: str, detail: str) -> None:
+            catalog.log(component="worker-0", what=what, detail=detail)
+
+        def publish(version: int, name: str) -> None:
+            tensors = load_file(served.directories[name] / "model.safetensors")
+            digest = write_weights(tensors.items(), layout.weights_dir(version), source_dir=served.directories["base"])
+            path = layout.relative(layout.weights_dir(version))
+            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+
+        def served_now() -> list[Completion]:
+            served.run(weights.serve(catalog.latest_version()))
+            return generate_all(served, seeds=range(4), temperature=1.0)
+
+        weights = ServedWeights(
+            served.policy, layout, newest=newest, record=record, turn=contextlib.nullcontext, max_staleness=1
+        )
+        publish(first, "other")
+        before = served_now()
+        assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=before[0])
+        publish(first + 1, "base")
+        file = layout.weights_dir(first + 1) / "model.safetensors"
+        file.write_bytes(flipped(file.read_bytes()))
+        assert served_now() == before, "tokens, log-probabilities and the version they are of"
+        publish(first + 2, "base")
+        (after, *_) = served_now()
+        assert_logprobs_of(served.directories["base"], prompt=prompt(0), completion=after)
+        assert (before[0].version_max, after.version_min, served.policy.version) == (first, first + 2, first + 2)
+        export(catalog, layout)
+    query = "SELECT what, (detail ->> 'version')::BIGINT AS version FROM events WHERE what LIKE 'weights %' ORDER BY lsn"
+    with store.open(layout.root) as reader:
+        events = [tuple(row.values()) for row in reader.sql(query).to_pylist()]
+    assert events == [(LOADED, first), (REFUSED, first + 1), (LOADED, first + 2)]
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit is another, of the last weight but one."""
+    return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
 
 
 def test_a_file_that_is_removed_after_it_was_verified_is_loaded(served: Served, tmp_path: Path) -> None:
@@ -332,3 +403,15 @@ def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, 
     assert sum(c.finish_reason == "abort" for c in completions) > 32  # those still running or waiting: none for ever
     assert all(c.version_max == served.policy.version for c in completions)
     assert served.policy.errored
+
+
+def test_over_http_prompts_keep_their_tokens_and_logprobs_are_those_of_the_forward_pass(served: Served) -> None:
+    one, two = served.run(two_turns_over_http(served.policy, max_model_tokens=256))
+    assert two.prompt_ids[: len(one.prompt_ids + one.response_ids)] == one.prompt_ids + one.response_ids
+    for step in (one, two):
+        asked = Prompt(token_ids=step.prompt_ids, actions=None)
+        said = Completion(
+            token_ids=step.response_ids, logprobs=step.response_logprobs, finish_reason="stop", version_min=0, version_max=0
+        )
+        expected_T = reference_logprobs(served.directories["base"], prompt=asked, completion=said, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(said.logprobs), expected_T, atol=1e-4, rtol=0)

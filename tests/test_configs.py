@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import configs
-from configs import Config, ConfigError
+from configs import AlgorithmConfig, Config, ConfigError
+from gigpo import ESTIMATORS, compute_advantages
+from learner import advantage_settings
 
 FILES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -59,12 +64,9 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("model.dtype=bfloat16", ["zero_stage=1"]),
         ("learner=3", ["'learner' is a section"]),
         ("actors.cpu_cores=foo", ["actors.cpu_cores='foo'", "0,2-3"]),
-        ("loss.policy=gsp", ["loss.policy='gsp'", "did you mean 'gspo'"]),
-        ("loss.corrections=[token_tiss]", ["loss.corrections has 'token_tiss'", "did you mean 'token_tis'"]),
-        ("loss.k3_max=-1", ["loss.k3_max=-1", "above 0"]),
-        ("loss.k3_max=.inf", ["loss.k3_max=inf"]),
-        ("loss.tis_cap=.nan", ["loss.tis_cap=nan"]),
-        ("loss.dual_clip=-.inf", ["loss.dual_clip=-inf"]),
+        ("loss.corrections=token_tis", ["loss.corrections=token_tis is not a list", "use loss.corrections=[token_tis]"]),
+        ("loss.corrections=token_tis,opsm", ["use loss.corrections=[token_tis,opsm]"]),
+        ("env.options=[3]", ["incompatible"]),
         ("loss.proximal=recomputed", ["learner.updates_per_step=1", "loss.policy=reinforce"]),
         ("model.tiny.heads=3", ["model.tiny.heads=3", "32, 64 or 128"]),
         ("prompt.template=thnk", ["thnk", "'think'"]),
@@ -132,11 +134,71 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
         configs.load(empty, ["algorithm.estimator=hgpo", "algorithm.anchor=suffix"])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("unused", ["anchor=similar", "anchor=suffix", "anchor_versions=window"])
-def test_an_estimator_without_a_step_term_takes_no_anchor(empty: Path, estimator: str, unused: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.{unused.partition('=')[0]}=.* does nothing with {estimator}"):
-        configs.load(empty, [f"algorithm.estimator={estimator}", f"algorithm.{unused}"])
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (
+            "estimator=rloo omega=0.3",
+            "omega=0.3 does nothing with estimator=rloo; .* default is 1.0.* estimator=gigpo or graphgpo",
+        ),
+        ("estimator=grpo gamma=0.9", "gamma=0.9 does nothing with estimator=grpo"),
+        ("estimator=graphgpo gamma=0.9", "use estimator=gigpo or hgpo"),
+        ("estimator=hgpo weighting=trajectories", "weighting=trajectories does nothing with estimator=hgpo"),
+        ("estimator=dr_grpo normalise=mean", "normalise=mean does nothing with estimator=dr_grpo"),
+        ("estimator=rloo anchor=suffix anchor_history=2", "anchor=suffix does nothing with estimator=rloo"),
+        ("similarity=0.8", "similarity=0.8 does nothing with anchor=state; .* use anchor=similar or similar_greedy"),
+        ("anchor_history=2", "with anchor=state and estimator=gigpo; .* use anchor=suffix, or estimator=hgpo"),
+        ("version_window=0", "version_window=0 does nothing with anchor_versions=mixed"),
+        ("estimator=rloo omega=1.0 gamma=0.95 normalise=mean_std weighting=trajectories", ""),  # at their defaults
+        ("estimator=hgpo anchor_history=2 gamma=0.5 anchor_versions=window version_window=0", ""),
+        ("anchor=similar_greedy similarity=0.8", ""),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(empty: Path, algorithm: str, words: str) -> None:
+    overrides = [f"algorithm.{setting}" for setting in algorithm.split()]
+    if not words:
+        configs.load(empty, overrides)
+        return
+    with pytest.raises(ConfigError, match=words):
+        configs.load(empty, overrides)
+
+
+def some_steps() -> pa.Table:
+    """Of three tasks, drawn: states that recur, invalid actions, wins of several lengths, three policy versions."""
+    generator, rows = random.Random(0), []
+    for traj in range(15):
+        n_steps, won = generator.randint(2, 5), generator.random() < 0.5
+        for i in range(n_steps):
+            row = {"group_uid": traj // 5, "traj_uid": traj, "step_index": i, "reward": 10.0 * (won and i == n_steps - 1)}
+            row |= {"is_action_valid": generator.random() < 0.7, "state_hash": generator.randrange(3), "won": won}
+            rows.append(row | {"version_min": generator.randrange(3)})
+    return pa.Table.from_pylist(rows)
+
+
+OTHER = {"gamma": 0.5, "omega": 0.3, "normalise": "mean", "weighting": "trajectories", "anchor": "suffix", "anchor_history": 2}
+OTHER |= {"similarity": 0.5, "anchor_versions": "window", "version_window": 0}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_is_said_to_be_read_changes_advantages_and_nothing_else_does(estimator: str) -> None:
+    steps, columns = some_steps(), ["advantage", "episodes_differ", "steps_differ"]
+
+    def computed(**algorithm: Any) -> dict[str, list[float]]:
+        config = Config(algorithm=AlgorithmConfig(estimator=estimator, **algorithm))
+        return compute_advantages(steps, advantage_settings(config)).select(columns).to_pydict()
+
+    def is_read(key: str) -> bool:
+        try:
+            configs.check(Config(algorithm=AlgorithmConfig(estimator=estimator, **{key: OTHER[key]})))
+        except ConfigError:
+            return False
+        return True
+
+    keys = OTHER.keys() - ({"anchor"} if estimator == "hgpo" else set())  # which gigpo refuses as well
+    plain = computed()
+    assert computed(**{key: OTHER[key] for key in keys if not is_read(key)}) == plain
+    for key in filter(is_read, keys):
+        assert computed(**{key: OTHER[key]}) != plain, key
 
 
 def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:

@@ -23,7 +23,7 @@ def test_the_pool_answers_as_the_environment_itself() -> None:
     expected = [direct.reset(task), *(direct.step(action) for action in actions)]
 
     async def play() -> list[object]:
-        pool = EnvironmentPool("key_room", OPTIONS, processes=1)
+        pool = EnvironmentPool("key_room", OPTIONS, processes=1, answer_timeout_s=10.0)
         async with pool.environment() as environment:
             seen = [await environment.reset(task), *[await environment.step(action) for action in actions]]
         pool.close()
@@ -43,7 +43,7 @@ def test_many_episodes_at_once_keep_apart_and_reuse_their_objects() -> None:
             return observation.text, environment
 
     async def play() -> tuple[list[tuple[str, object]], list[tuple[str, object]]]:
-        pool = EnvironmentPool("key_room", OPTIONS, processes=2)
+        pool = EnvironmentPool("key_room", OPTIONS, processes=2, answer_timeout_s=10.0)
         first = await asyncio.gather(*(first_text(pool, i) for i in range(10)))
         second = await asyncio.gather(*(first_text(pool, i) for i in range(10)))
         pool.close()
@@ -77,7 +77,7 @@ def test_an_error_names_the_environment_the_action_and_the_cause(tmp_path: Path,
     name = broken_environment(tmp_path, monkeypatch)
 
     async def play() -> None:
-        pool = EnvironmentPool(name, OPTIONS, processes=1)
+        pool = EnvironmentPool(name, OPTIONS, processes=1, answer_timeout_s=10.0)
         try:
             async with pool.environment() as environment:
                 await environment.reset(list_tasks(name, OPTIONS)["train"][0])
@@ -92,11 +92,11 @@ def test_an_error_names_the_environment_the_action_and_the_cause(tmp_path: Path,
 def test_a_killed_process_ends_the_wait_with_its_exit_code() -> None:
     async def play() -> None:
         before = {child.pid for child in psutil.Process().children()}
-        pool = EnvironmentPool("key_room", OPTIONS, processes=1)
-        (pid,) = {child.pid for child in psutil.Process().children()} - before
+        pool = EnvironmentPool("key_room", OPTIONS, processes=1, answer_timeout_s=10.0)
         try:
             async with pool.environment() as environment:
                 await environment.reset(list_tasks("key_room", OPTIONS)["train"][0])
+                (pid,) = {child.pid for child in psutil.Process().children()} - before  # made when it was needed
                 os.kill(pid, signal.SIGSTOP)  # so that the step is still waiting when the process dies
                 step = asyncio.create_task(environment.step("go east"))
                 await asyncio.sleep(0.05)
@@ -123,3 +123,124 @@ def test_a_task_in_both_splits_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert set(list_tasks(tasks_of(["a", "b"], tmp_path, monkeypatch), OPTIONS)) == {"train", "heldout"}
     with pytest.raises(EnvironmentFailed, match="'same' is in the train and in the heldout split"):
         list_tasks(tasks_of(["same", "same"], tmp_path, monkeypatch), OPTIONS)
+
+
+MOODY = """
+import asyncio, time
+from envs import Observation, Task, Transition
+ANSWERS = {"nothing": None, "a dict": {"reward": 1.0}, "a class": Transition}
+def transition(**changes):
+    fields = dict(observation=Observation(text="later"), reward=0.0, terminated=False, truncated=False, won=False)
+    return Transition(**(fields | changes))
+class Moody:
+    def __init__(self, options): self.task = None
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=f"m-{split}-{n}", env_name="moody", split=split, seed=n) for n in range(4)]
+    def reset(self, task):
+        self.task = task
+        return Observation(text=task.id)
+    def step(self, action):
+        if action == "sleep": time.sleep(3600)
+        if action == "unpicklable": return transition(reward=lambda: 1.0)
+        if action == "nan": return transition(reward=float("nan"))
+        if action == "flag": return transition(won="yes")
+        if action == "text": return transition(observation=Observation(text=3))
+        if action == "actions": return transition(observation=Observation(text="x", actions="go"))
+        if action in ANSWERS: return ANSWERS[action]
+        return transition(observation=Observation(text=self.task.id, actions=["a", "b"]), reward=1)
+    def close(self): pass
+class Awaited(Moody):
+    async def reset(self, task): return Moody.reset(self, task)
+    async def step(self, action):
+        if action == "sleep": await asyncio.sleep(3600)
+        return Moody.step(self, action)
+"""
+
+
+@pytest.fixture
+def moody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "moody_world.py").write_text(MOODY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "moody_world:Moody"
+
+
+@pytest.mark.parametrize("kind", ["Moody", "Awaited"])
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("nothing", "step returned NoneType None; it must return a Transition"),
+        ("a dict", "step returned dict"),
+        ("a class", "step returned type"),
+        ("unpicklable", "it must be a finite number"),
+        ("nan", "reward=nan; it must be a finite number"),
+        ("flag", "won='yes'; it must be True or False"),
+        ("text", "text or objective is no str"),
+        ("actions", "actions='go'; they must be a tuple of texts"),
+    ],
+)
+def test_nonsense_is_refused_by_name(moody: str, kind: str, action: str, words: str) -> None:
+    async def play() -> None:
+        pool = EnvironmentPool(moody.replace("Moody", kind), OPTIONS, processes=1, answer_timeout_s=10.0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
+                await environment.step(action)
+        finally:
+            pool.close()
+
+    with pytest.raises(EnvironmentDied, match="(Moody|Awaited).*step") as raised:
+        asyncio.run(play())
+    assert words in str(raised.value)
+    assert raised.value.at_fault
+
+
+@pytest.mark.parametrize("kind", ["Moody", "Awaited"])
+def test_answers_come_with_pythons_own_numbers_and_tuples(moody: str, kind: str) -> None:
+    async def play() -> object:
+        pool = EnvironmentPool(moody.replace("Moody", kind), OPTIONS, processes=1, answer_timeout_s=10.0)
+        async with pool.environment() as environment:
+            await environment.reset(list_tasks(moody, OPTIONS)["train"][1])
+            transition = await environment.step("go")
+        pool.close()
+        return transition
+
+    transition = asyncio.run(play())
+    assert transition.observation.text == "m-train-1"  # type: ignore[attr-defined]
+    assert transition.observation.actions == ("a", "b")  # type: ignore[attr-defined]
+    assert type(transition.reward) is float  # type: ignore[attr-defined]
+
+
+def test_one_that_hangs_is_killed_and_only_its_own_episode_is_to_blame(moody: str) -> None:
+    async def play() -> tuple[list[EnvironmentDied], str]:
+        pool = EnvironmentPool(moody, OPTIONS, processes=1, answer_timeout_s=0.5)
+        tasks = list_tasks(moody, OPTIONS)["train"]
+        async with pool.environment() as first, pool.environment() as second, pool.environment() as third:
+            for environment, task in zip((first, second, third), tasks, strict=False):
+                await environment.reset(task)
+            asked = await asyncio.gather(first.step("sleep"), second.step("go"), return_exceptions=True)
+            (later,) = await asyncio.gather(third.step("go"), return_exceptions=True)  # it asked nothing when the process died
+            again = await third.reset(tasks[3])  # in a new process
+        pool.close()
+        return [*asked, later], again.text  # type: ignore[list-item]
+
+    (hung, waiting, later), text = asyncio.run(play())
+    assert "did not answer within 0.5 s and was killed" in str(hung)
+    assert (hung.at_fault, waiting.at_fault, later.at_fault) == (True, False, False)
+    assert text == "m-train-3"
+
+
+def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> None:
+    async def play() -> tuple[BaseException, object]:
+        pool = EnvironmentPool(moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=0.3)
+        task = list_tasks(moody, OPTIONS)["train"][0]
+        async with pool.environment() as first, pool.environment() as second:
+            await first.reset(task)
+            await second.reset(task)
+            hung, fine = await asyncio.gather(first.step("sleep"), second.step("go"), return_exceptions=True)
+        pool.close()
+        assert isinstance(hung, BaseException)
+        return hung, fine
+
+    hung, fine = asyncio.run(play())
+    assert "did not answer step within 0.3 s" in str(hung)
+    assert fine.reward == 1.0  # type: ignore[attr-defined]

@@ -211,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.wait(after_s)
         self.run.start()
         self.model.lose_leases()
-        checkpoint = self.catalog.latest_checkpoint()
+        checkpoint = next(reversed(self.catalog.live_checkpoints()), None)
         assert (checkpoint.learner_step if checkpoint else 0) == max(self.model.checkpoints, default=0)
         if back:
             step = self.model.checkpoints[-back:][0] if self.model.checkpoints else 0

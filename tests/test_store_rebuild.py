@@ -83,7 +83,7 @@ def test_all_that_was_exported_comes_back_as_it_was(layout: RunLayout, intact: R
         batch = catalog.claim(n_groups=4, current_version=2, max_staleness=1)
         assert batch is not None and batch.batch_id > max(row[0] for row in ask(intact, "SELECT batch_id FROM batch"))
         catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
-        latest = catalog.latest_checkpoint()
+        latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
         catalog.record_version(version=4, path="w", digest="d", learner_step=2)
         export(catalog, layout)

@@ -102,6 +102,16 @@ class Catalog:
         with self._database.transaction() as tx:
             return groups.renew_leases(tx, worker=worker, lease_s=lease_s)
 
+    def release_leases(self, worker: str) -> int:
+        """The worker is gone: others may play its groups at once. How many."""
+        with self._database.transaction() as tx:
+            return groups.release_leases(tx, worker=worker)
+
+    def give_up(self, group_uid: bytes, *, worker: str, state: str, reason: str) -> None:
+        """The worker stops playing a group: 'open' for others to take it, or for ever 'stale' or 'abandoned'."""
+        with self._database.transaction() as tx:
+            groups.give_up(tx, group_uid=group_uid, worker=worker, state=state, reason=reason)
+
     def commit(self, segment: SegmentMeta, *, epoch: int) -> CommitResult:
         """Make a written segment count. A retry changes nothing; a stale epoch raises FencedError."""
         with self._database.transaction() as tx:
@@ -155,11 +165,6 @@ class Catalog:
         with self._database.transaction() as tx:
             ledger.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
 
-    def latest_checkpoint(self) -> CheckpointRecord | None:
-        """Where a restart begins."""
-        with self._database.transaction() as tx:
-            return ledger.latest_checkpoint(tx)
-
     def live_checkpoints(self) -> tuple[CheckpointRecord, ...]:
         """Every checkpoint that no roll-back went behind; its directory may have been removed since."""
         with self._database.transaction() as tx:
@@ -170,10 +175,10 @@ class Catalog:
         with self._database.transaction() as tx:
             ledger.record_metrics(tx, learner_step=learner_step, policy_version=policy_version, values=values)
 
-    def heartbeat(self, component: str, waiting_on: str | None) -> None:
-        """`component` is alive, and what it waits for (None: it is working)."""
+    def heartbeats(self, waiting_on: Mapping[str, str | None]) -> None:
+        """These components are alive, and what each waits for (None: it is working)."""
         with self._database.transaction() as tx:
-            ledger.heartbeat(tx, component=component, waiting_on=waiting_on)
+            ledger.heartbeats(tx, waiting_on=waiting_on)
 
     # Questions.
 
@@ -201,11 +206,6 @@ class Catalog:
         """The newest figure of every name."""
         with self._database.transaction() as tx:
             return ledger.latest_metrics(tx)
-
-    def waiting(self) -> dict[str, str]:
-        """Component -> what it waits for; those that work are left out."""
-        with self._database.transaction() as tx:
-            return ledger.waiting(tx)
 
     def learner_step(self) -> int:
         """The last settled learner step."""

@@ -104,6 +104,36 @@ def renew_leases(tx: Transaction, *, worker: str, lease_s: float) -> int:
     )
 
 
+def release_leases(tx: Transaction, *, worker: str) -> int:
+    """A worker is gone, or was stopped: what it played is free for others at once. How many groups."""
+    return tx.run(
+        "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker AND state = 'open'",
+        worker=worker,
+    )
+
+
+def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reason: str) -> None:
+    """A worker stops playing a group. 'abandoned', 'stale': nobody plays it again. 'open': it is played again, from the start;
+    if some of it is committed it becomes stale instead, as new members would be of other versions than the old ones.
+
+    What is committed of it stays. A group that is no longer open, or is another worker's by now, is left as it is.
+    """
+    if state not in ("open", "stale", "abandoned"):
+        raise StoreError(f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'")
+    changed = tx.run(
+        """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state), reason = :reason,
+                          lease_worker = NULL, lease_until_us = NULL
+           WHERE group_uid = :group_uid AND state = 'open' AND lease_worker IS :worker""",
+        state=state,
+        reason=reason,
+        group_uid=group_uid,
+        worker=worker,
+    )
+    if changed:
+        tx.log(component=worker, what="group given up", detail=f"{uid_text(group_uid)}: {reason}")
+        tx.touch("groups")
+
+
 def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult:
     """Make a written segment count. Retrying is harmless: what is already there is a duplicate."""
     if epoch != tx.epoch:

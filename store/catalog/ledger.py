@@ -49,15 +49,6 @@ def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version:
     tx.touch("checkpoints")
 
 
-def latest_checkpoint(tx: Transaction) -> CheckpointRecord | None:
-    """The newest checkpoint that no roll-back went behind."""
-    row = tx.row(
-        """SELECT learner_step, path, version FROM checkpoint
-           WHERE live = 1 ORDER BY learner_step DESC, lsn DESC LIMIT 1"""
-    )
-    return None if row is None else CheckpointRecord(**row)
-
-
 def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
     """Every checkpoint that no roll-back went behind, whether or not its directory is still there; oldest step first."""
     rows = tx.rows("SELECT learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY learner_step, lsn")
@@ -95,12 +86,6 @@ def latest_metrics(tx: Transaction) -> dict[str, float]:
     return {row["name"]: row["value"] for row in rows if row["value"] is not None}
 
 
-def waiting(tx: Transaction) -> dict[str, str]:
-    """What every component said it waits for at its last heartbeat; those that work are left out."""
-    rows = tx.rows("SELECT name, waiting_on FROM component WHERE waiting_on IS NOT NULL ORDER BY name")
-    return {row["name"]: row["waiting_on"] for row in rows}
-
-
 def learner_step(tx: Transaction) -> int:
     """The last settled learner step; 0 before the first."""
     row = tx.row("SELECT coalesce(max(learner_step), 0) AS step FROM batch WHERE state = 'trained'")
@@ -108,12 +93,13 @@ def learner_step(tx: Transaction) -> int:
     return int(row["step"])
 
 
-def heartbeat(tx: Transaction, *, component: str, waiting_on: str | None) -> None:
-    """`component` is alive now, and waits for this (None: it is working)."""
-    tx.run(
-        "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, :now_us)",
-        name=component,
-        waiting_on=waiting_on,
-        now_us=tx.now_us,
-    )
+def heartbeats(tx: Transaction, *, waiting_on: Mapping[str, str | None]) -> None:
+    """These components are alive now, and wait for this (None: they work)."""
+    for component, reason in waiting_on.items():
+        tx.run(
+            "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, :now_us)",
+            name=component,
+            waiting_on=reason,
+            now_us=tx.now_us,
+        )
     tx.touch("component")

@@ -1,0 +1,96 @@
+"""A model's chat template: a user's message as token ids, to begin a conversation with or to go on with one.
+
+    chat = Chat(tokenizer, thinking=None)
+    chat.begun("You see a door.")                              # ids of the whole prompt
+    chat.continued("It is locked.", after=response_ids)        # ids to put behind the prompt and the response
+
+Going on never writes a reply anew: what was sampled stays token for token, so each prompt begins with the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+MESSAGE, REPLY = "0message0", "0reply0"  # looked for in what a chat template makes of them
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    eos_token_id: int
+
+    # (conversation, add_generation_prompt=, tokenize=, return_dict=False, ...): text, or with `tokenize` a list of token ids
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Chat:
+    """`thinking` is handed to the template as `enable_thinking`, None leaves it alone; many templates ignore it.
+
+    Pure: the same arguments give the same token ids. Templates of vision models get their text as a content part.
+    Raises ValueError for a tokenizer without a chat template, or with one that drops what the user says.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, thinking: bool | None) -> None:
+        self._tokenizer = tokenizer
+        self._variables: dict[str, object] = {} if thinking is None else {"enable_thinking": thinking}
+        self._in_parts = False
+        fault = self._fault()
+        if fault:
+            self._in_parts = True
+            if self._fault():
+                raise ValueError(
+                    f"the chat template of the tokenizer in model.path cannot be used ({fault}); take an instruction-tuned "
+                    "model, or put a chat_template.jinja beside its tokenizer"
+                )
+        self.opening = self._opening()
+
+    def begun(self, message: str) -> tuple[int, ...]:
+        """The conversation's first message, up to where the assistant's reply begins."""
+        return tuple(self._apply([("user", message)], generation=True, tokenize=True))
+
+    def continued(self, message: str, *, after: Sequence[int]) -> tuple[int, ...]:
+        """What goes behind a response `after`: the end of the assistant's turn where it lacks that token, and the message.
+
+        Raises ValueError for a chat template that does not repeat the assistant's messages as they are.
+        """
+        conversation = [("user", MESSAGE), ("assistant", REPLY), ("user", message)]
+        _, reply, rest = self._apply(conversation, generation=True, tokenize=False).partition(REPLY)
+        if not reply:
+            raise ValueError(
+                "prompt.style='chat' needs a chat template that repeats earlier replies; use 'window' with this one"
+            )
+        token_ids = self._tokenizer.encode(rest, add_special_tokens=False)
+        has_ended = bool(after) and token_ids[:1] == [after[-1]]
+        return tuple(token_ids[has_ended:])
+
+    def _fault(self) -> str:
+        """Why the chat template does not show what the user says; "" if it does."""
+        try:
+            token_ids = self._apply([("user", MESSAGE)], generation=False, tokenize=True)
+        except (ValueError, TemplateError) as error:
+            return " ".join(str(error).split())[:100]
+        shown = MESSAGE in self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return "" if shown else "it leaves out the user's message"
+
+    def _opening(self) -> str:
+        """What the chat template puts before the reply: that the assistant speaks and, with some models, `<think>`."""
+        without, whole = (self._apply([("user", MESSAGE)], generation=g, tokenize=True) for g in (False, True))
+        if whole[: len(without)] != without:
+            return ""
+        return self._tokenizer.decode(whole[len(without) :], skip_special_tokens=False)
+
+    def _apply(self, conversation: Sequence[tuple[str, str]], *, generation: bool, tokenize: bool) -> Any:
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}] if self._in_parts else text}
+            for role, text in conversation
+        ]
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=generation, tokenize=tokenize, return_dict=False, **self._variables
+        )

@@ -1,0 +1,84 @@
+"""Chat messages as prompt token ids. What goes on from an earlier exchange keeps its tokens and never their text.
+
+    conversation = Conversation(tokenizer, chat_variables={})
+    prompt_ids = conversation.prompt(messages)
+    conversation.record(messages, reply="It is 7.", token_ids=prompt_ids + response_ids, ended=True)
+    conversation.prompt((*messages, Message(role="assistant", content="It is 7."), question))   # begins with those token ids
+
+A reply that a program hands back verbatim stands for the tokens that were sampled, whatever its text would be tokenised as. One
+that it edited has no such tokens: then the whole prompt is made from text, which is right too, as the prompt is what the
+model was given; `n_retokenised` counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from actors.chat import REPLY, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    role: str  # "system", "user" or "assistant"
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Said:
+    token_ids: tuple[int, ...]  # prompt and response
+    ended: bool
+
+
+class Conversation:
+    """The exchanges of one episode; several conversations of one program may be in it, and branches of each."""
+
+    def __init__(self, tokenizer: Tokenizer, *, chat_variables: Mapping[str, object]) -> None:
+        self.n_retokenised = 0  # prompts that repeat a reply of the model, but not its tokens
+        self._tokenizer, self._variables = tokenizer, dict(chat_variables)
+        self._asked: set[tuple[Message, ...]] = set()
+        self._said: dict[tuple[Message, ...], _Said] = {}  # by the messages with the reply; of equal ones the newest
+
+    def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        """Token ids up to where the reply begins. Raises what the chat template raises."""
+        edited = False
+        for end in range(len(messages), 0, -1):
+            if messages[end - 1].role != "assistant":
+                continue
+            said = self._said.get(messages[:end])
+            rest = None if said is None else self._rest(messages, end=end, after=said)
+            if said is not None and rest is not None:
+                self.n_retokenised += edited
+                return (*said.token_ids, *rest)
+            edited |= messages[: end - 1] in self._asked
+        self.n_retokenised += edited
+        return tuple(self._encode(self._render(messages)))
+
+    def record(self, messages: tuple[Message, ...], *, reply: str, token_ids: tuple[int, ...], ended: bool) -> None:
+        """`token_ids` of prompt and response; `ended`: the last one is the model's own end, not a limit's."""
+        self._asked.add(messages)
+        self._said[(*messages, Message(role="assistant", content=reply))] = _Said(token_ids=token_ids, ended=ended)
+
+    def _rest(self, messages: tuple[Message, ...], *, end: int, after: _Said) -> list[int] | None:
+        """What the chat template writes behind the reply `messages[end - 1]`; None if it does not show where that is."""
+        stand_in = Message(role="assistant", content=REPLY)
+        _, *rest = self._render((*messages[: end - 1], stand_in, *messages[end:])).split(REPLY)
+        if len(rest) != 1:
+            return None
+        token_ids = self._encode(rest[0])
+        # The template closes the assistant's turn; a reply that ended by itself has done so already.
+        has_closed = after.ended and token_ids[:1] == [after.token_ids[-1]]
+        return token_ids[has_closed:]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [asdict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=False,
+            return_dict=False,
+            **self._variables,
+        )
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)

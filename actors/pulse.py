@@ -1,0 +1,76 @@
+"""Who was heard of when, and what everybody waits for: what the supervisor looks at. Pure, but for the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from store import Counts
+
+WRITE_EVERY_S = 1.0  # beats of all components together are one transaction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """Of a worker or the learner, at its newest beat."""
+
+    waiting_on: str | None  # None: it works
+    waits_s: float  # for how long it has waited for that
+    silent_s: float  # for how long nothing was heard of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """What the terminal shows."""
+
+    counts: Counts
+    version: int
+    learner_step: int
+    metrics: Mapping[str, float]  # newest value of each name
+    components: Mapping[str, Component]  # by name: what each waits for, and when it was heard of
+    heldout_open: int  # held-out groups still to be played
+    notices: Mapping[int, str]  # the newest ones of the learner, numbered from 1: alarms and the like
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Beat:
+    waiting_on: str | None
+    since_s: float
+    at_s: float
+
+
+class Pulse:
+    """Consumes beats. `components()` is what they say by now; `to_be_written()` those the catalog has to be told of."""
+
+    def __init__(self) -> None:
+        self._beats: dict[str, _Beat] = {}
+        self._unwritten: set[str] = set()
+        self._written_at_s = 0.0
+
+    def beat(self, name: str, waiting_on: str | None) -> None:
+        now_s, last = time.monotonic(), self._beats.get(name)
+        since_s = last.since_s if last is not None and last.waiting_on == waiting_on else now_s
+        self._beats[name] = _Beat(waiting_on=waiting_on, since_s=since_s, at_s=now_s)
+        self._unwritten.add(name)
+
+    def forget(self, name: str) -> None:
+        self._beats.pop(name, None)
+        self._unwritten.discard(name)
+
+    def to_be_written(self) -> Mapping[str, _Beat]:
+        """Those heard of since the last time, once a second; else nothing."""
+        now_s = time.monotonic()
+        if now_s - self._written_at_s < WRITE_EVERY_S:
+            return {}
+        self._written_at_s = now_s
+        due = {name: self._beats[name] for name in sorted(self._unwritten)}
+        self._unwritten.clear()
+        return due
+
+    def components(self) -> Mapping[str, Component]:
+        now_s = time.monotonic()
+        return {
+            name: Component(waiting_on=beat.waiting_on, waits_s=now_s - beat.since_s, silent_s=now_s - beat.at_s)
+            for name, beat in sorted(self._beats.items())
+        }

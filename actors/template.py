@@ -1,0 +1,180 @@
+"""Templates: how an observation, with or without what came before it, is put to the model in words.
+
+They are data, one YAML file each in `templates/`; `prompt.template` names one of them or a file of your own. Its keys are
+the fields of `Template`; copy `templates/direct.yaml` to begin with.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.policy import Prompt
+from envs import Observation
+
+FOLDER = Path(__file__).with_name("templates")
+GAP = " ... "  # where the middle of a text was left out
+PLACEHOLDERS = {  # what may stand in braces, by key
+    "first": {"objective", "observation", "actions", "step", "history"},  # of which there is none yet
+    "later": {"objective", "observation", "actions", "step", "history"},
+    "next": {"objective", "observation", "actions", "step"},
+    "turn": {"observation", "action", "step"},
+    "action": {"action"},
+    "answer": {"action"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpstreamRule:
+    """How the paper's code reads an answer, where it differs between environments; for prompt.parser=upstream."""
+
+    refuse_chinese: bool  # a Chinese character anywhere makes the answer ill-formed
+    unparsed_characters: int  # the end of a reply without tags that is given to the environment as the action
+    words: tuple[str, ...]  # the action is the first of these that occurs between the tags; if none does, the last of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Template:
+    """Braces are filled in: `{objective} {observation} {actions} {step} {history}`; write `{{` for a brace of your own."""
+
+    first: str  # the message of an episode's first turn, and of any other that shows no turns
+    later: str  # the message with the latest turns as `{history}`
+    next: str  # prompt.style=chat: the messages after the first
+    turn: str  # one turn of `{history}`
+    action: str  # one action of `{actions}`
+    answer: str  # a reply that chooses `{action}`, as a scripted player writes it
+    tags: tuple[str, ...]  # around the action; with several the action is the block, tag included
+    thinks: bool  # a well-formed reply has <think>..</think> too
+    upstream: UpstreamRule | None  # None: the paper has no such environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What was seen and done. Its tokens are needed for prompt.style=chat, which repeats them and never their text."""
+
+    observation: str
+    action: str
+    prompt: Prompt | None = None  # as it was sent; None before there are tokens
+    response_ids: tuple[int, ...] = ()  # as they were sampled
+
+
+def find_template(name: str) -> Template:
+    """The template of a name in `templates/`, or of a YAML file. Raises ValueError, in one line."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if not Path(name).is_file():
+        known = ", ".join(map(repr, sorted(TEMPLATES)))
+        raise ValueError(f"prompt.template={name!r} is not one of {known}, nor a file; docs/prompts.md says how to write one")
+    return read_template(Path(name))
+
+
+def read_template(path: Path) -> Template:
+    """Raises ValueError, in one line, for a missing or unknown key and for braces that nothing fills in."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"template {path} is not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"template {path} has no keys; copy {FOLDER / 'direct.yaml'} and change it")
+    values = {"upstream": None, **values}  # a template of your own has no rule in the paper's code
+    wanted = {field.name for field in fields(Template)}
+    if missing := sorted(wanted - values.keys()):
+        raise ValueError(f"template {path} lacks {', '.join(missing)}; copy {FOLDER / 'direct.yaml'} and change it")
+    if unknown := sorted(map(str, values.keys() - wanted)):
+        raise ValueError(f"template {path} has {', '.join(unknown)}, which is none of {', '.join(sorted(wanted))}")
+    for key, allowed in PLACEHOLDERS.items():
+        _check_braces(path, key, values[key], allowed=allowed)
+    if not isinstance(values["tags"], list) or not values["tags"] or not isinstance(values["thinks"], bool):
+        raise ValueError(f"template {path}: tags must be a list like [action], thinks true or false")
+    return Template(**{**values, "tags": tuple(values["tags"]), "upstream": _upstream(path, values["upstream"])})
+
+
+def render(template: Template, observation: Observation, history: Sequence[Turn], *, kept: int) -> str:
+    """The user message with the last `kept` turns of `history`."""
+    begin = len(history) - kept
+    turns = "".join(
+        template.turn.format(observation=turn.observation, action=turn.action, step=number)
+        for number, turn in enumerate(history[begin:], start=begin + 1)
+    )
+    text = template.later if kept else template.first
+    return text.format(**_filled(template, observation, step=len(history) + 1), history=turns)
+
+
+def render_next(template: Template, observation: Observation, *, step: int) -> str:
+    """The user message of turn `step`, from 2, in a conversation that goes on."""
+    return template.next.format(**_filled(template, observation, step=step))
+
+
+def shortened(observation: Observation, limit: int) -> Observation:
+    """No part of it (objective, text, actions) longer than `limit` characters: each loses its middle, actions whole ones."""
+    actions = observation.actions
+    return replace(
+        observation,
+        objective=_without_middle(observation.objective, limit),
+        text=_without_middle(observation.text, limit),
+        actions=None if actions is None else _ends(actions, limit),
+    )
+
+
+def longest_part(observation: Observation) -> int:
+    """Characters of the longest of the parts that `shortened` looks at."""
+    return max(len(observation.objective), len(observation.text), sum(map(len, observation.actions or ())))
+
+
+def _filled(template: Template, observation: Observation, *, step: int) -> dict[str, object]:
+    return {
+        "objective": observation.objective,
+        "observation": observation.text,
+        "actions": "".join(template.action.format(action=action) for action in observation.actions or ()),
+        "step": step,
+    }
+
+
+def _without_middle(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    kept = max(0, limit - len(GAP))
+    return text[: kept - kept // 2] + GAP[:limit] + text[len(text) - kept // 2 :]
+
+
+def _ends(actions: Sequence[str], limit: int) -> tuple[str, ...]:
+    """The first and the last actions, as many as have `limit` characters together, in their order."""
+    inwards = sorted(range(len(actions)), key=lambda i: min(i, len(actions) - 1 - i))
+    kept, characters = [], 0
+    for i in inwards:
+        characters += len(actions[i])
+        if characters > limit:
+            break
+        kept.append(i)
+    return tuple(actions[i] for i in sorted(kept))
+
+
+def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"template {path}: {key} must be text, not {text!r}; put it in quotes")
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"template {path}: {key}: {error}; write {{{{ for a brace of your own") from None
+    if names - allowed:
+        raise ValueError(
+            f"template {path}: {key} has {{{min(names - allowed)}}}, which is none of {', '.join(sorted(allowed))}; "
+            "write {{ for a brace of your own"
+        )
+
+
+def _upstream(path: Path, values: Any) -> UpstreamRule | None:
+    if values is None:
+        return None
+    wanted = {field.name for field in fields(UpstreamRule)}
+    if not isinstance(values, dict) or values.keys() != wanted:
+        raise ValueError(f"template {path}: upstream must have exactly the keys {', '.join(sorted(wanted))}, or be left out")
+    return UpstreamRule(**{**values, "words": tuple(values["words"])})
+
+
+TEMPLATES = {path.stem: read_template(path) for path in sorted(FOLDER.glob("*.yaml"))}

@@ -1,0 +1,167 @@
+"""Playing a group: what is committed when, and what a failing episode costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from actors import group as group_module
+from actors.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, play_group, with_attempts
+from actors.rollout import EpisodeOverdue
+from envs import EnvironmentDied
+from store import Trajectory
+from tests.store_samples import make_step
+
+
+def trajectory(member: int) -> Trajectory:
+    steps = (make_step(0, n_steps=1, version=0, reward=1.0),)
+    return Trajectory(
+        traj_uid=bytes([member] * 16),
+        group_uid=b"g" * 16,
+        env_name="rooms",
+        task_id="t",
+        split="train",
+        seed=0,
+        member=member,
+        won=True,
+        task_score=None,
+        steps=steps,
+    )
+
+
+@dataclass
+class Table:
+    """Episodes that end when they are told to, and what was committed of them, a list for each commit."""
+
+    ends: dict[int, asyncio.Future[Trajectory]] = field(default_factory=dict)
+    commits: list[list[int]] = field(default_factory=list)
+
+    async def play(self, member: int) -> Trajectory:
+        self.ends[member] = asyncio.get_running_loop().create_future()
+        return await self.ends[member]
+
+    async def commit(self, trajectories: Sequence[Trajectory]) -> None:
+        await asyncio.sleep(0.01)  # a file takes its time
+        self.commits.append([trajectory.member for trajectory in trajectories])
+
+    def end(self, *members: int) -> None:
+        for member in members:
+            self.ends[member].set_result(trajectory(member))
+
+
+async def begun(table: Table, n: int) -> asyncio.Task[None]:
+    task = asyncio.create_task(play_group(range(n), play=table.play, commit=table.commit))
+    while len(table.ends) < n:
+        await asyncio.sleep(0)
+    return task
+
+
+def test_a_quick_group_is_one_commit_in_the_order_of_its_members() -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 3)
+        table.end(2, 0, 1)
+        await task
+        return table
+
+    assert asyncio.run(play()).commits == [[0, 1, 2]]
+
+
+def test_a_slow_group_commits_what_is_finished_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "COMMIT_EVERY_S", 0.05)
+
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 3)
+        table.end(1)
+        while not table.commits:
+            await asyncio.sleep(0.01)
+        table.end(0, 2)
+        await task
+        return table
+
+    assert asyncio.run(play()).commits == [[1], [0, 2]]
+
+
+def test_a_cancelled_group_commits_what_is_finished_and_stops_the_rest() -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 3)
+        table.end(2)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert all(table.ends[member].cancelled() for member in (0, 1))
+        return table
+
+    assert asyncio.run(play()).commits == [[2]]
+
+
+def test_cancelling_in_the_middle_of_a_commit_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "COMMIT_EVERY_S", 0.01)
+
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 2)
+        table.end(0)
+        await asyncio.sleep(0.015)  # now it commits
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return table
+
+    assert asyncio.run(play()).commits == [[0]]
+
+
+def test_a_member_that_fails_for_good_does_not_take_the_finished_ones_along() -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 3)
+        table.end(1)
+        await asyncio.sleep(0)
+        table.ends[0].set_exception(EpisodeFailed("3 attempts failed"))
+        with pytest.raises(EpisodeFailed):
+            await task
+        assert table.ends[2].cancelled()
+        return table
+
+    assert asyncio.run(play()).commits == [[1]]
+
+
+def attempts(errors: Sequence[Exception], *, allowed: int) -> tuple[list[str], int]:
+    """Reasons that were reported, and how often it was played; raises what `with_attempts` raises."""
+    left, reasons = list(errors), []
+
+    async def play() -> Trajectory:
+        if left:
+            raise left.pop(0)
+        return trajectory(0)
+
+    async def failed(why: str) -> None:
+        reasons.append(why)
+
+    asyncio.run(with_attempts(play, attempts=allowed, failed=failed))
+    return reasons, len(errors) - len(left) + 1
+
+
+def test_an_episode_is_played_again_until_its_attempts_are_used_up() -> None:
+    own = [EnvironmentDied("it broke", at_fault=True), EpisodeOverdue("too slow")]
+    assert attempts(own, allowed=3) == (["it broke", "too slow"], 3)
+    with pytest.raises(EpisodeFailed, match="2 attempts failed, the last one because: too slow"):
+        attempts(own, allowed=2)
+
+
+def test_another_episodes_fault_uses_up_no_attempt_but_not_for_ever() -> None:
+    bystander = EnvironmentDied("its process is gone", at_fault=False)
+    assert attempts([bystander] * 5, allowed=1)[1] == 6
+    with pytest.raises(EpisodeFailed):
+        attempts([bystander] * MAX_BYSTANDER_ATTEMPTS, allowed=1)
+
+
+def test_any_other_error_is_nobodys_second_chance() -> None:
+    with pytest.raises(ZeroDivisionError):
+        attempts([ZeroDivisionError()], allowed=3)

@@ -1,0 +1,124 @@
+"""Templates as data: what is shipped, what a file of one's own must be, and what a config may ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import configs
+from actors import TEMPLATES, render
+from actors.template import FOLDER, find_template, render_next
+from actors.texts import sample_chats
+from configs import Config, ConfigError, EnvConfig, PromptConfig
+from configs import check as check_config
+from envs import Observation
+
+OWN = yaml.safe_load((FOLDER / "direct.yaml").read_text())
+SEEN = Observation(text="A room.", objective="win", actions=("go east",))
+
+
+def written(path: Path, **changes: object) -> str:
+    values = {key: value for key, value in {**OWN, **changes}.items() if value is not None}
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_the_config_knows_every_template_by_name() -> None:
+    for name in TEMPLATES:
+        check_config(Config(prompt=PromptConfig(template=name)))
+    with pytest.raises(ConfigError) as caught:
+        check_config(Config(prompt=PromptConfig(template="thonk")))
+    assert all(repr(name) in str(caught.value) for name in TEMPLATES)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_each_shows_what_there_is_to_see_in_every_form(name: str) -> None:
+    template = TEMPLATES[name]
+    shown = ("A room.", "go east") if name not in ("search", "sokoban") else ("A room.",)
+    assert all(part in render(template, SEEN, [], kept=0) for part in (*shown, "win"))
+    assert all(part in render_next(template, SEEN, step=2) for part in shown)
+
+
+def test_a_template_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "own.yaml", first="I see {observation} {{}}", tags=["move"], answer="<move>{action}</move>")
+    template = find_template(path)
+    assert render(template, SEEN, [], kept=0) == "I see A room. {}"
+    assert template.tags == ("move",)
+    assert template.upstream is None
+    check_config(Config(prompt=PromptConfig(template=path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"next": None}, ["lacks next", "direct.yaml"]),
+        ({"nxt": "a"}, ["has nxt", "none of", "next"]),
+        ({"first": "{observed}"}, ["first has {observed}", "observation"]),
+        ({"turn": "{history}"}, ["turn has {history}"]),
+        ({"first": "a { b"}, ["first", "{{"]),
+        ({"first": 3}, ["first must be text, not 3"]),
+        ({"tags": "action"}, ["tags must be a list"]),
+        ({"thinks": "maybe"}, ["thinks true or false"]),
+        ({"upstream": {"words": []}}, ["upstream must have exactly", "refuse_chinese"]),
+    ],
+)
+def test_a_mistake_in_it_is_one_line_that_names_file_and_key(
+    tmp_path: Path, changes: dict[str, object], words: list[str]
+) -> None:
+    path = written(tmp_path / "own.yaml", **changes)
+    with pytest.raises(ValueError, match="own.yaml") as caught:
+        find_template(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    for text in ("just words", "a: [", ""):
+        (tmp_path / "own.yaml").write_text(text)
+        with pytest.raises(ValueError, match="own.yaml"):
+            find_template(str(tmp_path / "own.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("prompt.style=caht", ["prompt.style='caht'", "did you mean 'chat'"]),
+        ("prompt.parser=tag", ["prompt.parser='tag'", "did you mean 'tags'"]),
+        ("prompt.template=own.yaml", ["'own.yaml'", "nor a file"]),
+        ("prompt.history_length=-2", ["-2", "-1 for all"]),
+        ("prompt.stop=x", ["prompt.stop"]),
+        ("prompt.stop=['']", ["empty text"]),
+        ("prompt.max_prompt_tokens=0", ["above 0"]),
+    ],
+)
+def test_what_a_config_may_not_ask_for(tmp_path: Path, override: str, words: list[str]) -> None:
+    (tmp_path / "c.yaml").write_text("{}\n")
+    with pytest.raises(ConfigError) as caught:
+        configs.load(tmp_path / "c.yaml", [override])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_history_length_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("prompt: {style: chat, history_length: 4}\n")
+    with pytest.raises(ConfigError, match="history_length=4 does nothing"):
+        configs.load(tmp_path / "c.yaml")
+    loaded = configs.load(tmp_path / "c.yaml", ["prompt.history_length=-1", "prompt.stop=[</action>]", "prompt.thinking=false"])
+    assert loaded.prompt.stop == ["</action>"]
+    assert loaded.prompt.thinking is False
+    assert configs.from_yaml(configs.to_yaml(loaded)) == loaded
+
+
+@pytest.mark.parametrize("style", ["window", "chat"])
+def test_texts_to_make_a_tokenizer_from_are_messages_with_their_answers(style: str) -> None:
+    config = Config(
+        env=EnvConfig(name="key_room", options={}, max_steps=4),
+        prompt=PromptConfig(template="compact", style=style, history_length=-1),
+    )
+    texts = list(sample_chats(config))
+    assert all(text.endswith("</action>") for text in texts)
+    begun = [text for text in texts if text.startswith("unlock the door.\n")]
+    assert len(begun) == (40 if style == "chat" else len(texts))  # of 40 games; later messages of a chat do not repeat the goal
+    assert any(text.count("\n> ") == 3 for text in texts) == (style == "window")
