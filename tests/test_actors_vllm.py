@@ -181,6 +181,18 @@ def test_same_seed_same_tokens_alone_or_in_company(served: Served) -> None:
     assert alone.token_ids != other_seed.token_ids
 
 
+def test_over_http_prompts_keep_their_tokens_and_logprobs_are_those_of_the_forward_pass(served: Served) -> None:
+    one, two = served.run(two_turns_over_http(served.policy, max_model_tokens=256))
+    assert two.prompt_ids[: len(one.prompt_ids + one.response_ids)] == one.prompt_ids + one.response_ids
+    for step in (one, two):
+        asked = Prompt(token_ids=step.prompt_ids, actions=None)
+        said = Completion(
+            token_ids=step.response_ids, logprobs=step.response_logprobs, finish_reason="stop", version_min=0, version_max=0
+        )
+        expected_T = reference_logprobs(served.directories["base"], prompt=asked, completion=said, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(said.logprobs), expected_T, atol=1e-4, rtol=0)
+
+
 def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> None:
     seen = prompt(0, length=200)  # several blocks long: its keys and values are in the prefix cache
     before = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
@@ -403,15 +415,3 @@ def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, 
     assert sum(c.finish_reason == "abort" for c in completions) > 32  # those still running or waiting: none for ever
     assert all(c.version_max == served.policy.version for c in completions)
     assert served.policy.errored
-
-
-def test_over_http_prompts_keep_their_tokens_and_logprobs_are_those_of_the_forward_pass(served: Served) -> None:
-    one, two = served.run(two_turns_over_http(served.policy, max_model_tokens=256))
-    assert two.prompt_ids[: len(one.prompt_ids + one.response_ids)] == one.prompt_ids + one.response_ids
-    for step in (one, two):
-        asked = Prompt(token_ids=step.prompt_ids, actions=None)
-        said = Completion(
-            token_ids=step.response_ids, logprobs=step.response_logprobs, finish_reason="stop", version_min=0, version_max=0
-        )
-        expected_T = reference_logprobs(served.directories["base"], prompt=asked, completion=said, temperature=0.7)
-        torch.testing.assert_close(torch.tensor(said.logprobs), expected_T, atol=1e-4, rtol=0)
