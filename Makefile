@@ -40,7 +40,8 @@ test-faults: setup
 	$(PY) -m pytest tests/test_faults.py
 
 test-crash: setup
-	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 $(PY) -m pytest -s \
+	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
+		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 $(PY) -m pytest -s tests/test_store_machine.py \
 		tests/test_store_crash.py tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py
 
 check: setup

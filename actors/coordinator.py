@@ -20,28 +20,28 @@ from pathlib import Path
 import ray
 
 from actors.admission import free_groups, task_index
+from actors.maintenance import maintainer_settings
 from actors.plays import Lease, Plays, Turn
 from actors.pulse import Pulse, Status
-from configs import Config, StoreConfig
+from configs import Config
 from envs import EnvironmentFailed, list_tasks
 from store import (
-    COMPACTION_POLICY,
     Batch,
     Catalog,
     CheckpointRecord,
     CommitResult,
+    ImportedGroup,
     Maintainer,
-    MaintainerSettings,
     RunLayout,
     SegmentMeta,
     VersionRecord,
     capture_output,
     export,
+    uid_text,
 )
 
 EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the run says so
-MAINTENANCE_PAUSE_S = 5.0
 NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
 
 
@@ -103,10 +103,19 @@ class Coordinator:
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
         result = self.catalog.commit(segment, epoch=epoch)
-        self._n_abandoned = 0
-        self._plays.committed(trajectory.group_uid for trajectory in segment.trajectories)
+        for group_uid in result.whole:
+            self._n_abandoned = 0
+            self._plays.end(group_uid)
         self._export_when_due()
         return result
+
+    def keep_surplus(self, group_uid: bytes, task_id: str, segment: SegmentMeta, epoch: int) -> None:
+        """Episodes that ended when their group was whole already: readers see them, as groups of split "imported"."""
+        known = self.catalog.known_trajectories([trajectory.traj_uid for trajectory in segment.trajectories])
+        if epoch == self.catalog.epoch and not known:
+            groups = [ImportedGroup(group_uid=one.group_uid, task_id=task_id, size=1) for one in segment.trajectories]
+            source = f"surplus of group {uid_text(group_uid)}"
+            self.catalog.import_groups(segment=segment, groups=groups, source=source, own=False)
 
     def give_up(self, worker: str, group_uid: bytes, why: str) -> None:
         """The group became too old while it was played. What was committed of it stays.
@@ -276,8 +285,9 @@ class Coordinator:
 
     def _record_finished_evaluations(self) -> None:
         for result in self.catalog.finished_evaluations():
-            values = {"heldout/success": result.success.rate or 0.0, "heldout/episodes": result.success.n_trajectories}
-            self.catalog.record_metrics(learner_step=result.learner_step, policy_version=result.version, values=values)
+            self.catalog.record_metrics(
+                learner_step=result.learner_step, policy_version=result.version, values=result.metrics()
+            )
 
     def _export_when_due(self) -> None:
         now = time.monotonic()
@@ -287,14 +297,3 @@ class Coordinator:
 
 
 CoordinatorActor = ray.remote(Coordinator)
-
-
-def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
-    """What a config says, with None for its "for ever"."""
-    return MaintainerSettings(
-        snapshot_window_s=config.snapshot_window_s,
-        keep_days=config.keep_days or None,
-        keep_versions=config.keep_versions or None,
-        pause_s=MAINTENANCE_PAUSE_S,
-        policy=COMPACTION_POLICY,
-    )

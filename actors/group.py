@@ -4,16 +4,21 @@ play_group  consumes one lease, produces trajectories, a portion every COMMIT_EV
             waits for its episodes, each of which has deadlines of its own (`EpisodeRules`)
 
 A member is played again from the start under the same uid, so that a second attempt can never be a second trajectory.
+
+Spares are episodes beyond those that are missing, so that the slowest need not be waited for. A group is whole with the first
+episodes that end, as many as were missing; a spare among them takes the place of a member that has not ended, with its number
+and uid. The others are cancelled; one that had ended by then is surplus, and kept beside the group.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
 from actors.rollout import EpisodeOverdue
 from envs import EnvironmentDied
-from store import Trajectory
+from store import Trajectory, uid
 
 COMMIT_EVERY_S = 20.0  # what a death can cost of a long group: episodes that ended within this time
 MAX_BYSTANDER_ATTEMPTS = 20  # an episode whose process died through another's fault is played again this often
@@ -26,27 +31,71 @@ class EpisodeFailed(RuntimeError):
 async def play_group(
     members: Sequence[int],
     *,
+    spares: Sequence[int] = (),
     play: Callable[[int], Awaitable[Trajectory]],
     commit: Callable[[Sequence[Trajectory]], Awaitable[None]],
+    keep_surplus: Callable[[Sequence[Trajectory]], Awaitable[None]],
 ) -> None:
     """Plays `members` and commits them; also what is finished when it is cancelled, or when another member fails.
 
-    Raises what `play` raises, of which EpisodeFailed is the group's own misfortune.
+    `spares` are numbers of episodes that no member has. Raises what `play` raises, of which EpisodeFailed is the group's own
+    misfortune.
     """
-    playing = {asyncio.ensure_future(play(member)) for member in members}
+    places = _Places(members)
+    playing = {asyncio.ensure_future(play(number)) for number in (*members, *spares)}
+    finished: list[Trajectory] = []
+    now_s = asyncio.get_running_loop().time
+    commit_at_s = now_s() + COMMIT_EVERY_S
     try:
-        while playing:
-            done, playing = await asyncio.wait(playing, timeout=COMMIT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
-            await _commit_finished(done, commit)
-            for task in done:
-                task.result()
+        while places.free:
+            patience_s = max(0.0, commit_at_s - now_s())
+            done, _ = await asyncio.wait(playing, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            playing -= done
+            finished += places.take(_results(done))
+            failed = [error for task in done if (error := task.exception())]
+            if failed or not places.free or now_s() >= commit_at_s:
+                finished, portion = [], finished
+                commit_at_s = now_s() + COMMIT_EVERY_S
+                await _shielded(portion, commit)
+            if failed:
+                raise failed[0]
+        await _shielded(places.surplus, keep_surplus)
     except asyncio.CancelledError:
-        await _commit_finished([task for task in playing if task.done()], commit)
+        finished += places.take(_results(task for task in playing if task.done()))
+        await _shielded(finished, commit)
+        await _shielded(places.surplus, keep_surplus)
         raise
     finally:
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
+
+
+class _Places:
+    """Which member each finished episode is. `free` are those that none is yet, `surplus` what came when none was left."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.free = list(members)
+        self.surplus: list[Trajectory] = []
+
+    def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
+        """Those that are members, under their numbers and uids."""
+        taken = []
+        for trajectory in sorted(finished, key=lambda trajectory: trajectory.member):
+            if not self.free:
+                self.surplus.append(trajectory)
+                continue
+            place = trajectory.member if trajectory.member in self.free else self.free[-1]
+            self.free.remove(place)
+            own = place == trajectory.member
+            taken.append(trajectory if own else replace(trajectory, member=place, traj_uid=uid(trajectory.group_uid, place)))
+        return taken
+
+
+def as_surplus(trajectory: Trajectory) -> Trajectory:
+    """The trajectory as a group of its own, which nobody trains on."""
+    group_uid = uid(trajectory.traj_uid, "surplus")
+    return replace(trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split="imported")
 
 
 async def with_attempts(
@@ -73,10 +122,12 @@ async def with_attempts(
                 raise EpisodeFailed(f"{at_fault + bystander} attempts failed, the last one because: {error}") from error
 
 
-async def _commit_finished(
-    tasks: Iterable[asyncio.Future[Trajectory]], commit: Callable[[Sequence[Trajectory]], Awaitable[None]]
-) -> None:
-    finished = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+def _results(tasks: Iterable[asyncio.Future[Trajectory]]) -> list[Trajectory]:
+    return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+
+
+async def _shielded(finished: Sequence[Trajectory], commit: Callable[[Sequence[Trajectory]], Awaitable[None]]) -> None:
+    """Commits them also if it is cancelled meanwhile."""
     if finished:
         committing = asyncio.ensure_future(commit(sorted(finished, key=lambda trajectory: trajectory.member)))
         try:

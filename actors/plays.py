@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from envs import Task
@@ -27,27 +26,17 @@ class Lease:
 
 
 class Plays:
-    """Training groups that are leased, by uid, until all that was missing of them is committed."""
+    """Training groups that are leased, by uid, until they are whole or nobody plays them."""
 
     def __init__(self) -> None:
         self._leases: dict[bytes, Lease] = {}
-        self._missing: Counter[bytes] = Counter()  # members that are not committed yet
         self._given_up: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
         self._leases[lease.group.group_uid] = lease
-        self._missing[lease.group.group_uid] = len(lease.group.missing)
-
-    def committed(self, group_uids: Iterable[bytes]) -> None:
-        """One uid for each trajectory that was committed."""
-        for group_uid, n_committed in Counter(group_uids).items():
-            self._missing[group_uid] -= n_committed
-            if self._missing[group_uid] <= 0:
-                self.end(group_uid)
 
     def end(self, group_uid: bytes) -> None:
         self._leases.pop(group_uid, None)
-        self._missing.pop(group_uid, None)
 
     def end_all_of(self, worker: str) -> None:
         for group_uid in [uid for uid, lease in self._leases.items() if lease.worker == worker]:

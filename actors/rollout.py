@@ -15,7 +15,7 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
 from configs import Config
 from envs import Observation, Task, Transition
-from store import Step, Trajectory, now_us, state_hash
+from store import Step, Trajectory, now_us, state_hash, uid
 
 
 class AsyncEnvironment(Protocol):
@@ -33,6 +33,10 @@ class EpisodeIds:
     group_uid: bytes
     traj_uid: bytes
     member: int
+
+    @classmethod
+    def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
+        return cls(group_uid=group_uid, traj_uid=uid(group_uid, member), member=member)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

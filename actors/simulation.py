@@ -1,7 +1,7 @@
 """A run without a model: workers and a learner that only take time, around the real coordinator, catalog and files.
 
     handle = LocalHandle(Coordinator(config, learns=True), delay=None, seed=0)    # or a real Ray handle
-    worker = SimulatedWorker(setup, handle)                                       # leases, plays and commits as `Worker` does
+    worker = SimulatedWorker(setup, handle)                                       # what `Worker` does, by the same `Player`
     learner = SimulatedLearner(config, handle, step_time=Delay(median_s=0.5, sigma=0.1), seed=0)
     await learner.start(); await learner.run()
 
@@ -15,22 +15,19 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+from actors.client import CoordinatorClient
+from actors.concurrency import Concurrency
 from actors.doubles import ByteTokenizer, Delay, SimulatedPolicy
-from actors.group import play_group
+from actors.player import CALLS_PER_S, Player
 from actors.plays import Lease
 from actors.prompt import PromptForm
 from actors.rollout import AsyncEnvironment, EpisodeIds, EpisodeRules, play_episode
 from configs import Config
-from store import Batch, FencedError, RunLayout, Trajectory, VersionRecord, write_segment
+from store import Batch, SegmentMeta, Trajectory, VersionRecord
 
-POLL_S = 0.1  # of a worker without a group
 HEARTBEAT_S = 1.0
-VERSION_POLL_S = 0.05
-CALLS_PER_S = 200.0  # of each of these three, all workers together: many of them ask more seldom
 CLAIM_POLL_S = 0.05
 
 
@@ -46,121 +43,88 @@ class SimulatedSetup:
     loading: Delay  # of new weights
 
 
-class SimulatedWorker:
-    """`await start()`, then `await run()` until `stop()`: `config.actors.groups_in_flight` groups at once, as `Worker`.
+class Mortal(Player):
+    """What it has not written when it dies is never written."""
 
-    Consumes leases and published versions; produces committed segments. Waits for "admission", and for its delays.
+    is_dead = False
+
+    async def write(self, lease: Lease, trajectories: Sequence[Trajectory]) -> SegmentMeta:
+        if self.is_dead:
+            raise asyncio.CancelledError
+        return await super().write(lease, trajectories)
+
+
+class SimulatedWorker:
+    """`await run()` until `stop()`. The real `Player`, with environments, a policy and weights that only take time.
+
     `kill` is a death without warning: what was not committed is lost, and nobody is told.
     """
 
     def __init__(self, setup: SimulatedSetup, coordinator: Any) -> None:
-        self.name, self.config, self.setup, self.coordinator = setup.name, setup.config, setup, coordinator
-        self.layout = RunLayout.open(Path(setup.config.run_dir))
+        self.name, self.config, self.setup, self._handle = setup.name, setup.config, setup, coordinator
         self.form = PromptForm(ByteTokenizer(), setup.config.prompt)
         self._random = random.Random(f"{setup.seed}/{setup.name}")
         self.policy = SimulatedPolicy(self.form, delay=setup.generation, source=self._random)
-        self.waiting_on: str | None = None
-        self._playing: dict[asyncio.Task[None], Lease] = {}
-        self._too_old: dict[asyncio.Task[None], str] = {}  # groups that are being given up, and why
-        self._one_load = asyncio.Lock()
-        self._stopped = asyncio.Event()
-        self._killed = False
-
-    async def start(self) -> float:
-        return 0.0
+        self.player = Mortal(
+            CoordinatorClient(coordinator, worker=setup.name),
+            setup.config,
+            play=self._play_episode,
+            weights=SimulatedWeights(self.policy, loading=setup.loading, source=self._random),
+            concurrency=Concurrency.of(setup.config),
+        )
+        self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        slots = [self._play_groups() for _ in range(self.config.actors.groups_in_flight)]
-        async with asyncio.TaskGroup() as loops:
-            tasks = [loops.create_task(loop) for loop in (*slots, self._follow_weights(), self._beat())]
-            await self._stopped.wait()
-            for task in tasks:
-                task.cancel()
+        self._running = asyncio.ensure_future(self._run())
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if not self.player.is_dead:
+                raise
 
     async def stop(self) -> None:
-        """Asks `run` to end. Finished episodes are committed, the others given up."""
-        self._stopped.set()
+        """As `Worker.stop`."""
+        self.player.stop()
 
     def kill(self) -> None:
-        self._killed = True
-        self._stopped.set()
+        self.player.is_dead = True
+        if self._running is not None:
+            self._running.cancel()
 
-    async def close(self) -> None:
-        pass
-
-    async def _play_groups(self) -> None:
-        """One slot: a group after the other."""
-        while not self._stopped.is_set():
-            lease: Lease | None = await self.coordinator.lease.remote(self.name)
-            if lease is None:
-                self.waiting_on = "admission"
-                await self._pause(POLL_S)
-                continue
-            self.waiting_on = None
-            await self._serve(lease.version)
-            group = asyncio.create_task(
-                play_group(lease.group.missing, play=partial(self._play_episode, lease), commit=partial(self._commit, lease))
-            )
-            self._playing[group] = lease
-            try:
-                await group
-            except asyncio.CancelledError:
-                if group not in self._too_old or self._stopped.is_set():
-                    raise
-                await self.coordinator.give_up.remote(self.name, lease.group.group_uid, self._too_old[group])
-            except FencedError:  # the coordinator was restarted: the group is leased anew, this attempt is dropped
-                continue
-            finally:
-                del self._playing[group]
-                self._too_old.pop(group, None)
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as loops:
+            beating = loops.create_task(self._beat())
+            await self.player.run()
+            beating.cancel()
 
     async def _play_episode(self, lease: Lease, member: int) -> Trajectory:
-        group = lease.group
         return await play_episode(
             self.setup.environment(random.Random(self._random.getrandbits(64))),
             self.policy,
             self.form,
             task=lease.task,
-            episode=EpisodeIds(group_uid=group.group_uid, traj_uid=group.traj_uids[member], member=member),
+            episode=EpisodeIds.of(lease.group.group_uid, member),
             rules=EpisodeRules.of(self.config, temperature=lease.temperature),
         )
 
-    async def _commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
-        if self._killed:  # the dead write nothing
-            raise asyncio.CancelledError
-        segment = await asyncio.to_thread(write_segment, self.layout, trajectories, worker=self.name, epoch=lease.epoch)
-        await self.coordinator.commit.remote(segment, lease.epoch)
-
-    async def _serve(self, version: VersionRecord) -> None:
-        async with self._one_load:
-            if version.version > self.policy.version:
-                await asyncio.sleep(self.setup.loading.draw(self._random))
-                self.policy.version = version.version
-
-    async def _follow_weights(self) -> None:
-        while True:
-            newest: VersionRecord | None = await self.coordinator.newest_version.remote()
-            if newest is not None:
-                self._give_up_too_old(newest.version)
-                await self._serve(newest)
-            await self._pause(VERSION_POLL_S)
-
-    def _give_up_too_old(self, newest: int) -> None:
-        for group, lease in self._playing.items():
-            begun_at = lease.version.version
-            if lease.group.split == "train" and newest - begun_at > self.config.max_staleness and group not in self._too_old:
-                self._too_old[group] = f"still played at version {newest}, begun at {begun_at}"
-                group.cancel()
-
     async def _beat(self) -> None:
         while True:
-            await self.coordinator.heartbeat.remote(self.name, self.waiting_on)
-            await self._pause(HEARTBEAT_S)
+            await self._handle.heartbeat.remote(self.name, self.player.waiting_on)
+            await asyncio.sleep(max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S) * self._random.uniform(0.5, 1.5))
 
-    async def _pause(self, seconds: float) -> None:
-        """At least about `seconds`, so much longer that all workers together call CALLS_PER_S times; not all at one moment."""
-        longer = max(seconds, self.config.actors.workers / CALLS_PER_S)
-        await asyncio.sleep(longer * self._random.uniform(0.5, 1.5))
+
+class SimulatedWeights:
+    """Weights that take `loading` to be there."""
+
+    def __init__(self, policy: SimulatedPolicy, *, loading: Delay, source: random.Random) -> None:
+        self._policy, self._loading, self._random = policy, loading, source
+        self._one_load = asyncio.Lock()
+
+    async def serve(self, version: VersionRecord) -> None:
+        async with self._one_load:
+            if version.version > self._policy.version:
+                await asyncio.sleep(self._loading.draw(self._random))
+                self._policy.version = version.version
 
 
 class SimulatedLearner:

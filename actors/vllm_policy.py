@@ -1,6 +1,6 @@
-"""A policy served by a vLLM engine in a process of its own; with `weight_transfer.py` the only code that knows vLLM.
+"""A policy served by a vLLM engine in a process of its own; `vllm_engine.py` starts it, `weight_transfer.py` is its other end.
 
-    policy = await VLLMPolicy.start(model_path=..., dtype=..., actors=..., max_requests=..., stop_token_ids=..., log_path=...)
+    policy = await VLLMPolicy.start(model_path=..., dtype=..., actors=..., gate=RequestGate(64), stop_token_ids=..., ...)
     completion = await policy.generate(prompt, seed=seed, temperature=1.0)
     load = await policy.load_weights(version=7, path=run_dir / "weights/v000007", digest=published.digest)
 
@@ -17,23 +17,22 @@ import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from actors.concurrency import RequestGate
 from actors.engine_environment import engine_environment, environment
 from actors.policy import Completion, Prompt
+from actors.vllm_engine import Preemptions, engine_args, stop_engine
 from actors.weight_files import WeightFileError, check_shapes, tensor_shapes
 from actors.weight_load import PhaseClock, WeightLoad
 from configs import ActorsConfig
 
 if TYPE_CHECKING:
-    from vllm import AsyncEngineArgs
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-STOP_PATIENCE_S = 10.0
 VERIFY_POLL_S = 0.005
-CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
 
 
 class EngineLostError(RuntimeError):
@@ -52,12 +51,15 @@ class VLLMPolicy:
         stop_token_ids: Sequence[int],
         stop: Sequence[str],
         shapes: Mapping[str, list[int]],
+        gate: RequestGate,
+        preemptions: Preemptions,
     ) -> None:
         self._llm: AsyncLLM | None = llm
         self._processes = processes
         self._max_response_tokens = max_response_tokens
         self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = shapes
+        self._gate, self._preemptions = gate, preemptions
         self._version = 0
         self._request_numbers = itertools.count()
         self._one_load = asyncio.Lock()
@@ -69,13 +71,14 @@ class VLLMPolicy:
         model_path: Path,
         dtype: str,
         actors: ActorsConfig,
-        max_requests: int,
+        gate: RequestGate,
         stop_token_ids: Sequence[int],
         stop: Sequence[str],
         tokenizer: object,
         log_path: Path,
     ) -> VLLMPolicy:
-        """Start an engine on version 0, the weights in `model_path`. `max_requests` is how many it works on at once.
+        """Start an engine on version 0, the weights in `model_path`. Requests pass `gate`, whose limit now is the most there
+        will ever be.
 
         A response ends with one of `stop_token_ids`, or with the token that completes one of the texts in `stop`; to find
         those, and for nothing else, the engine's output is read with `tokenizer`, a Hugging Face one.
@@ -89,8 +92,10 @@ class VLLMPolicy:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             others = set(multiprocessing.active_children())
+            preemptions = Preemptions()
             llm = AsyncLLM.from_engine_args(
-                _engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=max_requests)
+                engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=gate.limit),
+                stat_loggers=[preemptions.logger],
             )
         await llm.update_weight_version("0")
         if stop:  # vLLM without a tokenizer would ignore them in silence
@@ -102,6 +107,8 @@ class VLLMPolicy:
             stop_token_ids=stop_token_ids,
             stop=stop,
             shapes=shapes,
+            gate=gate,
+            preemptions=preemptions,
         )
 
     @property
@@ -131,13 +138,18 @@ class VLLMPolicy:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request = tokens_input(list(prompt.token_ids))
-        submitted_at = self._version
-        outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
-        with _dead_is_lost():
-            async for output in outputs:
-                if output.finished:
-                    return self._completion(output.outputs[0], submitted_at=submitted_at)
+        async with self._gate:
+            submitted_at = self._version
+            outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
+            with _dead_is_lost():
+                async for output in outputs:
+                    if output.finished:
+                        return self._completion(output.outputs[0], submitted_at=submitted_at)
         raise EngineLostError("the vLLM engine ended a request without an answer; start a new policy")
+
+    def preempted(self) -> int:
+        """Requests that the engine put back since the last call, because its cache was full."""
+        return self._preemptions.taken()
 
     async def answers(self) -> None:
         """Returns when the engine process has answered, which it does between two forward passes."""
@@ -161,7 +173,7 @@ class VLLMPolicy:
             return
         if not llm.errored:
             await llm.pause_generation(mode="abort")  # else those who wait for an answer would wait for ever
-        await asyncio.to_thread(_stop, llm, self._processes)
+        await asyncio.to_thread(stop_engine, llm, self._processes)
 
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
@@ -239,51 +251,3 @@ def _dead_is_lost() -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
-
-
-def _stop(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
-    """vLLM's own shutdown may return before a slow engine process is gone."""
-    llm.shutdown()
-    llm.shutdown = lambda timeout=None: None  # vLLM calls it again at exit, which ends in a traceback
-    for process in processes:
-        process.join(STOP_PATIENCE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requests: int) -> AsyncEngineArgs:
-    from vllm import AsyncEngineArgs
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    placement: dict[str, Any]
-    if actors.gpus_per_worker:
-        placement = {
-            "tensor_parallel_size": actors.gpus_per_worker,
-            "gpu_memory_utilization": actors.gpu_memory_utilization,
-        }
-    else:
-        placement = {
-            "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),
-            # A seeded request whose prompt is prefilled in two pieces kills a CPU engine: "CPU Generator does not use
-            # offset". A batch must then hold at least one whole prompt.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
-            "enforce_eager": True,  # compiling takes longer than a small model gains
-            "block_size": 32,  # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
-        }
-    if actors.gpus_per_worker <= 1:
-        placement["distributed_executor_backend"] = "uni"  # scheduler and model in one process: one fewer to die
-    return AsyncEngineArgs(
-        model=str(model_path),
-        dtype=dtype,
-        skip_tokenizer_init=True,
-        max_model_len=actors.max_model_tokens,
-        max_num_seqs=max_requests,
-        logprobs_mode="processed_logprobs",  # after temperature, as sampled; raw ones would bias every ratio
-        worker_extension_cls="actors.weight_transfer.WorkerExtension",
-        weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **placement,
-    )

@@ -24,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # our packages are run from a checkout
 
+from actors.concurrency import RequestGate
 from actors.policy import Prompt
 from actors.vllm_policy import VLLMPolicy
 from actors.weight_files import weight_files
@@ -98,7 +99,7 @@ async def benchmark(*, directory: Path, cores: str, seconds: float, loads: int) 
         model_path=directory / "base",
         dtype="float32",
         actors=actors,
-        max_requests=MAX_IN_FLIGHT,
+        gate=RequestGate(MAX_IN_FLIGHT),
         stop_token_ids=(),
         stop=(),
         tokenizer=None,

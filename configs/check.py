@@ -15,6 +15,7 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "seed": "",
     "max_staleness": "; use 0 for synchronous training",
     "actors.gpus_per_worker": "; use 0 for a CPU engine",
+    "actors.spare_members": "; use 0 for none",
     "algorithm.gamma": "; the paper uses 0.95",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",

@@ -26,7 +26,7 @@ def cloning_config(config: Config) -> Config:
         config,
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
-        actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step),
+        actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step, spare_members=0),
         algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # cloning asks for no advantage
         loss=LossConfig(policy="behaviour_cloning"),
         learner=replace(

@@ -63,7 +63,9 @@ class ModelConfig:
 class ActorsConfig:
     workers: int = 1  # Ray workers, one vLLM engine each
     gpus_per_worker: int = 0
-    groups_in_flight: int = 8  # per worker; each plays `group_size` episodes at once
+    groups_in_flight: int = 8  # per worker; each plays `group_size` episodes at once, as many requests its engine takes
+    max_groups_in_flight: int = 16  # as long as its engine has room, because episodes wait for their environments
+    spare_members: int = 0  # more episodes per training group; the first group_size that end are it, the others are given up
     temperature: float = 1.0
     max_response_tokens: int = 512
     max_model_tokens: int = 2560  # prompt and response together, as the engine allocates it

@@ -7,6 +7,7 @@ keeps it small and whole (compaction, retention, fsck, rebuild), `cli/` is `pyth
 
 from store.catalog.catalog import Catalog
 from store.catalog.database import check_unowned
+from store.catalog.imports import ImportedGroup
 from store.catalog.records import (
     Batch,
     CheckpointRecord,
@@ -48,6 +49,7 @@ __all__ = [
     "FormatError",
     "GroupRecord",
     "Heartbeat",
+    "ImportedGroup",
     "LiveSegment",
     "LockedError",
     "Maintainer",

@@ -272,7 +272,8 @@ def _import_part(
             worker=WORKER,
             epoch=catalog.epoch,
         )
-        catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=dataset.run_id)
+        own = dataset.run_id == layout.info.run_id
+        catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=f"run {dataset.run_id}", own=own)
     return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
 
 

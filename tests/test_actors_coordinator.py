@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configs
-from actors import Coordinator, Lease, free_groups, task_index
-from actors import coordinator as coordinator_module
-from actors.coordinator import maintainer_settings
+from actors import Coordinator, Lease, free_groups, maintenance, task_index
+from actors.maintenance import maintainer_settings
 from configs import Config
 from store import RunLayout, Step, StoreError, Trajectory, VersionRecord, state_hash, write_open_sql, write_segment
 from store.reading.query import connect
@@ -180,7 +179,7 @@ def test_every_pass_plays_every_task_once_in_its_own_order(n_tasks: int, seed: i
 
 
 def test_a_worker_is_told_that_the_maintainer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "MAINTENANCE_PAUSE_S", 0.001)
+    monkeypatch.setattr(maintenance, "MAINTENANCE_PAUSE_S", 0.001)
     coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
     assert coordinator.lease("w") is None  # no weights yet
     monkeypatch.setattr(coordinator.catalog, "live_segments", None)  # whatever it may be

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from actors import group as group_module
-from actors.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, play_group, with_attempts
+from actors.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, as_surplus, play_group, with_attempts
 from actors.rollout import EpisodeOverdue
 from envs import EnvironmentDied
-from store import Trajectory
+from store import Trajectory, uid
 from tests.store_samples import make_step
 
 
 def trajectory(member: int) -> Trajectory:
     steps = (make_step(0, n_steps=1, version=0, reward=1.0),)
     return Trajectory(
-        traj_uid=bytes([member] * 16),
+        traj_uid=uid(b"g" * 16, member),
         group_uid=b"g" * 16,
         env_name="rooms",
         task_id="t",
@@ -38,6 +38,8 @@ class Table:
 
     ends: dict[int, asyncio.Future[Trajectory]] = field(default_factory=dict)
     commits: list[list[int]] = field(default_factory=list)
+    committed: list[Trajectory] = field(default_factory=list)
+    surplus: list[Trajectory] = field(default_factory=list)
 
     async def play(self, member: int) -> Trajectory:
         self.ends[member] = asyncio.get_running_loop().create_future()
@@ -46,15 +48,21 @@ class Table:
     async def commit(self, trajectories: Sequence[Trajectory]) -> None:
         await asyncio.sleep(0.01)  # a file takes its time
         self.commits.append([trajectory.member for trajectory in trajectories])
+        self.committed += trajectories
+
+    async def keep_surplus(self, trajectories: Sequence[Trajectory]) -> None:
+        self.surplus += trajectories
 
     def end(self, *members: int) -> None:
         for member in members:
             self.ends[member].set_result(trajectory(member))
 
 
-async def begun(table: Table, n: int) -> asyncio.Task[None]:
-    task = asyncio.create_task(play_group(range(n), play=table.play, commit=table.commit))
-    while len(table.ends) < n:
+async def begun(table: Table, n: int, *, spares: Sequence[int] = ()) -> asyncio.Task[None]:
+    task = asyncio.create_task(
+        play_group(range(n), spares=spares, play=table.play, commit=table.commit, keep_surplus=table.keep_surplus)
+    )
+    while len(table.ends) < n + len(spares):
         await asyncio.sleep(0)
     return task
 
@@ -130,6 +138,61 @@ def test_a_member_that_fails_for_good_does_not_take_the_finished_ones_along() ->
         return table
 
     assert asyncio.run(play()).commits == [[1]]
+
+
+def test_a_spare_takes_the_place_of_the_slowest_which_is_given_up() -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 3, spares=(3, 4))
+        table.end(3)
+        await asyncio.sleep(0)
+        table.end(0, 1)
+        await task
+        assert table.ends[2].cancelled() and table.ends[4].cancelled()
+        return table
+
+    table = asyncio.run(play())
+    assert table.commits == [[0, 1, 2]]
+    assert [one.traj_uid for one in table.committed] == [uid(b"g" * 16, member) for member in range(3)]
+    assert table.surplus == []
+
+
+def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "COMMIT_EVERY_S", 0.01)
+
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 3, spares=(3,))
+        table.end(3)
+        while not table.commits:  # as member 2, the last one
+            await asyncio.sleep(0.01)
+        table.end(2)
+        await asyncio.sleep(0.05)
+        table.end(0)
+        await task
+        return table
+
+    table = asyncio.run(play())
+    assert table.commits == [[2], [1], [0]]
+    assert len({one.traj_uid for one in table.committed}) == 3
+
+
+def test_what_ends_together_with_the_last_member_is_surplus_and_kept() -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 2, spares=(2, 3))
+        table.end(3, 0, 2)
+        await task
+        assert table.ends[1].cancelled()
+        return table
+
+    table = asyncio.run(play())
+    assert table.commits == [[0, 1]]
+    assert [one.member for one in table.surplus] == [3]
+    alone = as_surplus(table.surplus[0])
+    assert (alone.split, alone.member) == ("imported", 0)
+    assert alone.traj_uid == uid(alone.group_uid, 0)
+    assert alone.group_uid not in (b"g" * 16, as_surplus(trajectory(4)).group_uid)
 
 
 def attempts(errors: Sequence[Exception], *, allowed: int) -> tuple[list[str], int]:

@@ -101,6 +101,18 @@ def test_an_abandoned_group_is_never_handed_out_again_and_ten_in_a_row_end_the_r
         coordinator.abandon("w", leased(coordinator).group.group_uid, "it broke")
 
 
+def test_a_member_that_was_played_before_another_one_failed_does_not_end_the_row(coordinator: Coordinator) -> None:
+    def member_1_breaks() -> None:
+        lease = leased(coordinator)
+        play(coordinator, member_of(lease, 0))
+        coordinator.abandon("w", lease.group.group_uid, "member 1 always breaks")
+
+    for _ in range(MAX_ABANDONED - 1):
+        member_1_breaks()
+    with pytest.raises(EnvironmentFailed):
+        member_1_breaks()
+
+
 def test_a_group_that_is_played_in_between_ends_the_row(coordinator: Coordinator) -> None:
     for number in range(2 * MAX_ABANDONED):
         lease = leased(coordinator)

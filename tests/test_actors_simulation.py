@@ -70,6 +70,7 @@ class World:
             stragglers=self.random.choice(("drop", "wait")),
             groups_per_step=self.random.randint(1, 2),
             groups_in_flight=self.random.randint(1, 2),
+            spare_members=self.random.choice((0, 0, 1)),
         )
         self.environment, self.generation, self.loading, self.message, self.step_time = (
             Delay(median_s=10 ** self.random.uniform(low, high), sigma=self.random.choice((0.0, 0.5, 1.0)))
@@ -162,13 +163,17 @@ class World:
         return coordinator
 
 
-def make_config(run_dir: Path, *, max_staleness: int, stragglers: str, groups_per_step: int, groups_in_flight: int) -> Config:
+def make_config(
+    run_dir: Path, *, max_staleness: int, stragglers: str, groups_per_step: int, groups_in_flight: int, spare_members: int
+) -> Config:
     config = Config(run_dir=str(run_dir), max_staleness=max_staleness, stragglers=stragglers)
     return replace(
         config,
         env=configs.EnvConfig(name="key_room", options={}, max_steps=3),
         prompt=replace(config.prompt, template="compact"),
-        actors=replace(config.actors, workers=MANY, groups_in_flight=groups_in_flight, lease_s=LEASE_S),
+        actors=replace(
+            config.actors, workers=MANY, groups_in_flight=groups_in_flight, spare_members=spare_members, lease_s=LEASE_S
+        ),
         algorithm=replace(config.algorithm, group_size=GROUP_SIZE),
         learner=replace(config.learner, groups_per_step=groups_per_step, steps=LEARNER_STEPS, checkpoint_every=2),
         evaluation=replace(config.evaluation, every=0),
@@ -182,7 +187,8 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     layout = RunLayout.create(empty, config_yaml="")
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(
-        make_config(empty, max_staleness=0, stragglers="drop", groups_per_step=1, groups_in_flight=1), learns=True
+        make_config(empty, max_staleness=0, stragglers="drop", groups_per_step=1, groups_in_flight=1, spare_members=0),
+        learns=True,
     ).close()
     statements = the_views(layout.open_sql.read_text())
     duck = duckdb.connect(config={"threads": 1})  # the tables are tiny
@@ -192,7 +198,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def play(seed: int, **how: Any) -> tuple[World, list[Any]]:
         world = World(tmp_path / f"run-{seed}", seed, **how)
-        monkeypatch.setattr("actors.simulation.write_segment", write_segment if seed % FILES_EVERY == 0 else write_nothing)
+        monkeypatch.setattr("actors.player.write_segment", write_segment if seed % FILES_EVERY == 0 else write_nothing)
         shutil.copytree(empty, world.run_dir)
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             clock = runner.get_loop().time

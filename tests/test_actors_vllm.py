@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import store
+from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from actors.served_weights import LOADED, REFUSED, ServedWeights
 from actors.vllm_policy import EngineLostError, VLLMPolicy
@@ -77,7 +78,7 @@ def start(*, model: Path, log_path: Path) -> Coroutine[Any, Any, VLLMPolicy]:
         model_path=model,
         dtype="float32",
         actors=actors,
-        max_requests=16,
+        gate=RequestGate(16),
         stop_token_ids=[STOP_TOKEN],
         stop=(),
         tokenizer=None,

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import store
+from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from actors.vllm_policy import VLLMPolicy
 from configs import ActorsConfig
@@ -110,7 +111,7 @@ def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) ->
             model_path=model_path,
             dtype="float32",
             actors=actors,
-            max_requests=len(prompts),
+            gate=RequestGate(len(prompts)),
             stop_token_ids=[END_OF_TURN],
             stop=(),
             tokenizer=None,

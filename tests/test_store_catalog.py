@@ -144,6 +144,27 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
         assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None  # held-out ones are never claimed
 
 
+def test_a_round_that_was_played_but_for_what_was_abandoned_is_a_result_and_one_that_was_rolled_back_is_none(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+        for version, step in ((7, 3), (8, 4)):
+            catalog.record_version(version=version, path=f"w{version}", digest="d", learner_step=step)
+            catalog.open_round(["h0", "h1"], episodes_per_task=1, version=version)
+        broken = catalog.lease_open_group(worker="w", lease_s=60.0)
+        assert broken is not None and broken.purpose_version == 7
+        catalog.give_up(broken.group_uid, worker="w", state="abandoned", reason="it broke")
+        played = catalog.lease_open_group(worker="w", lease_s=60.0)
+        assert played is not None and played.purpose_version == 7
+        play(layout, catalog, played, version=9)
+        (done,) = catalog.finished_evaluations()
+        assert (done.version, done.newest_version, done.n_abandoned, done.success.n_trajectories) == (7, 10, 1, 1)
+        assert done.metrics()["heldout/abandoned"] == 1.0
+        catalog.record_metrics(learner_step=3, policy_version=7, values=done.metrics())
+        catalog.roll_back(3)
+        assert catalog.finished_evaluations() == []
+
+
 def test_lineage_keeps_what_was_claimed_when_members_are_played_anew(layout: RunLayout) -> None:
     """A group that lost members and was played again by a newer policy was trained on as it was then."""
     write_open_sql(layout, macros=[], max_staleness=2)

@@ -17,8 +17,8 @@ from tests.crash.lab import WORKERS, lose_power, phases, scratch, workers
 from tests.crash.scenarios import RECORDED, recording_of
 from tests.crash.tracer import FileCall
 
-CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "600"))
-FEW = CRASHES // 30  # of what takes longer to look at, and is rarer
+CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "240"))
+FEW = CRASHES // 12  # of what takes longer to look at, and is rarer
 SEED = 20_000
 ROOT = Path("/disk")
 

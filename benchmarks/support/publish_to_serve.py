@@ -15,6 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from actors.concurrency import RequestGate
 from actors.policy import Prompt
 from actors.vllm_policy import VLLMPolicy
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
@@ -44,7 +45,7 @@ async def _measure(base: Path, learner: Connection, *, publishes: int, cores: st
         model_path=base,
         dtype="float32",
         actors=ActorsConfig(max_response_tokens=1, max_model_tokens=256, kv_cache_gib=0.25, cpu_cores=cores),
-        max_requests=8,
+        gate=RequestGate(8),
         stop_token_ids=(),
         stop=(),
         tokenizer=None,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
+from actors.concurrency import RequestGate
 from actors.vllm_policy import VLLMPolicy
 from configs import Config
 
@@ -53,8 +54,10 @@ async def _answer(pipe: Connection, config: Config, model_path: Path, in_flight:
         model_path=model_path,
         dtype=config.model.dtype,
         actors=config.actors,
-        max_requests=in_flight,
+        gate=RequestGate(in_flight),
         stop_token_ids=stop_token_ids,
+        stop=(),
+        tokenizer=None,
         log_path=log_path,
     )
     pipe.send("ready")

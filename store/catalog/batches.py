@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from store.catalog.database import Transaction
+from store.catalog.figures import ROLLED_BACK
 from store.catalog.files import segment_meta
 from store.catalog.records import Batch, ClaimedGroup, RollBack
 from store.catalog.sums import reopen
@@ -120,10 +121,11 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
     n_metrics = tx.run("UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
     # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
     n_rounds = tx.run(
-        """UPDATE grp SET state = 'abandoned', reason = 'the evaluated version was rolled back',
+        """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
                           lease_worker = NULL, lease_until_us = NULL
            WHERE split = 'heldout' AND state = 'open'
              AND purpose_version IN (SELECT version FROM version WHERE learner_step > :step)""",
+        rolled_back=ROLLED_BACK,
         step=learner_step,
     )
     if batches or n_checkpoints or n_metrics or n_rounds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 
-from store.catalog import batches, files, groups, imports, ledger, repairs, sums
+from store.catalog import batches, figures, files, groups, imports, ledger, repairs, sums
 from store.catalog.database import Database
 from store.catalog.imports import ImportedGroup
 from store.catalog.records import (
@@ -122,10 +122,10 @@ class Catalog:
         with self._database.transaction() as tx:
             return imports.known_trajectories(tx, traj_uids)
 
-    def import_groups(self, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str) -> None:
+    def import_groups(self, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str, own: bool) -> None:
         """Make a segment of another run's trajectories, or of lost ones of this run, count. See catalog/imports.py."""
         with self._database.transaction() as tx:
-            imports.import_groups(tx, segment=segment, groups=groups, source=source)
+            imports.import_groups(tx, segment=segment, groups=groups, source=source, own=own)
 
     # Batches: complete → claimed → trained or no_signal; stale on the way.
 
@@ -185,22 +185,22 @@ class Catalog:
     def counts(self) -> Counts:
         """Training groups by state."""
         with self._database.transaction() as tx:
-            return groups.counts(tx)
+            return figures.counts(tx)
 
     def outstanding(self) -> int:
         """Groups handed out and not yet trained on: what admission bounds."""
         with self._database.transaction() as tx:
-            return groups.outstanding(tx)
+            return figures.outstanding(tx)
 
     def open_heldout(self) -> int:
         """Held-out groups still to be played."""
         with self._database.transaction() as tx:
-            return groups.open_heldout(tx)
+            return figures.open_heldout(tx)
 
     def finished_evaluations(self) -> list[Evaluation]:
         """Complete evaluation rounds whose success is not among the metrics yet."""
         with self._database.transaction() as tx:
-            return groups.finished_evaluations(tx)
+            return figures.finished_evaluations(tx)
 
     def latest_metrics(self) -> dict[str, float]:
         """The newest figure of every name."""

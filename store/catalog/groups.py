@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from store.catalog.database import Transaction
 from store.catalog.files import insert_segment
-from store.catalog.records import CommitResult, Counts, Evaluation, GroupRecord, SuccessRate
+from store.catalog.records import CommitResult, GroupRecord
 from store.catalog.sums import recompute
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
@@ -166,63 +166,8 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
     return CommitResult(
         new=tuple(traj_uid for traj_uid in home if traj_uid in counted),
         duplicates=tuple(traj_uid for traj_uid in home if traj_uid not in counted),
+        whole=tuple(name for name in dict.fromkeys(one.group_uid for one in segment.trajectories) if _is_whole(tx, name)),
     )
-
-
-def counts(tx: Transaction) -> Counts:
-    """Training groups by state; see Counts."""
-    rows = tx.rows(
-        """SELECT state, count(*) AS n, sum(n_members) AS trajectories, sum(n_steps) AS steps,
-                  sum(lease_until_us > :now_us) AS leased
-           FROM grp WHERE split = 'train' GROUP BY state""",
-        now_us=tx.now_us,
-    )
-    n = {row["state"]: row["n"] for row in rows}
-    return Counts(
-        open=n.get("open", 0),
-        leased=sum(row["leased"] or 0 for row in rows if row["state"] == "open"),
-        complete=n.get("complete", 0),
-        claimed=n.get("claimed", 0),
-        trained=n.get("trained", 0),
-        stale=n.get("stale", 0),
-        no_signal=n.get("no_signal", 0),
-        trajectories=sum(row["trajectories"] for row in rows),
-        steps=sum(row["steps"] for row in rows),
-    )
-
-
-def outstanding(tx: Transaction) -> int:
-    """Training groups handed out and not yet trained on: `counts().outstanding`, from the index alone."""
-    row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', 'claimed')")
-    assert row is not None
-    return int(row["n"])
-
-
-def open_heldout(tx: Transaction) -> int:
-    """Held-out groups still to be played, over all evaluation rounds."""
-    row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'heldout' AND state = 'open'")
-    assert row is not None
-    return int(row["n"])
-
-
-def finished_evaluations(tx: Transaction) -> list[Evaluation]:
-    """Evaluation rounds that are complete and have no figure `heldout/success` under their version yet."""
-    rows = tx.rows(
-        """SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, r.n_trajectories, r.n_won FROM (
-               SELECT purpose_version, sum(n_members) AS n_trajectories, sum(n_won) AS n_won FROM grp WHERE split = 'heldout'
-               GROUP BY purpose_version HAVING sum(state IN ('open', 'abandoned')) = 0) AS r
-           JOIN version v ON v.version = r.purpose_version
-           WHERE NOT EXISTS (
-               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = r.purpose_version)"""
-    )
-    return [
-        Evaluation(
-            version=row["version"],
-            learner_step=row["learner_step"],
-            success=SuccessRate(n_trajectories=row["n_trajectories"], n_won=row["n_won"]),
-        )
-        for row in rows
-    ]
 
 
 def _check_split(split: str, purpose_version: int | None) -> None:
@@ -266,6 +211,10 @@ def _check_belongs(tx: Transaction, trajectory: TrajectoryMeta) -> None:
 def _segment_of(tx: Transaction, traj_uid: bytes) -> str | None:
     row = tx.row("SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid)
     return None if row is None else row["segment_id"]
+
+
+def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
+    return tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid AND n_members = size", group_uid=group_uid) is not None
 
 
 def insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_id: str) -> None:

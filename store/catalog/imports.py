@@ -31,8 +31,9 @@ def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozens
     return frozenset(row["traj_uid"] for row in found if row is not None)
 
 
-def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str) -> None:
-    """Make a segment count whose trajectories the run does not have. `groups` are all of its groups, `source` a run id.
+def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str, own: bool) -> None:
+    """Make a segment count whose trajectories the run does not have. `groups` are all of its groups, `source` says where they
+    are from, in words; `own` ones were opened by this very run.
 
     A group that is not here is entered as imported; one that is takes its missing members in, and is complete when it is whole.
     """
@@ -44,7 +45,7 @@ def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Imp
                 f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of group "
                 f"{uid_text(trajectory.group_uid)} (size {sizes[trajectory.group_uid]}); import what `export` wrote"
             )
-    if source == tx.run_id:
+    if own:
         _refuse_unknown(tx, groups)
     row = tx.row("SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = :split", split=IMPORTED)
     assert row is not None
@@ -56,7 +57,7 @@ def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Imp
     for group in groups:
         _take_in(tx, group, source=source)
     n = len(segment.trajectories)
-    tx.log(component=COMPONENT, what="imported", detail=f"{n} trajectories of {len(groups)} groups from run {source}")
+    tx.log(component=COMPONENT, what="imported", detail=f"{n} trajectories of {len(groups)} groups from {source}")
     tx.touch("groups")
 
 
@@ -81,7 +82,7 @@ def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) 
         ordinal=ordinal,
         task_id=group.task_id,
         size=group.size,
-        reason=f"imported incomplete from run {source}",
+        reason=f"imported incomplete from {source}",
         lsn=tx.lsn,
         now_us=tx.now_us,
     )
@@ -96,7 +97,7 @@ def _take_in(tx: Transaction, group: ImportedGroup, *, source: str) -> None:
            WHERE group_uid = :group_uid AND split = :split AND state = 'abandoned' AND n_members = size""",
         group_uid=group.group_uid,
         split=IMPORTED,
-        reason=f"imported from run {source}",
+        reason=f"imported from {source}",
         lsn=tx.lsn,
         now_us=tx.now_us,
     )

@@ -24,10 +24,11 @@ class GroupRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
-    """Which trajectories of a segment count. Both together are all of the segment's."""
+    """Which trajectories of a segment count: those `new` and the `duplicates` together are all of the segment's."""
 
     new: tuple[bytes, ...]
     duplicates: tuple[bytes, ...]  # already committed from another segment
+    whole: tuple[bytes, ...]  # groups of the segment that lack no member
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +111,20 @@ class SuccessRate:
 class Evaluation:
     """A finished evaluation round whose result is not in the metrics yet."""
 
-    version: int  # the weights it was asked for
+    version: int  # the weights it was asked for, the oldest it was played with
+    newest_version: int  # in a round that is played while the learner goes on, those that came meanwhile play too
     learner_step: int
     success: SuccessRate
+    n_abandoned: int  # episodes of which nothing is known, because their environment failed at every attempt
+
+    def metrics(self) -> dict[str, float]:
+        """Its figures, by name."""
+        return {
+            "heldout/success": self.success.rate or 0.0,
+            "heldout/episodes": float(self.success.n_trajectories),
+            "heldout/newest_version": float(self.newest_version),
+            **({"heldout/abandoned": float(self.n_abandoned)} if self.n_abandoned else {}),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

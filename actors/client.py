@@ -1,0 +1,68 @@
+"""What a worker asks the coordinator, each question with a deadline: it answers in milliseconds, or it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from actors.plays import TURN_S, Lease
+from store import SegmentMeta, VersionRecord
+
+ANSWER_TIMEOUT_S = 60.0
+TURN_POLL_S = 0.05
+
+
+class CoordinatorSilent(RuntimeError):
+    """The coordinator did not answer; without it nothing can be leased or committed."""
+
+
+class CoordinatorClient:
+    """`handle` is the coordinator's, of Ray or a `LocalHandle`. Every method raises CoordinatorSilent."""
+
+    def __init__(self, handle: Any, *, worker: str) -> None:
+        self.worker, self._handle = worker, handle
+
+    async def lease(self) -> Lease | None:
+        lease: Lease | None = await self._ask("lease", self.worker)
+        return lease
+
+    async def commit(self, segment: SegmentMeta, epoch: int) -> None:
+        await self._ask("commit", segment, epoch)
+
+    async def keep_surplus(self, lease: Lease, segment: SegmentMeta) -> None:
+        await self._ask("keep_surplus", lease.group.group_uid, lease.task.id, segment, lease.epoch)
+
+    async def give_up(self, lease: Lease, why: str) -> None:
+        await self._ask("give_up", self.worker, lease.group.group_uid, why)
+
+    async def abandon(self, lease: Lease, why: str) -> None:
+        await self._ask("abandon", self.worker, lease.group.group_uid, why)
+
+    async def newest_version(self) -> VersionRecord | None:
+        newest: VersionRecord | None = await self._ask("newest_version")
+        return newest
+
+    async def record(self, what: str, detail: str) -> None:
+        await self._ask("record_event", self.worker, what, detail)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Engines change their weights one after the other; who has waited for as long as a turn may last goes out of turn."""
+        deadline_s = time.monotonic() + TURN_S
+        while not await self._ask("take_turn", self.worker) and time.monotonic() < deadline_s:
+            await asyncio.sleep(TURN_POLL_S)
+        try:
+            yield
+        finally:
+            await self._ask("end_turn", self.worker)
+
+    async def _ask(self, question: str, *given: object) -> Any:
+        try:
+            return await asyncio.wait_for(getattr(self._handle, question).remote(*given), timeout=ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            raise CoordinatorSilent(
+                f"the coordinator has not answered {self.worker}'s {question!r} for {ANSWER_TIMEOUT_S:g} s"
+            ) from None

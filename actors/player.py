@@ -1,0 +1,184 @@
+"""What an actor does, whatever engine and environments it has: plays leased groups, follows the weights, commits.
+
+_play_groups     consumes leases, starts one task per group
+                 waits for "admission" when it has nothing to play (the learner unblocks it by training)
+_play_group      plays the group's episodes at once and commits them (`group.py`)
+_follow_weights  consumes published versions, looking for news many times a second; gives up what they make too old, and
+                 has them served under the running requests
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from actors.client import CoordinatorClient
+from actors.concurrency import Concurrency
+from actors.group import EpisodeFailed, as_surplus, play_group
+from actors.plays import Lease
+from actors.waits import Waits
+from configs import Config
+from store import FencedError, RunLayout, SegmentMeta, Trajectory, VersionRecord, write_segment
+
+LEASE_POLL_S = 0.1  # between two requests for a lease while none is free
+VERSION_POLL_S = 0.05  # how soon newer weights are noticed
+CALLS_PER_S = 200.0  # of each of these two, all workers together: with many of them each asks more seldom
+STORAGE_TIMEOUT_S = 300.0  # of writing one segment
+LONG_S = 5.0  # who waits for longer than this says what for
+
+
+class StorageSilent(RuntimeError):
+    """A segment could not be written in time; the worker ends, and another one plays what it played."""
+
+
+class Weights(Protocol):
+    async def serve(self, version: VersionRecord) -> None:
+        """Returns when the policy is at `version` or newer, or has refused it."""
+
+
+class Player:
+    """`await run()` until `stop()`; a failure of any part is raised by `run` with its cause.
+
+    `play(lease, member)` plays one episode. `weights` is None for a policy that never changes.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        config: Config,
+        *,
+        play: Callable[[Lease, int], Awaitable[Trajectory]],
+        weights: Weights | None,
+        concurrency: Concurrency,
+    ) -> None:
+        self.coordinator, self.config, self.concurrency = coordinator, config, concurrency
+        self.layout = RunLayout.open(Path(config.run_dir))
+        self.stopping = False
+        self.waits = Waits()
+        self.weights = weights
+        self._play = play
+        self._playing: dict[asyncio.Task[None], Lease] = {}
+        self._too_old: dict[bytes, str] = {}  # groups that are being given up, and why
+        self._is_idle = False
+        self._news = asyncio.Event()  # a group has ended, there may be more of them, or it is to stop
+        self._random = random.Random(coordinator.worker)
+
+    @property
+    def waiting_on(self) -> str | None:
+        return "admission" if self._is_idle else self.waits.longest(over_s=LONG_S)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as loops:
+            following = loops.create_task(self._follow_weights())
+            await self._play_groups(loops)
+            following.cancel()
+
+    def stop(self) -> None:
+        """Finished episodes are committed, the others given up: their groups stay open for others."""
+        self.stopping = True
+        self._news.set()
+
+    def adapt(self, *, preempted: int) -> None:
+        """See `Concurrency.adapt`."""
+        self.concurrency.adapt(preempted=preempted)
+        self._news.set()
+
+    async def _play_groups(self, loops: asyncio.TaskGroup) -> None:
+        while not self.stopping:
+            self._news.clear()
+            if self._n_episodes() >= self.concurrency.episodes:
+                await self._news.wait()  # busy, not waiting: the engine has all it was meant to have
+            elif (lease := await self.coordinator.lease()) is None:
+                self._is_idle = not self._playing
+                await self._pause(LEASE_POLL_S)
+            else:
+                self._is_idle = False
+                if self.weights is not None:
+                    with self.waits.on(f"the weights of version {lease.version.version}"):
+                        await self.weights.serve(lease.version)
+                await self._begin(lease, loops)
+        for task in self._playing:
+            task.cancel()
+
+    async def _begin(self, lease: Lease, loops: asyncio.TaskGroup) -> None:
+        task = loops.create_task(self._play_group(lease))
+        await asyncio.sleep(0)  # a task that is cancelled before it has begun could not give its group up
+        self._playing[task] = lease
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._playing[task]
+        self._news.set()
+
+    def _n_episodes(self) -> int:
+        return sum(len(lease.group.missing) + len(self._spares(lease)) for lease in self._playing.values())
+
+    def _spares(self, lease: Lease) -> range:
+        """Numbers of the episodes that may take a member's place. An evaluation has none: it is not of the quickest."""
+        size = lease.group.size
+        return range(size, size + self.config.actors.spare_members if lease.group.split == "train" else size)
+
+    async def _play_group(self, lease: Lease) -> None:
+        group_uid = lease.group.group_uid
+        try:
+            await play_group(
+                lease.group.missing,
+                spares=self._spares(lease),
+                play=partial(self._play, lease),
+                commit=partial(self._commit, lease),
+                keep_surplus=partial(self._keep_surplus, lease),
+            )
+        except EpisodeFailed as error:
+            await self.coordinator.abandon(lease, f"task {lease.task.id!r}: {error}")
+        except FencedError:
+            return  # another coordinator has taken over: it leases the group anew
+        except asyncio.CancelledError:
+            if group_uid not in self._too_old:
+                raise
+            await self.coordinator.give_up(lease, self._too_old.pop(group_uid))
+
+    async def _commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
+        await self.coordinator.commit(await self.write(lease, trajectories), lease.epoch)
+
+    async def _keep_surplus(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
+        alone = [as_surplus(trajectory) for trajectory in trajectories]
+        await self.coordinator.keep_surplus(lease, await self.write(lease, alone))
+
+    async def write(self, lease: Lease, trajectories: Sequence[Trajectory]) -> SegmentMeta:
+        """One segment. Raises StorageSilent."""
+        with self.waits.on("the storage, to write a segment"):
+            worker = self.coordinator.worker
+            writing = asyncio.to_thread(write_segment, self.layout, trajectories, worker=worker, epoch=lease.epoch)
+            try:
+                return await asyncio.wait_for(writing, timeout=STORAGE_TIMEOUT_S)
+            except TimeoutError:
+                raise StorageSilent(f"{worker} could not write a segment within {STORAGE_TIMEOUT_S:g} s") from None
+
+    async def _follow_weights(self) -> None:
+        while self.weights is not None:
+            newest = await self.coordinator.newest_version()
+            if newest is not None:
+                self._give_up_too_old(newest.version)
+                with self.waits.on(f"the weights of version {newest.version}"):
+                    await self.weights.serve(newest)
+            await self._pause(VERSION_POLL_S)
+
+    def _give_up_too_old(self, newest: int) -> None:
+        """Groups that no learner step can train on any more make room, before their requests are taken along."""
+        for task, lease in self._playing.items():
+            age = newest - lease.version.version
+            if lease.group.split == "train" and age > self.config.max_staleness and lease.group.group_uid not in self._too_old:
+                self._too_old[lease.group.group_uid] = (
+                    f"still played at version {newest}, begun at {lease.version.version}: "
+                    f"more than max_staleness={self.config.max_staleness} apart"
+                )
+                task.cancel()
+
+    async def _pause(self, seconds: float) -> None:
+        """About so long, or so much longer that all workers together call CALLS_PER_S times; not all at one moment."""
+        longer = max(seconds, self.config.actors.workers / CALLS_PER_S)
+        await asyncio.sleep(longer * self._random.uniform(0.5, 1.5))

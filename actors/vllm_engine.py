@@ -1,0 +1,94 @@
+"""How `vllm_policy.py` has vLLM started, asked and stopped: what is chosen here, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs import ActorsConfig
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+STOP_PATIENCE_S = 10.0
+CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
+
+
+def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requests: int) -> AsyncEngineArgs:
+    from vllm import AsyncEngineArgs
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    placement: dict[str, Any]
+    if actors.gpus_per_worker:
+        placement = {
+            "tensor_parallel_size": actors.gpus_per_worker,
+            "gpu_memory_utilization": actors.gpu_memory_utilization,
+        }
+    else:
+        placement = {
+            "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),
+            # A seeded request whose prompt is prefilled in two pieces kills a CPU engine: "CPU Generator does not use
+            # offset". A batch must then hold at least one whole prompt.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
+            "enforce_eager": True,  # compiling takes longer than a small model gains
+            "block_size": 32,  # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
+        }
+    if actors.gpus_per_worker <= 1:
+        placement["distributed_executor_backend"] = "uni"  # scheduler and model in one process: one fewer to die
+    return AsyncEngineArgs(
+        model=str(model_path),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=actors.max_model_tokens,
+        max_num_seqs=max_requests,
+        logprobs_mode="processed_logprobs",  # after temperature, as sampled; raw ones would bias every ratio
+        worker_extension_cls="actors.weight_transfer.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **placement,
+    )
+
+
+def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
+    """vLLM's own shutdown may return before a slow engine process is gone."""
+    llm.shutdown()
+    llm.shutdown = lambda timeout=None: None  # vLLM calls it again at exit, which ends in a traceback
+    for process in processes:
+        process.join(STOP_PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+class Preemptions:
+    """Counts them as the engine reports them: `logger` makes what vLLM calls a stat logger, which has nothing else to do."""
+
+    def __init__(self) -> None:
+        self._n = 0
+
+    def logger(self, config: object, engine_index: int = 0) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        preemptions = self
+
+        class Counter(StatLoggerBase):
+            def __init__(self) -> None: ...
+
+            def record(
+                self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+            ) -> None:
+                if iteration_stats is not None:
+                    preemptions._n += iteration_stats.num_preempted_reqs
+
+            def log_engine_initialized(self) -> None: ...
+
+        return Counter()
+
+    def taken(self) -> int:
+        n, self._n = self._n, 0
+        return n
