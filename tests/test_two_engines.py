@@ -69,8 +69,7 @@ def test_killed_three_times_it_ends_as_well_as_left_alone(tmp_path: Path) -> Non
     assert killed.sql(
         "SELECT count(DISTINCT worker) FROM (SELECT component AS worker FROM events WHERE what = 'weights loaded')"
     ) == [(2,)]
-    print(
-        f"held-out success: {heldout_success(alone):.2f} left alone, {heldout_success(killed):.2f} with an engine killed three times"
-    )
-    assert heldout_success(killed) > heldout_success(alone) - NOISE
-    assert heldout_success(killed) > 0.5
+    left_alone, disturbed = heldout_success(alone), heldout_success(killed)
+    print(f"held-out success: {left_alone:.2f} left alone, {disturbed:.2f} with an engine killed three times")
+    assert disturbed > left_alone - NOISE
+    assert disturbed > 0.5

@@ -23,6 +23,7 @@ from configs import Config
 from envs import environment_class
 from store import RunLayout, write_open_sql
 
+HEARD_WITHIN_S = 30.0  # a simulated worker that was not is not counted; 2,000 of them beat every 10 s each
 INSTANT = Delay(median_s=0.0, sigma=0.0)
 
 
@@ -118,7 +119,9 @@ def hold(load: Load) -> dict[str, float]:
     _stay(running, seconds=load.warm_up_s)
     began_s, began_cpu_s, before = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote()).counts
     _stay(running, seconds=load.seconds)
-    ended_s, ended_cpu_s, after = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote()).counts
+    ended_s, ended_cpu_s, status = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote())
+    after = status.counts
+    heard = [name for name, one in status.components.items() if name.startswith("worker-") and one.silent_s < HEARD_WITHIN_S]
     calls = [call for crowd in crowds for call in ray.get(crowd.stop.remote()).items()]
     for actor in (learning, *crowds):
         ray.kill(actor)
@@ -130,7 +133,7 @@ def hold(load: Load) -> dict[str, float]:
         for name in ("commit", "lease", "heartbeat", "newest_version")
     }
     return {
-        "simulated_actors": float(config.actors.workers),
+        "simulated_actors": float(len(heard)),
         "simulated_playing": float(after.leased),
         "simulated_episodes_s": episodes / seconds,
         "simulated_learner_steps_s": (after.trained - before.trained) / config.learner.groups_per_step / seconds,
