@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,6 @@ from gigpo import (
     anchor_size_histogram,
     compute_advantages,
     groups_without_signal,
-    singleton_fraction,
     step_variance_share,
 )
 from learner import advantage_settings
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
             rows = advantages(reader, named, where=options.where, signal=signal)
             show(reader, rows, named, signal=signal, console=Console(highlight=False))
         if options.output is not None:
-            pq.write_table(rows, options.output, compression="zstd")
+            write_output(rows, options.output)
             print(f"{len(rows)} rows in {options.output}")
     except (ConfigError, StoreError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -103,6 +104,22 @@ def check_output(file: Path | None) -> None:
         raise StoreError(f"--output {file} exists; name another file")
     if file is not None and not file.parent.is_dir():
         raise StoreError(f"--output {file}: there is no directory {file.parent}; make it first")
+
+
+def write_output(rows: pa.Table, file: Path) -> None:
+    """Aside first: `file` is absent or whole, so whoever was interrupted can ask again."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(rows, aside, compression="zstd")
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())  # else a power cut could leave the name without the bytes
+        check_output(file)  # the audit may have taken an hour
+        aside.rename(file)
+    except OSError as error:
+        raise StoreError(f"--output {file} could not be written: {error}; free space, or name another file") from error
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def advantage_config(config_yaml: str) -> Config:
@@ -206,14 +223,23 @@ def summary(computed: pa.Table, *, signal: str) -> dict[str, str]:
     advantage = computed["advantage"].to_numpy()
     silent = computed.filter(pc.invert(computed["has_signal"]))["group_uid"].unique()
     groups = len(computed["group_uid"].unique())
-    sizes = anchor_size_histogram(computed)
     return {
         "mean, deviation of A": f"{advantage.mean():.4f}, {advantage.std():.4f}",
         f"groups without a signal ({signal})": f"{len(silent)} of {groups}",
-        "steps alone in their state": f"{singleton_fraction(computed):.1%}",
-        "largest anchor group": f"{max(sizes)} steps",
+        "steps by the size of their anchor group": by_doubling(anchor_size_histogram(computed)),
         "step term's share of the variance": f"{step_variance_share(computed):.1%}",
     }
+
+
+def by_doubling(sizes: dict[int, int]) -> str:
+    """In: steps by size. Out: a line for each class of sizes, 1 (alone), 2 to 3, 4 to 7, ... up to the largest there is."""
+    largest, n_steps = max(sizes), sum(sizes.values())
+    lines = []
+    for power in range(largest.bit_length()):
+        first, last = 2**power, min(2 ** (power + 1) - 1, largest)
+        share = sum(steps for size, steps in sizes.items() if first <= size <= last) / n_steps
+        lines.append(f"{first if first == last else f'{first} to {last}'}: {share:.1%}")
+    return "\n".join(lines)
 
 
 def description(settings: AdvantageSettings, named: dict[str, AdvantageSettings]) -> str:

@@ -25,6 +25,7 @@ from gigpo.corrections import (
 )
 from gigpo.diagnostics import (
     anchor_size_histogram,
+    anchor_size_shares,
     ess,
     singleton_fraction,
     step_variance_share,
@@ -58,11 +59,11 @@ from gigpo.objective import (
     TokenMean,
 )
 from gigpo.settings import (
+    ANCHOR_VERSIONS,
     ANCHORS,
     ESTIMATORS,
     NORMALISATIONS,
     PUBLISHED_SETTINGS,
-    VERSIONS,
     WEIGHTINGS,
     WHITENED,
     AdvantageSettings,
@@ -74,6 +75,7 @@ from gigpo.tokens import Tokens, interpolated_proximal, log_ratio
 __all__ = [
     "AGGREGATIONS",
     "ANCHORS",
+    "ANCHOR_VERSIONS",
     "CORRECTIONS",
     "ESTIMATORS",
     "KL_PENALTIES",
@@ -83,7 +85,6 @@ __all__ = [
     "PUBLISHED_SETTINGS",
     "SIGNALS",
     "USUAL_WITH",
-    "VERSIONS",
     "WEIGHTINGS",
     "WHITENED",
     "AdvantageSettings",
@@ -116,6 +117,7 @@ __all__ = [
     "Topr",
     "advantages_macro",
     "anchor_size_histogram",
+    "anchor_size_shares",
     "compute_advantages",
     "ess",
     "groups_without_signal",

@@ -5,9 +5,9 @@ A type that would have to be guessed at is refused: 0.4 is no step_index, and 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,7 +28,16 @@ TYPES: Final = MappingProxyType(
 )
 
 
-def table_of(steps: Any) -> pa.Table:
+class ArrowStream(Protocol):
+    """Arrow's C stream interface: tables and record batches of pyarrow, data frames of pandas and polars, DuckDB's results."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+Columns = ArrowStream | Mapping[str, Iterable[object]]  # what a table of columns may be brought as
+
+
+def table_of(steps: Columns) -> pa.Table:
     """`steps` as it is if it is an Arrow table, else what pa.table() makes of it: of a data frame of pandas or polars, a
     record batch, a dictionary of columns. Raises TypeError for anything else.
     """
@@ -44,7 +53,7 @@ def table_of(steps: Any) -> pa.Table:
         ) from error
 
 
-def columns_of(steps: Any, names: Sequence[str]) -> pa.Table:
+def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
     """Those columns of `steps`: keys without Arrow's wrappings, NaN in them as null; all others of TYPES.
 
     Raises ValueError for a column that is missing, there twice, or of another type, with its name, its type and the one it

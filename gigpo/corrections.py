@@ -1,6 +1,6 @@
 """Off-policy corrections: a factor per response token that bounds, or drops, what a stale batch brings into a loss.
 
-    TokenTis(tis_cap=2.0)(tokens)        # float [N], no gradient; 0 drops the token
+    TokenTis(tis_cap=2.0)(tokens)        # float32/64 [N], no gradient; 0 drops the token
 
 A correction is a frozen record of its settings, called on Tokens; `CORRECTIONS` lists them by the names that configs use.
 Factors of several corrections multiply. The defaults are the published ones, of the system that each docstring names.
@@ -22,15 +22,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch
 
-from gigpo.tokens import (
-    LOG_RATIO_BOUND,
-    Tokens,
-    behaviour_log_ratio,
-    check_cap,
-    policy_log_ratio,
-    sequence_mean,
-    sequence_sum,
-)
+from gigpo.tokens import Tokens, behaviour_log_ratio, check_cap, policy_log_ratio, sequence_mean, sequence_ratio
 
 
 class Correction(Protocol):
@@ -83,7 +75,8 @@ class SequenceTis:
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         log_x_N = behaviour_log_ratio(tokens)
-        return torch.clamp(_sequence_ratio(log_x_N, tokens), max=self.tis_cap) / torch.exp(log_x_N)
+        ratio_S, index_N = sequence_ratio(log_x_N, tokens.sequence_N)
+        return torch.clamp(ratio_S, max=self.tis_cap)[index_N] / torch.exp(log_x_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +118,8 @@ class SequenceMask:
         _check_band("sequence", low=self.sequence_low, high=self.sequence_high)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        ratio_N = _sequence_ratio(behaviour_log_ratio(tokens), tokens)
-        return _within(ratio_N, low=self.sequence_low, high=self.sequence_high)
+        ratio_S, index_N = sequence_ratio(behaviour_log_ratio(tokens), tokens.sequence_N)
+        return _within(ratio_S, low=self.sequence_low, high=self.sequence_high)[index_N]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,13 +214,8 @@ class M2po:
         return factor_N
 
 
-def _sequence_ratio(log_x_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    log_product_N = sequence_sum(log_x_N, tokens.sequence_N)
-    return torch.exp(torch.clamp(log_product_N, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
-
-
-def _within(ratio_N: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
-    return ((ratio_N >= low) & (ratio_N <= high)).to(ratio_N.dtype)
+def _within(ratio: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
+    return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
 
 
 def _check_band(name: str, *, low: float, high: float) -> None:

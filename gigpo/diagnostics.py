@@ -8,10 +8,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gigpo.tokens import LOG_RATIO_BOUND, Tokens, policy_log_ratio
+from gigpo.tokens import Tokens, policy_log_ratio, sequence_ratio
 
 # Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy".
 _STALENESS_CLASSES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, math.inf))
+# Steps by the size of their anchor group, (first, last) of each class.
+_ANCHOR_SIZE_CLASSES = ((1, 1), (2, 3), (4, 7), (8, math.inf))
 
 
 def token_diagnostics(
@@ -43,7 +45,7 @@ def token_diagnostics(
         "ratio_p99": torch.kthvalue(ratio_N, math.ceil(0.99 * len(ratio_N))).values,
         "mismatch_kl": kl_N.mean(),
     }
-    for suffix, weights in (("", ratio_N), ("_sequence", _sequence_ratios(log_ratio_N, tokens.sequence_N))):
+    for suffix, weights in (("", ratio_N), ("_sequence", sequence_ratio(log_ratio_N, tokens.sequence_N)[0])):
         found[f"ess{suffix}"] = ess(weights)
         found[f"chi2{suffix}"] = weights.square().mean() - 1.0
     classes = {"on_policy": staleness_N == 0} | {
@@ -74,26 +76,32 @@ def ess(weights: torch.Tensor) -> float:
     return total * total / (weights.numel() * squares)
 
 
-def _sequence_ratios(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
-    """One product of ratios per sequence, bounded like a single ratio."""
-    ids, index_N = torch.unique(sequence_N, return_inverse=True)
-    products = log_ratio_N.new_zeros(len(ids)).index_add(0, index_N, log_ratio_N)
-    return torch.exp(torch.clamp(products, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
-
-
 def _class_name(low: int, high: float) -> str:
     return f"{low}_up" if high == math.inf else str(low) if low == high else f"{low}_{high}"
 
 
 def anchor_size_histogram(advantages: pa.Table) -> dict[int, int]:
-    """Anchor groups by size: {1: 40, 8: 3} is 40 steps alone and 3 states that were met 8 times; 64 steps in all."""
+    """Steps by the size of their anchor group: {1: 40, 8: 24} is 40 steps alone and 24 in groups of 8.
+
+    Of steps and not of groups, so that it is right for any selection of rows. Of all rows there are steps / size groups.
+    """
     sizes, steps = np.unique(advantages["anchor_size"].to_numpy(), return_counts=True)
-    return {int(size): int(count) // int(size) for size, count in zip(sizes, steps, strict=True)}
+    return dict(zip(sizes.tolist(), steps.tolist(), strict=True))
+
+
+def anchor_size_shares(advantages: pa.Table) -> dict[str, float]:
+    """Fractions of the steps by the size of their anchor group: size_1 (alone), size_2_3, size_4_7, size_8_up.
+
+    They add up to 1, for any selection of rows; all are 0 of no steps.
+    """
+    sizes = advantages["anchor_size"].to_numpy()
+    classes = {_class_name(low, high): (sizes >= low) & (sizes <= high) for low, high in _ANCHOR_SIZE_CLASSES}
+    return {f"size_{name}": float(members.sum()) / max(1, len(sizes)) for name, members in classes.items()}
 
 
 def singleton_fraction(advantages: pa.Table) -> float:
-    """Fraction of steps that are alone in their anchor group, so that the step term says nothing about them."""
-    return float(np.mean(advantages["anchor_size"].to_numpy() == 1))
+    """Fraction of steps that are alone in their anchor group, so that the step term says nothing about them. No steps: 0."""
+    return anchor_size_shares(advantages)["size_1"]
 
 
 def step_variance_share(advantages: pa.Table) -> float:

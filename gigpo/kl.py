@@ -1,7 +1,7 @@
 """Estimates of KL(pi || ref) per token, from tokens that pi sampled: Schulman 2020, "Approximating KL Divergence".
 
-With u = log pi - log ref (clamped to +-20), each float [N], differentiable in `logprobs_N` (a penalty in the loss, not in the
-reward). Worked, pi twice as likely as the reference, u = log 2: k1 = 0.693, k2 = 0.240, k3 = 0.193.
+With u = log pi - log ref (clamped to +-20), each float32/64 [N], differentiable in `logprobs_N` (a penalty in the loss, not in
+the reward). Worked, pi twice as likely as the reference, u = log 2: k1 = 0.693, k2 = 0.240, k3 = 0.193.
 
 "Unbiased" below is over samples of pi. In training the tokens are mu's: on stale data every one of these estimates, and its
 gradient, is biased by how far pi has moved from mu (nothing here weighs them by pi / mu); k3 is also, beyond its bound of 10.

@@ -27,9 +27,9 @@ from gigpo.tokens import Tokens, behaviour_log_ratio, check_cap, log_ratio, poli
 class PolicyLoss:
     """A policy loss token by token.
 
-    loss_N     float [N], differentiable in logprobs_N; corrections multiply it
+    loss_N     float32/64 [N], differentiable in logprobs_N; corrections multiply it
     clipped_N  bool [N], True where the trust region leaves the token no gradient
-    penalty_N  float [N] or None; added to it, and no correction touches it
+    penalty_N  float32/64 [N] or None; added to it, and no correction touches it
     """
 
     loss_N: torch.Tensor

@@ -63,12 +63,13 @@ class BatchTotals:
 
 
 class Aggregation(Protocol):
-    """What AGGREGATIONS lists: from losses per token to a scalar that adds up over micro-batches."""
+    """What AGGREGATIONS lists: from losses per token, float32/64 [N], to a scalar that adds up over micro-batches. It is given
+    the sequence of each token, int64 [N], whether it asks for it or not."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals) -> torch.Tensor: ...
+    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ class TokenMean:
 
     name: ClassVar[str] = "token_mean"
 
-    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals) -> torch.Tensor:
+    def __call__(self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor:
         return loss_N.sum() / totals.n_tokens
 
 
@@ -93,7 +94,7 @@ class SequenceMeanTokenMean:
 
     name: ClassVar[str] = "sequence_mean_token_mean"
 
-    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals) -> torch.Tensor:
+    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor:
         return (loss_N / sequence_sum(torch.ones_like(loss_N), sequence_N)).sum() / totals.n_sequences
 
 
@@ -114,7 +115,7 @@ class SequenceMeanTokenSumNorm:
         if not (math.isfinite(self.norm_tokens) and self.norm_tokens >= 1):
             raise ValueError(f"norm_tokens={self.norm_tokens} must be at least 1: the longest response that can be generated")
 
-    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals) -> torch.Tensor:
+    def __call__(self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor:
         return loss_N.sum() / (totals.n_sequences * self.norm_tokens)
 
 
@@ -127,10 +128,10 @@ AGGREGATIONS: Final[Mapping[str, type[Aggregation]]] = MappingProxyType(
 class Terms:
     """What an Objective says of N tokens; all but loss_N detached.
 
-    loss_N     float [N], differentiable: everything that is minimised
-    factor_N   float [N], product of the corrections; 0 where one drops the token
+    loss_N     float32/64 [N], differentiable: everything that is minimised
+    factor_N   float32/64 [N], product of the corrections; 0 where one drops the token
     clipped_N  bool [N], True where the policy loss's own trust region leaves the token no gradient
-    kl_N       float [N], KL to the reference policy; 0 without one
+    kl_N       float32/64 [N], KL to the reference policy; 0 without one
     """
 
     loss_N: torch.Tensor
@@ -187,7 +188,7 @@ class Objective:
         return any(correction.name in _BATCH_WIDE for correction in self.corrections)
 
     def factor(self, tokens: Tokens) -> torch.Tensor:
-        """Product of the corrections' factors, float [N], no gradient."""
+        """Product of the corrections' factors, float32/64 [N], no gradient."""
         factor_N = torch.ones_like(tokens.advantages_N)
         for correction in self.corrections:
             factor_N = factor_N * correction(tokens)

@@ -13,7 +13,7 @@ WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")  # over the whole ba
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
-VERSIONS: Final = ("mixed", "window", "weighted")
+ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
 _REALS: Final = ("gamma", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
 
@@ -36,8 +36,8 @@ class AdvantageSettings:
                      method 'linked'), 'similar_greedy' (as the authors' code) or 'anchor_key'
     anchor_history   states in the longest suffix, this one included: of anchor 'suffix', and of 'hgpo' (its K + 1)
     similarity       threshold of anchors 'similar' and 'similar_greedy', in (0, 1)
-    versions         anchor groups over policy versions: 'mixed', within a 'window', or 'weighted'
-    version_window   versions that the members of one anchor group may be apart; of versions 'window'; 0 = the same
+    anchor_versions  anchor groups over policy versions: 'mixed', within a 'window', or 'weighted'
+    version_window   versions that the members of one anchor group may be apart; of anchor_versions 'window'; 0 = the same
     """
 
     estimator: str
@@ -49,7 +49,7 @@ class AdvantageSettings:
     anchor: str
     anchor_history: int
     similarity: float
-    versions: str
+    anchor_versions: str
     version_window: int
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class AdvantageSettings:
         _check_name("normalise", self.normalise, known=NORMALISATIONS)
         _check_name("weighting", self.weighting, known=WEIGHTINGS)
         _check_name("anchor", self.anchor, known=ANCHORS)
-        _check_name("versions", self.versions, known=VERSIONS)
+        _check_name("anchor_versions", self.anchor_versions, known=ANCHOR_VERSIONS)
         for name in _REALS:
             object.__setattr__(self, name, _python_number(name, getattr(self, name), whole=False))
         for name in _INTEGERS:
@@ -117,6 +117,6 @@ PUBLISHED_SETTINGS: Final = AdvantageSettings(
     anchor="state",
     anchor_history=3,
     similarity=0.9,
-    versions="mixed",
+    anchor_versions="mixed",
     version_window=1,
 )

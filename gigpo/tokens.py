@@ -1,7 +1,8 @@
 """The response tokens of a batch, flat: all that a loss, a correction or a diagnostic reads.
 
 Suffix _N: N response tokens, whatever sequences they came from. A sequence is one response, the tokens of one step of
-an episode (one row of the store), never a whole trajectory.
+an episode (one row of the store), never a whole trajectory. Floats are float32, or float64 (tests, audits), all of one batch
+alike; what is made of them has their dtype: "float32/64 [N]".
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ LOG_RATIO_BOUND: Final = 20.0
 class Tokens:
     """N response tokens. All tensors are flat, of one length and on one device.
 
-    logprobs_N            log pi, the policy being trained; float, with gradient
-    behaviour_logprobs_N  log mu, the policy that sampled; recorded then, never recomputed
-    advantages_N          A; every token has that of its step
+    logprobs_N            log pi, the policy being trained; float32/64 [N], with gradient
+    behaviour_logprobs_N  log mu, the policy that sampled; float32/64 [N], recorded then, never recomputed
+    advantages_N          A; float32/64 [N], every token has that of its step
     sequence_N            int64, the sequence of a token: equal numbers, one sequence; any numbers, in any order
-    proximal_logprobs_N   log pi_p, the centre of the trust region; None: the trust region is around mu
+    proximal_logprobs_N   log pi_p, the centre of the trust region; float32/64 [N]. None: the trust region is around mu
 
     Two responses of 2 and 1 tokens:
         Tokens(logprobs_N=x, behaviour_logprobs_N=tensor([-0.5, -1.0, -2.0]), advantages_N=tensor([2.0, 2.0, -1.0]),
@@ -48,7 +49,7 @@ class Tokens:
 
 
 def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """log rho = clamp(log pi - log mu, +-20), float [N]; differentiable in both as if there were no bound.
+    """log rho = clamp(log pi - log mu, +-20), float32/64 [N]; differentiable in both as if there were no bound.
 
     The bound is on the value alone: where a token is beyond it, d rho / d log pi is rho at the bound and not 0, so a loss
     that promises a weight (min(rho, C) with token_tis) gives it there too.
@@ -60,12 +61,12 @@ def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch
 
 
 def policy_log_ratio(tokens: Tokens) -> torch.Tensor:
-    """log rho = log pi - log mu, float [N], no gradient: how far the policy of now is from the one that sampled."""
+    """log rho = log pi - log mu, float32/64 [N], no gradient: how far the policy of now is from the one that sampled."""
     return log_ratio(tokens.logprobs_N.detach(), tokens.behaviour_logprobs_N)
 
 
 def behaviour_log_ratio(tokens: Tokens) -> torch.Tensor:
-    """log x, float [N], no gradient: the importance weight that a loss carries outside its trust region.
+    """log x, float32/64 [N], no gradient: the importance weight that a loss carries outside its trust region.
 
     x = pi_p / mu with a proximal policy (the trust region then holds pi near pi_p), else rho = pi / mu.
     """
@@ -77,7 +78,8 @@ def behaviour_log_ratio(tokens: Tokens) -> torch.Tensor:
 def interpolated_proximal(
     logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, staleness_N: torch.Tensor
 ) -> torch.Tensor:
-    """log pi_p = log mu + alpha (sg(log pi) - log mu), float [N], no gradient: A-3PO, a proximal policy without a forward pass.
+    """log pi_p = log mu + alpha (sg(log pi) - log mu), float32/64 [N], no gradient: A-3PO, a proximal policy without another
+    forward pass.
 
         alpha = clip((v_prox - v_behave) / (v_theta - v_behave), 0, 1)      arXiv 2512.06547, AReaL `loglinear`
 
@@ -94,14 +96,27 @@ def interpolated_proximal(
 
 
 def sequence_sum(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
-    """Per token, the sum over its sequence; float [N]. Values (1, 2, 4) of sequences (0, 0, 7): (3, 3, 4)."""
-    ids, index_N = torch.unique(sequence_N, return_inverse=True)
-    return values_N.new_zeros(len(ids)).index_add(0, index_N, values_N)[index_N]
+    """Per token, the sum over its sequence; float32/64 [N]. Values (1, 2, 4) of sequences (0, 0, 7): (3, 3, 4)."""
+    sums_S, index_N = _sums(values_N, sequence_N)
+    return sums_S[index_N]
 
 
 def sequence_mean(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
-    """Per token, the mean over its sequence; float [N]. Values (1, 2, 4) of sequences (0, 0, 7): (1.5, 1.5, 4)."""
+    """Per token, the mean over its sequence; float32/64 [N]. Values (1, 2, 4) of sequences (0, 0, 7): (1.5, 1.5, 4)."""
     return sequence_sum(values_N, sequence_N) / sequence_sum(torch.ones_like(values_N), sequence_N)
+
+
+def sequence_ratio(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per sequence, the product of its ratios, bounded like a single ratio, float32/64 [S]; and per token which of them is its
+    own, int64 [N]. log (2, 3, 4) of sequences (0, 0, 7): (6, 4) and (0, 0, 1).
+    """
+    log_products_S, index_N = _sums(log_ratio_N, sequence_N)
+    return torch.exp(torch.clamp(log_products_S, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)), index_N
+
+
+def _sums(values_N: torch.Tensor, sequence_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_S, index_N = torch.unique(sequence_N, return_inverse=True)
+    return values_N.new_zeros(len(ids_S)).index_add(0, index_N, values_N), index_N
 
 
 def check_cap(name: str, cap: float) -> None:

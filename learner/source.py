@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
@@ -77,21 +77,9 @@ def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch
 
 
 def advantage_settings(config: Config) -> AdvantageSettings:
-    """What the config says about advantages, in gigpo's terms."""
-    algorithm = config.algorithm
-    return AdvantageSettings(
-        estimator=algorithm.estimator,
-        gamma=algorithm.gamma,
-        omega=algorithm.omega,
-        normalise=algorithm.normalise,
-        weighting=algorithm.weighting,
-        invalid_penalty=algorithm.invalid_penalty,
-        anchor=algorithm.anchor,
-        anchor_history=algorithm.anchor_history,
-        similarity=algorithm.similarity,
-        versions=algorithm.anchor_versions,
-        version_window=algorithm.version_window,
-    )
+    """What the config says about advantages: the settings of `algorithm` that gigpo has, under the same names."""
+    names = (field.name for field in fields(AdvantageSettings))
+    return AdvantageSettings(**{name: getattr(config.algorithm, name) for name in names})
 
 
 def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int) -> ReadyBatch:

@@ -179,7 +179,7 @@ def whitened(episode: dict, trajectories: dict, s: AdvantageSettings) -> dict:
 def anchor(row: Row, trajectory: list[Row], group: list[Row], s: AdvantageSettings) -> Hashable | None:
     """Eq. 6: what must be equal for two steps to be compared; None compares with nothing."""
     bucket = None
-    if s.versions == "window":
+    if s.anchor_versions == "window":
         bucket = (max(r.version for r in group) - row.version) // (s.version_window + 1)
     if s.anchor == "anchor_key":
         return None if row.key is None else (row.group, bucket, row.key)
@@ -208,7 +208,7 @@ def step_terms(keyed: list[tuple[Row, Hashable | None]], returns: dict, s: Advan
 
 def step_term(row: Row, members: list[Row], returns: dict, s: AdvantageSettings, ddof: int) -> Value:
     values = [returns[place(r)] for r in members]
-    weights = [r.weight if s.versions == "weighted" else 1.0 for r in members]
+    weights = [r.weight if s.anchor_versions == "weighted" else 1.0 for r in members]
     if max(values) == min(values):
         return None
     total = math.fsum(weights)
@@ -233,7 +233,7 @@ def hierarchical(trajectories: dict, returns: dict, s: AdvantageSettings, rows: 
     for length in range(1, s.anchor_history + 1):
         keyed = []
         for row in rows:
-            window = s.versions == "window"
+            window = s.anchor_versions == "window"
             bucket = (newest[row.group] - row.version) // (s.version_window + 1) if window else None
             if length <= row.step + 1:
                 keyed.append((row, suffix(row, trajectories[row.trajectory], length, bucket)))

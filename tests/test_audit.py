@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import configs
 import store
 from configs import AlgorithmConfig, Config
 from gigpo import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, advantages_macro, compute_advantages
-from store import Catalog, GroupRecord, RunLayout, Trajectory, export, write_open_sql, write_segment
+from store import Catalog, GroupRecord, RunLayout, StoreError, Trajectory, export, write_open_sql, write_segment
 from tests.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
@@ -194,6 +195,43 @@ def test_a_file_that_is_there_is_not_written_over(run: Path, tmp_path: Path) -> 
     (tmp_path / "mine").write_text("mine")
     assert audit.main([str(run), "--output", str(tmp_path / "mine")]) == 2
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_an_output_is_whole_or_absent(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of it is written when the disk is full: the same command goes through once there is space."""
+    file, write = tmp_path / "rows.parquet", pq.write_table
+
+    def half(table: pa.Table, where: Path, **options: str) -> None:
+        write(table, where, **options)
+        os.truncate(where, where.stat().st_size // 2)
+        assert not file.exists(), "a process that is killed here leaves no file of that name"
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pq, "write_table", half)
+        assert audit.main([str(run), "--output", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert str(file) in error and len(error.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+    assert len(rows_of(run, tmp_path)) == 35
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_output_of_another_process_meanwhile_is_not_written_over(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(StoreError, match="mine exists; name another file"):
+        audit.write_output(pa.table({"a": [1]}), tmp_path / "mine")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_steps_by_the_size_of_their_anchor_group(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third step of an anchor group is selected, and counts as one of a group of three."""
+    assert audit.by_doubling({1: 5, 3: 2, 5: 3}) == "1: 50.0%\n2 to 3: 20.0%\n4 to 5: 30.0%"
+    assert audit.by_doubling({1: 4}) == "1: 100.0%"
+    assert audit.main([str(run), "--where", "step_index = 0 AND won AND split = 'train'"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "5 steps" in said and "steps by the size of their anchor group │ 1: 0.0%" in said and "2 to 3: 100.0%" in said
 
 
 def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:

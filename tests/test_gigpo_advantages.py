@@ -235,7 +235,7 @@ def test_no_steps_give_no_advantages():
         ({"weighting": "rows"}, "one of steps, trajectories"),
         ({"normalise": "leave_one"}, "did you mean 'leave_one_out'"),
         ({"anchor": "states"}, "did you mean 'state'"),
-        ({"versions": "windows"}, "did you mean 'window'"),
+        ({"anchor_versions": "windows"}, "did you mean 'window'"),
         ({"anchor_history": 0}, "anchor_history=0"),
         ({"version_window": -1}, "version_window=-1"),
         ({"similarity": 1.0}, r"similarity=1.0 is outside \(0, 1\)"),
@@ -313,7 +313,7 @@ BAD = {  # every parameter of the macro
     "invalid_penalty": [-5.0, float("nan"), float("inf")],
     "anchor": ["states"],
     "anchor_history": [0, -3, 2.5],
-    "versions": ["all"],
+    "anchor_versions": ["all"],
     "version_window": [-1, 0.5],
 }
 

@@ -250,28 +250,28 @@ def test_many_unrelated_texts_stay_apart():
 
 def test_a_window_of_versions_is_counted_from_the_groups_newest():
     steps = one_step_each(1, 2, 6).append_column("version_min", pa.array([5, 4, 3]))
-    by_window = {w: column(steps, "step_advantage", versions="window", version_window=w) for w in (0, 1, 2)}
+    by_window = {w: column(steps, "step_advantage", anchor_versions="window", version_window=w) for w in (0, 1, 2)}
     assert by_window == {0: [0.0, 0.0, 0.0], 1: [-0.5, 0.5, 0.0], 2: [-2.0, -1.0, 3.0]}
-    assert column(steps, "episode_advantage", versions="window", version_window=0) == [-2.0, -1.0, 3.0]
+    assert column(steps, "episode_advantage", anchor_versions="window", version_window=0) == [-2.0, -1.0, 3.0]
     with pytest.raises(ValueError, match=r"lacks the columns \['version_min'\]"):
-        column(one_step_each(1, 2), "advantage", versions="window")
+        column(one_step_each(1, 2), "advantage", anchor_versions="window")
     with pytest.raises(ValueError, match="needs a version_min for every step"):
-        column(one_step_each(1, 2).append_column("version_min", pa.nulls(2)), "advantage", versions="window")
+        column(one_step_each(1, 2).append_column("version_min", pa.nulls(2)), "advantage", anchor_versions="window")
 
 
 def test_weights_move_the_baseline():
     steps = one_step_each(0, 3).append_column("weight", pa.array([2.0, 1.0]))
-    assert column(steps, "step_advantage", versions="weighted") == pytest.approx([-1, 2])
+    assert column(steps, "step_advantage", anchor_versions="weighted") == pytest.approx([-1, 2])
     # v = 1, 1/2; V = 3/2; var = (1 + 4 / 2) / (3/2 - (5/4) / (3/2)) = 3 / (2/3)
     deviation = 4.5**0.5 + 1e-6
-    got = column(steps, "step_advantage", versions="weighted", normalise="mean_std")
+    got = column(steps, "step_advantage", anchor_versions="weighted", normalise="mean_std")
     assert got == pytest.approx([-1 / deviation, 2 / deviation])
-    assert column(steps, "step_advantage", versions="weighted", normalise="leave_one_out") == pytest.approx([-3, 3])
-    assert column(steps, "episode_advantage", versions="weighted") == [-1.5, 1.5]
+    assert column(steps, "step_advantage", anchor_versions="weighted", normalise="leave_one_out") == pytest.approx([-3, 3])
+    assert column(steps, "episode_advantage", anchor_versions="weighted") == [-1.5, 1.5]
     for weight in (0.0, -1.0, 1e-101, 1e101, float("nan"), float("inf"), None):
         bad = one_step_each(0, 3).append_column("weight", pa.array([weight, 1.0]))
         with pytest.raises(ValueError, match="a weight from 1e-100 to 1e100 for every step; trajectory .* step 0 has"):
-            column(bad, "advantage", versions="weighted")
+            column(bad, "advantage", anchor_versions="weighted")
 
 
 @pytest.mark.parametrize("heavy", [1e15, 1e17, 1e100])
@@ -281,7 +281,11 @@ def test_one_weight_may_outweigh_all_others(heavy, normalise):
     steps = table({"A": episode("s s", end=8), "B": episode("s", end=2), "C": episode("s", end=5)})
     weights = [heavy, 1.0, 0.5, 3.0]
     got = column(
-        steps.append_column("weight", pa.array(weights)), "step_advantage", versions="weighted", normalise=normalise, gamma=0.5
+        steps.append_column("weight", pa.array(weights)),
+        "step_advantage",
+        anchor_versions="weighted",
+        normalise=normalise,
+        gamma=0.5,
     )
     v, returns, owner = [Fraction(w) for w in weights], [Fraction(r) for r in (4, 8, 2, 5)], "AABC"
     mean = sum(w * r for w, r in zip(v, returns, strict=True)) / sum(v)
@@ -305,4 +309,4 @@ def test_equal_weights_are_no_weights(weight, normalise):
     steps = table({f"t{i}": [(rng.choice("abc"), rng.uniform(-1, 1), True) for _ in range(5)] for i in range(8)})
     steps = steps.append_column("weight", pa.array([weight] * len(steps)))
     mixed = column(steps, "advantage", normalise=normalise)
-    assert column(steps, "advantage", normalise=normalise, versions="weighted") == pytest.approx(mixed, rel=1e-13)
+    assert column(steps, "advantage", normalise=normalise, anchor_versions="weighted") == pytest.approx(mixed, rel=1e-13)

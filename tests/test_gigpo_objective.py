@@ -37,6 +37,7 @@ from gigpo import (
     TokenTis,
     Topr,
     anchor_size_histogram,
+    anchor_size_shares,
     ess,
     singleton_fraction,
     step_variance_share,
@@ -348,22 +349,23 @@ def test_totals_that_cannot_be_are_refused():
         SequenceMeanTokenSumNorm(norm_tokens=0)
 
 
-def test_only_m2po_needs_the_batch_at_once():
-    """Any other factor is the same from a part of the sequences as from all of them."""
+@pytest.mark.parametrize("correction", SOME_ARE_DROPPED, ids=lambda correction: correction.name)
+def test_only_m2po_needs_the_batch_at_once(correction):
+    """Any other factor is the same from a part of the sequences as from all of them; m2po's is not."""
     tokens = drawn(scale=0.5)
-    parts = [tokens.sequence_N < 3, tokens.sequence_N >= 3]
-    for name, kind in CORRECTIONS.items():
-        objective = Objective(policy=PpoClip(), corrections=(kind(),))
-        assert objective.batch_wide is (name == "m2po")
-        whole_N = objective.factor(tokens)
-        for part in parts:
-            alone = Tokens(
-                logprobs_N=tokens.logprobs_N[part],
-                behaviour_logprobs_N=tokens.behaviour_logprobs_N[part],
-                advantages_N=tokens.advantages_N[part],
-                sequence_N=tokens.sequence_N[part],
-            )
-            assert torch.equal(objective.factor(alone), whole_N[part]) or name == "m2po"
+    objective = Objective(policy=PpoClip(), corrections=(correction,))
+    in_parts_N = torch.zeros_like(tokens.advantages_N)
+    for part in (tokens.sequence_N < 3, tokens.sequence_N >= 3):
+        alone = Tokens(
+            logprobs_N=tokens.logprobs_N[part],
+            behaviour_logprobs_N=tokens.behaviour_logprobs_N[part],
+            advantages_N=tokens.advantages_N[part],
+            sequence_N=tokens.sequence_N[part],
+        )
+        in_parts_N[part] = objective.factor(alone)
+    same = torch.equal(in_parts_N, objective.factor(tokens))
+    assert same is not objective.batch_wide
+    assert objective.batch_wide is (correction.name == "m2po")
 
 
 def test_token_diagnostics_by_hand():
@@ -434,6 +436,15 @@ def test_ess():
         ess(f64())
 
 
+def test_shares_of_anchor_sizes_by_hand():
+    """Fractions of the steps, of a part of the table too; the four add up to 1."""
+    table = pa.table({"anchor_size": [1, 2, 2, 3, 4, 7, 8, 1000]})
+    expected = {"size_1": 1 / 8, "size_2_3": 3 / 8, "size_4_7": 2 / 8, "size_8_up": 2 / 8}
+    assert anchor_size_shares(table) == expected
+    assert anchor_size_shares(table.slice(0, 2)) == {"size_1": 0.5, "size_2_3": 0.5, "size_4_7": 0.0, "size_8_up": 0.0}
+    assert set(anchor_size_shares(table.slice(0, 0)).values()) == {0.0}
+
+
 def test_anchor_diagnostics():
     table = pa.table(
         {
@@ -442,8 +453,10 @@ def test_anchor_diagnostics():
             "advantage": [1.0, -1.0] * 2 + [3.0, -3.0] * 2,  # the difference: 0, 0, 0, 0, 2, -2, 2, -2, variance 2
         }
     )
-    assert anchor_size_histogram(table) == {1: 2, 2: 1, 4: 1}
+    assert anchor_size_histogram(table) == {1: 2, 2: 2, 4: 4}
+    assert anchor_size_histogram(table.slice(1, 4)) == {1: 1, 2: 2, 4: 1}, "of a part too"
     assert singleton_fraction(table) == 0.25
+    assert singleton_fraction(table.slice(0, 0)) == 0.0
     assert step_variance_share(table) == pytest.approx(2 / 3)
     zeros = pa.array([0.0] * 8)
     flat = table.set_column(1, "episode_advantage", zeros).set_column(2, "advantage", zeros)

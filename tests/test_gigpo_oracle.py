@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, compute_advantages
+from gigpo.advantages import _computed, _parts
 from tests.gigpo_oracle import Row, Value, differences, oracle, to_table
 
 CASES = 2_000  # random groups per estimator; where the batch is whitened, random batches
@@ -80,16 +81,16 @@ ANCHORS = [
     settings(anchor="suffix", anchor_history=2),
     settings(anchor="suffix", anchor_history=9, normalise="mean"),
     settings(anchor="anchor_key", normalise="mean"),
-    settings(anchor="anchor_key", versions="weighted"),
-    settings(anchor="suffix", versions="window", version_window=0),
-    settings(versions="window", version_window=0),
-    settings(versions="window", version_window=2, normalise="leave_one_out"),
-    settings(versions="weighted"),
-    settings(versions="weighted", normalise="mean"),
-    settings(versions="weighted", normalise="leave_one_out"),
-    settings(estimator="hgpo", versions="window", version_window=1),
-    settings(estimator="hgpo", versions="weighted"),
-    settings(estimator="graphgpo", anchor="suffix", anchor_history=2, versions="weighted"),
+    settings(anchor="anchor_key", anchor_versions="weighted"),
+    settings(anchor="suffix", anchor_versions="window", version_window=0),
+    settings(anchor_versions="window", version_window=0),
+    settings(anchor_versions="window", version_window=2, normalise="leave_one_out"),
+    settings(anchor_versions="weighted"),
+    settings(anchor_versions="weighted", normalise="mean"),
+    settings(anchor_versions="weighted", normalise="leave_one_out"),
+    settings(estimator="hgpo", anchor_versions="window", version_window=1),
+    settings(estimator="hgpo", anchor_versions="weighted"),
+    settings(estimator="graphgpo", anchor="suffix", anchor_history=2, anchor_versions="weighted"),
 ]
 EVERY = [*(s for estimator in ESTIMATORS for s in settings_of(estimator)), *ANCHORS]
 
@@ -126,12 +127,12 @@ def test_every_estimator_equals_the_definitions(estimator):
         settings(),
         settings(gamma=1.0, invalid_penalty=0.0),
         settings(gamma=0.5, anchor="suffix", anchor_history=2),
-        settings(versions="window", version_window=0),
+        settings(anchor_versions="window", version_window=0),
         settings(omega=0.0),
         settings(estimator="grpo"),
         settings(estimator="hgpo"),
     ],
-    ids=lambda s: f"{s.estimator}-{s.anchor}-{s.versions}-{s.gamma}-{s.omega}",
+    ids=lambda s: f"{s.estimator}-{s.anchor}-{s.anchor_versions}-{s.gamma}-{s.omega}",
 )
 def test_what_differs_is_what_differs_in_exact_decimals(s):
     """No difference that rounding made, none that is there is lost. Half of the groups are the rewards of one trajectory in
@@ -163,13 +164,15 @@ def test_what_differs_is_what_differs_in_exact_decimals(s):
     assert sum(len(values) > 1 for values in in_floats.values()) > 20, "the case tests something"
 
 
-@pytest.mark.parametrize("s", ANCHORS, ids=lambda s: f"{s.estimator}-{s.anchor}-{s.versions}-{s.normalise}")
+@pytest.mark.parametrize("s", ANCHORS, ids=lambda s: f"{s.estimator}-{s.anchor}-{s.anchor_versions}-{s.normalise}")
 def test_every_anchor_and_version_policy_equals_the_definitions(s):
     rows = random_rows(random.Random(7), groups=200)
     assert_close(computed(rows, s), oracle(rows, s))
 
 
-@pytest.mark.parametrize("s", EVERY[::5], ids=lambda s: f"{s.estimator}-{s.anchor}-{s.versions}-{s.normalise}-{s.weighting}")
+@pytest.mark.parametrize(
+    "s", EVERY[::5], ids=lambda s: f"{s.estimator}-{s.anchor}-{s.anchor_versions}-{s.normalise}-{s.weighting}"
+)
 def test_the_order_of_rows_and_other_tasks_change_nothing(s):
     """Whitening is over the batch: another task's rows do change it, as they should, by one factor and one shift for all."""
     rng = random.Random(11)
@@ -219,9 +222,16 @@ def test_in_parts_and_at_once_are_the_same(monkeypatch):
     for s, expected in zip(every, at_once, strict=True):
         assert_close(computed(rows, s), expected)
         assert_close(computed([rows[i] for i in by_group], s), [expected[i] for i in by_group])
-    keyless = [replace(row, key=None) if row.group < 1030 else row for row in rows]
     by_key = settings(anchor="anchor_key")
-    assert_close(computed(keyless, by_key), oracle(keyless, by_key))
+    n_parts = len(list(_parts(to_table(rows), whole=False)))
+    sizes: list[int] = []
+    monkeypatch.setattr("gigpo.advantages._computed", lambda part, s: sizes.append(len(part)) or _computed(part, s))
+    # Whole parts without a key, at the beginning and at the end: that is no reason to refuse, nor to compute all at once.
+    for has_key in (range(1030, 1060), range(1000, 1020), range(1059, 1060)):
+        keyless = [row if row.group in has_key else replace(row, key=None) for row in rows]
+        sizes.clear()
+        assert_close(computed(keyless, by_key), oracle(keyless, by_key))
+        assert len(sizes) == n_parts > 5 and max(sizes) < 150
     in_two_groups = [*rows, replace(rows[0], group=77)]
     with pytest.raises(ValueError, match="in more than one group|twice"):
         computed(in_two_groups, settings())

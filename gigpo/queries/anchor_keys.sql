@@ -9,14 +9,14 @@
 -- suffix) is unknown has no key, refinement NULL: it is its own singleton, not one of a crowd of unknowns. hgpo has one line
 -- for each suffix of a step; all others have one line per step.
 --
--- Policy versions, by the parameter `versions`. Members of one anchor group may come from different policies:
+-- Policy versions, by the parameter `anchor_versions`. Members of one anchor group may come from different policies:
 --   mixed     all together. Most members, so the least variance; the baseline is the value of a mixture of old and new
 --             policies, so it is biased for the newest by how far they differ.
 --   window    only steps at most `version_window` versions apart: bucket b, a part of the key, holds the versions from
 --             b (w + 1) to b (w + 1) + w below the newest of the whole group, so buckets are a partition. Bias shrinks with
 --             w and is 0 at w = 0; groups get smaller, so variance and singletons grow.
 --   weighted  all together, each with its column `weight`, see weighted_anchor_groups.sql.
--- in:  scores, suffixes; estimator, anchor, versions, version_window
+-- in:  scores, suffixes; estimator, anchor, anchor_versions, version_window
 -- out: scores' columns but earlier_states, state_key, refinement VARCHAR
 SELECT
     * EXCLUDE (earlier_states, bucket),
@@ -40,8 +40,9 @@ FROM (
     SELECT
         *,
         CASE
-            WHEN versions <> 'window' THEN ''
-            WHEN version_min IS NULL THEN error('versions window needs a version_min for every step, and some have none')
+            WHEN anchor_versions <> 'window' THEN ''
+            WHEN version_min IS NULL
+                THEN error('anchor_versions window needs a version_min for every step, and some have none')
             ELSE format('{} ', (MAX(version_min) OVER (PARTITION BY group_uid) - version_min) // (version_window::BIGINT + 1))
         END AS bucket
     FROM (

@@ -26,8 +26,9 @@ WHERE CASE
     WHEN (TRY_CAST(anchor_history AS BIGINT) >= 1 AND anchor_history = TRY_CAST(anchor_history AS BIGINT)) IS NOT TRUE
         THEN error(format('anchor_history must be a whole number of at least 1, not {}',
             COALESCE(anchor_history::VARCHAR, 'NULL')))
-    WHEN (versions IN ('mixed', 'window', 'weighted')) IS NOT TRUE
-        THEN error(format('versions must be mixed, window or weighted, not {}', COALESCE(versions::VARCHAR, 'NULL')))
+    WHEN (anchor_versions IN ('mixed', 'window', 'weighted')) IS NOT TRUE
+        THEN error(format('anchor_versions must be mixed, window or weighted, not {}',
+            COALESCE(anchor_versions::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(version_window AS BIGINT) >= 0 AND version_window = TRY_CAST(version_window AS BIGINT)) IS NOT TRUE
         THEN error(format('version_window must be a whole number of at least 0, not {}',
             COALESCE(version_window::VARCHAR, 'NULL')))

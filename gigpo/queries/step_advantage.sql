@@ -6,7 +6,7 @@
 -- The deviation has ddof 1, as GiGPO's authors compute it; ddof 0 for hgpo, as its authors do.
 -- One step alone, or returns that are all equal: exactly 0. (A float32 mean misses by one ulp, and one ulp divided by
 -- one ulp + 1e-6 is up to 0.65: the fault this comparison, and DOUBLE throughout, are here for.)
--- in:  anchor_keys (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise, versions
+-- in:  anchor_keys (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise, anchor_versions
 -- out: anchor_keys' columns, anchor_size BIGINT (1 = alone), spread DOUBLE (of returns without penalty; 0 = alone),
 --      step_advantage DOUBLE
 WITH compared AS (
@@ -17,12 +17,12 @@ WITH compared AS (
         COALESCE(all_equal, true) AS all_equal,
         step_return - mean AS d,
         CASE estimator WHEN 'hgpo' THEN deviation_0 ELSE deviation END AS deviation,
-        CASE versions WHEN 'weighted' THEN weight / max_weight ELSE 1 END AS v
+        CASE anchor_versions WHEN 'weighted' THEN weight / max_weight ELSE 1 END AS v
     FROM anchor_keys
     LEFT JOIN (
-        FROM anchor_groups WHERE versions <> 'weighted'
+        FROM anchor_groups WHERE anchor_versions <> 'weighted'
         UNION ALL BY NAME
-        FROM weighted_anchor_groups WHERE versions = 'weighted'
+        FROM weighted_anchor_groups WHERE anchor_versions = 'weighted'
     ) AS statistics
         ON anchor_keys.group_uid = statistics.group_uid
         AND anchor_keys.state_key IS NOT DISTINCT FROM statistics.state_key
@@ -35,7 +35,7 @@ SELECT
         WHEN normalise = 'mean_std' THEN d / (deviation + 1e-6::DOUBLE)
         WHEN normalise = 'mean' THEN d
         WHEN COUNT(*) OVER own = anchor_size THEN 0
-        WHEN versions = 'weighted' THEN step_return - SUM(v * step_return) OVER others / SUM(v) OVER others
+        WHEN anchor_versions = 'weighted' THEN step_return - SUM(v * step_return) OVER others / SUM(v) OVER others
         ELSE d + SUM(d) OVER own / (anchor_size - COUNT(*) OVER own)
     END AS step_advantage
 FROM compared

@@ -28,7 +28,7 @@ WITH weighted AS (
         refinement IS NOT NULL
         -- Within these bounds neither a ratio of two weights nor the sum of many is 0 or infinite.
         AND CASE WHEN weight BETWEEN 1e-100 AND 1e100 THEN true ELSE error(format(
-            'versions weighted needs a weight from 1e-100 to 1e100 for every step; trajectory {} step {} has {}',
+            'anchor_versions weighted needs a weight from 1e-100 to 1e100 for every step; trajectory {} step {} has {}',
             traj_uid::VARCHAR, step_index, COALESCE(weight::VARCHAR, 'NULL'))) END
 ),
 means AS (
