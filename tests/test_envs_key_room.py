@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,14 @@ def test_forty_train_and_twenty_heldout_layouts_that_never_meet() -> None:
     assert train == KeyRoom.tasks("train", OPTIONS)
     with pytest.raises(ValueError, match="split 'test' is not one of"):
         KeyRoom.tasks("test", OPTIONS)
+
+
+def test_every_room_has_its_share_of_starts_keys_and_doors_in_both_splits() -> None:
+    for what in ("start", "key", "door"):
+        train, heldout = (Counter(task.data[what] for task in KeyRoomEnv.tasks(split, {})) for split in ("train", "heldout"))
+        assert set(train) == set(heldout) == set("01234")
+        assert all(6 <= n <= 10 for n in train.values()), (what, train)
+        assert all(2 <= n <= 6 for n in heldout.values()), (what, heldout)
 
 
 def test_the_shortest_way_wins_and_only_the_last_step_pays() -> None:
