@@ -29,7 +29,10 @@ def test_forty_train_and_twenty_heldout_layouts_that_never_meet() -> None:
 
 def test_every_room_has_its_share_of_starts_keys_and_doors_in_both_splits() -> None:
     for what in ("start", "key", "door"):
-        train, heldout = (Counter(task.data[what] for task in KeyRoomEnv.tasks(split, {})) for split in ("train", "heldout"))
+        train, heldout = (
+            Counter(task.data[what] for task in environment_class("key_room").tasks(split, {}))
+            for split in ("train", "heldout")
+        )
         assert set(train) == set(heldout) == set("01234")
         assert all(6 <= n <= 10 for n in train.values()), (what, train)
         assert all(2 <= n <= 6 for n in heldout.values()), (what, heldout)
