@@ -7,7 +7,7 @@
 
 A reply that a program hands back verbatim stands for the tokens that were sampled, whatever its text would be tokenised as. One
 that it edited has no such tokens: then the whole prompt is made from text, which is right too, as the prompt is what the
-model was given; `n_retokenised` counts it.
+model was given.
 """
 
 from __future__ import annotations
@@ -34,29 +34,22 @@ class Conversation:
     """The exchanges of one episode; several conversations of one program may be in it, and branches of each."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat_variables: Mapping[str, object]) -> None:
-        self.n_retokenised = 0  # prompts that repeat a reply of the model, but not its tokens
         self._tokenizer, self._variables = tokenizer, dict(chat_variables)
-        self._asked: set[tuple[Message, ...]] = set()
         self._said: dict[tuple[Message, ...], _Said] = {}  # by the messages with the reply; of equal ones the newest
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Token ids up to where the reply begins. Raises what the chat template raises."""
-        edited = False
         for end in range(len(messages), 0, -1):
             if messages[end - 1].role != "assistant":
                 continue
             said = self._said.get(messages[:end])
             rest = None if said is None else self._rest(messages, end=end, after=said)
             if said is not None and rest is not None:
-                self.n_retokenised += edited
                 return (*said.token_ids, *rest)
-            edited |= messages[: end - 1] in self._asked
-        self.n_retokenised += edited
         return tuple(self._encode(self._render(messages)))
 
     def record(self, messages: tuple[Message, ...], *, reply: str, token_ids: tuple[int, ...], ended: bool) -> None:
         """`token_ids` of prompt and response; `ended`: the last one is the model's own end, not a limit's."""
-        self._asked.add(messages)
         self._said[(*messages, Message(role="assistant", content=reply))] = _Said(token_ids=token_ids, ended=ended)
 
     def _rest(self, messages: tuple[Message, ...], *, end: int, after: _Said) -> list[int] | None:

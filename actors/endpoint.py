@@ -34,10 +34,10 @@ from actors.chat_reply import Reply, chat_completion, chunks, cut_reply
 from actors.chat_request import ChatRequest, RequestError, parse_request, refused
 from actors.conversation import Conversation
 from actors.policy import Completion, Policy, Prompt
-from actors.rollout import EpisodeIds, EpisodeRules, request_seed
+from actors.rollout import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config
-from envs import ClientSettings
-from store import Step, now_us, state_hash, uid_text
+from envs import ClientSettings, Observation
+from store import Step, now_us, uid_text
 
 MAX_BODY_BYTES = 64 * 2**20
 CLOSE_TIMEOUT_S = 1.0  # for answers that are being written
@@ -93,12 +93,11 @@ class Recording:
 
 
 class Endpoint:
-    """`policy` may be replaced by another at any time. `n_retokenised` counts prompts of finished episodes."""
+    """`policy` may be replaced by another at any time."""
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer, settings: EndpointSettings) -> None:
         self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
         self.base_url = ""
-        self.n_retokenised = 0
         self._runner: web.AppRunner | None = None
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
@@ -129,7 +128,6 @@ class Endpoint:
         finally:
             recording.is_over = True
             del self._open[number]
-            self.n_retokenised += conversation.n_retokenised
 
     def _signature(self, number: int) -> str:
         return hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()[:32]
@@ -198,8 +196,16 @@ class Endpoint:
         replies = []
         for number, completion in zip(numbers, completions, strict=True):
             reply = cut_reply(completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop)
-            recording.recorded[number] = _step(
-                asked, completion, reply, prompt_ids=prompt_ids, number=number, t_start_us=started_us, gen_us=gen_us
+            kept = replace(completion, token_ids=reply.token_ids, logprobs=reply.logprobs, finish_reason=reply.finish_reason)
+            recording.recorded[number] = step_of(
+                kept,
+                number=number,
+                prompt=Prompt(token_ids=prompt_ids, actions=None),
+                observation=Observation(text=asked.observation, anchor=asked.anchor),
+                action=reply.text,
+                is_valid=reply.finish_reason == "stop",
+                t_start_us=started_us,
+                gen_us=gen_us,
             )
             recording.conversation.record(
                 asked.messages, reply=reply.text, token_ids=prompt_ids + reply.token_ids, ended=reply.ended
@@ -219,66 +225,22 @@ class Endpoint:
         return prompt_ids
 
     async def _complete(self, recording: Recording, prompt_ids: tuple[int, ...], *, number: int) -> Completion:
-        rules = recording.rules
+        rules, prompt = recording.rules, Prompt(token_ids=prompt_ids, actions=None)
         try:
-            async with asyncio.timeout(rules.turn_timeout_s):
-                completion = await self.policy.generate(
-                    Prompt(token_ids=prompt_ids, actions=None),
-                    seed=request_seed(recording.ids.traj_uid, number),
-                    temperature=rules.temperature,
-                )
+            return await completion_of(self.policy, prompt, number=number, episode=recording.ids, rules=rules)
         except TimeoutError:
             raise recording.cut(f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}", status=410) from None
         except Exception as error:  # a process border: whoever plays the episode raises it
             recording.failure = error
             message = f"the policy failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, code="policy_failed", param=None) from error
-        if completion.finish_reason == "abort":
-            raise RequestError("the reply was aborted; ask again", status=503, code="aborted", param=None)
-        return completion
-
-
-def _step(
-    asked: ChatRequest,
-    completion: Completion,
-    reply: Reply,
-    *,
-    prompt_ids: tuple[int, ...],
-    number: int,
-    t_start_us: int,
-    gen_us: int,
-) -> Step:
-    anchor = asked.observation if asked.anchor is None else asked.anchor
-    return Step(
-        step_index=number,
-        prompt_ids=prompt_ids,
-        prompt_dropped_turns=0,  # what does not fit is refused, see `_prompt`
-        prompt_dropped_tokens=0,
-        response_ids=reply.token_ids,
-        response_logprobs=reply.logprobs,
-        version_min=completion.version_min,
-        version_max=completion.version_max,
-        finish_reason=reply.finish_reason,
-        obs_text=asked.observation,
-        anchor_text=anchor,
-        state_hash=state_hash(anchor),
-        admissible_actions=None,
-        action_text=reply.text,
-        reward=0.0,
-        is_action_valid=reply.finish_reason == "stop",
-        terminated=False,
-        truncated=False,
-        t_start_us=t_start_us,
-        gen_us=gen_us,
-        env_us=0,
-    )
 
 
 @web.middleware
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error in OpenAI's form. Only an aborted reply is worth asking for again, which the header tells the client."""
+    """Every error in OpenAI's form. None is worth asking again for, which the header tells the client."""
     try:
         return await handler(request)
     except RequestError as error:
@@ -293,4 +255,4 @@ async def _errors_as_json(
         status, message, code, param = 500, f"{type(error).__name__}: {error}", "internal_error", None
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.json_response(body, status=status, headers={"x-should-retry": "true" if code == "aborted" else "false"})
+    return web.json_response(body, status=status, headers={"x-should-retry": "false"})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.endpoint import Endpoint, Recording
-from actors.rollout import EpisodeIds, EpisodeRules
+from actors.rollout import EpisodeIds, EpisodeRules, trajectory_of
 from envs import EnvironmentDied, Outcome, ProgramPool, Task
 from store import Step, Trajectory, now_us
 
@@ -31,17 +31,12 @@ async def play_program(
     if not steps:
         why = recording.cut_off or "it made none; give client.base_url and client.api_key to the client it calls its model with"
         raise EnvironmentDied(f"program {pool.name!r} on task {task.id!r} got no chat completion: {why}", at_fault=True)
-    return Trajectory(
-        traj_uid=episode.traj_uid,
-        group_uid=episode.group_uid,
-        member=episode.member,
-        env_name=task.env_name,
-        task_id=task.id,
-        split=task.split,
-        seed=task.seed,
+    return trajectory_of(
+        _finished(steps, outcome, rules=rules, ended_us=ended_us),
+        task=task,
+        episode=episode,
         won=outcome is not None and outcome.won,
         task_score=None if outcome is None else outcome.task_score,
-        steps=_finished(steps, outcome, rules=rules, ended_us=ended_us),
     )
 
 

@@ -1,6 +1,8 @@
 """The agent-environment loop: one episode of one task. No Ray, no store, no weights.
 
 trajectory = await play_episode(environment, policy, form, task=task, episode=ids, rules=rules)
+
+`completion_of`, `step_of` and `trajectory_of` are also what the episodes of agent programs are made with (`endpoint.py`).
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
+from actors.vllm_policy import EngineLostError
 from configs import Config
 from envs import Observation, Task, Transition
 from store import Step, Trajectory, now_us, state_hash, uid
@@ -70,7 +74,7 @@ async def play_episode(
     """Plays until the environment ends or `max_steps` actions were taken; every action is one Step.
 
     Where a deadline of `rules` passes the episode ends with the steps it has, the last one truncated. EpisodeOverdue if it
-    has none; EnvironmentDied, as the environment raises it.
+    has none; EnvironmentDied, as the environment raises it; EngineLostError, where the policy's answer was aborted.
     """
     steps: list[Step] = []
     transition: Transition | None = None
@@ -105,6 +109,10 @@ async def play_episode(
             ) from None
         steps[-1] = replace(steps[-1], truncated=True)
     assert transition is not None
+    return trajectory_of(steps, task=task, episode=episode, won=transition.won, task_score=transition.task_score)
+
+
+def trajectory_of(steps: Sequence[Step], *, task: Task, episode: EpisodeIds, won: bool, task_score: float | None) -> Trajectory:
     return Trajectory(
         traj_uid=episode.traj_uid,
         group_uid=episode.group_uid,
@@ -113,10 +121,22 @@ async def play_episode(
         task_id=task.id,
         split=task.split,
         seed=task.seed,
-        won=transition.won,
-        task_score=transition.task_score,
+        won=won,
+        task_score=task_score,
         steps=tuple(steps),
     )
+
+
+async def completion_of(policy: Policy, prompt: Prompt, *, number: int, episode: EpisodeIds, rules: EpisodeRules) -> Completion:
+    """The policy's answer to an episode's `number`th prompt. TimeoutError after `rules.turn_timeout_s`; what the policy raises.
+
+    EngineLostError where the answer was aborted, as is done by an engine that is closed: half an answer is nobody's action.
+    """
+    async with asyncio.timeout(rules.turn_timeout_s):
+        completion = await policy.generate(prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature)
+    if completion.finish_reason == "abort":
+        raise EngineLostError("the engine aborted a response, as it does when it is closed; start a new policy")
+    return completion
 
 
 async def _act(
@@ -132,13 +152,44 @@ async def _act(
 ) -> tuple[Step, Transition]:
     """One action: generated, parsed, carried out, and recorded with the tokens and log-probabilities it was sampled with."""
     started_us, started = now_us(), time.perf_counter()
-    async with asyncio.timeout(rules.turn_timeout_s):
-        completion = await policy.generate(prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature)
+    completion = await completion_of(policy, prompt, number=number, episode=episode, rules=rules)
     answered = time.perf_counter()
     answer = form.parse(completion.token_ids)
     transition = await environment.step(answer.action)
+    step = step_of(
+        completion,
+        number=number,
+        prompt=prompt,
+        observation=observation,
+        action=answer.action,
+        is_valid=is_valid(answer, completion, observation, transition, rules=rules),
+        t_start_us=started_us,
+        gen_us=round((answered - started) * 1e6),
+    )
+    finished = replace(
+        step,
+        reward=transition.reward * rules.win_reward,
+        terminated=transition.terminated,
+        truncated=not transition.terminated and (transition.truncated or number + 1 >= rules.max_steps),
+        env_us=round((time.perf_counter() - answered) * 1e6),
+    )
+    return finished, transition
+
+
+def step_of(
+    completion: Completion,
+    *,
+    number: int,
+    prompt: Prompt,
+    observation: Observation,
+    action: str,
+    is_valid: bool,
+    t_start_us: int,
+    gen_us: int,
+) -> Step:
+    """What is known when the policy has answered: it ended nothing, was worth nothing, and cost no time of the environment."""
     anchor = observation.text if observation.anchor is None else observation.anchor
-    step = Step(
+    return Step(
         step_index=number,
         prompt_ids=prompt.token_ids,
         prompt_dropped_turns=prompt.n_dropped_turns,
@@ -152,16 +203,15 @@ async def _act(
         anchor_text=anchor,
         state_hash=state_hash(anchor),
         admissible_actions=observation.actions,
-        action_text=answer.action,
-        reward=transition.reward * rules.win_reward,
-        is_action_valid=is_valid(answer, completion, observation, transition, rules=rules),
-        terminated=transition.terminated,
-        truncated=not transition.terminated and (transition.truncated or number + 1 >= rules.max_steps),
-        t_start_us=started_us,
-        gen_us=round((answered - started) * 1e6),
-        env_us=round((time.perf_counter() - answered) * 1e6),
+        action_text=action,
+        reward=0.0,
+        is_action_valid=is_valid,
+        terminated=False,
+        truncated=False,
+        t_start_us=t_start_us,
+        gen_us=gen_us,
+        env_us=0,
     )
-    return step, transition
 
 
 def is_valid(

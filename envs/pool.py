@@ -8,9 +8,10 @@
 
 Text engines hold the interpreter lock, so they do not share a process with the event loop that feeds the model. A process
 holds many environment objects and answers requests in the order they come; objects are kept and reused by `reset(task)`,
-because some engines leak with every new object. One that raises, answers nonsense or does not answer costs the episode that
-asked, and a process that hangs is killed: the next request starts another. Environments whose `reset` and `step` are
-coroutines wait for somebody else (a server, a browser): they live on the event loop itself.
+because some engines leak with every new object, so there are never more than there were episodes at once. One that raises or
+answers nonsense is closed, which costs the episode that asked; a process that hangs is killed, and the next request starts
+another. Environments whose `reset` and `step` are coroutines wait for somebody else (a server, a browser): they live on the
+event loop itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
 from envs.check import checked_answer
-from envs.process import EnvironmentDied, EnvironmentProcess
+from envs.process import EnvironmentDied, EnvironmentProcess, close_safely
 from envs.registry import environment_class
+from envs.waits import Waits, request_name
 
 
 class _Host(Protocol):
@@ -37,7 +39,7 @@ class _Host(Protocol):
 
 
 class PooledEnvironment:
-    """One environment object, wherever it lives."""
+    """A place for one environment object, wherever it lives; `reset` makes the object if there is none."""
 
     def __init__(self, host: _Host, environment_id: int) -> None:
         self._host = host
@@ -51,27 +53,45 @@ class PooledEnvironment:
 
 
 class EnvironmentPool:
-    """Processes start when they are first needed. `answer_timeout_s` bounds each `reset` and `step` by itself."""
+    """Processes start when they are first needed, one after the other. `answer_timeout_s` bounds each `reset` and `step`."""
 
     def __init__(self, env_name: str, options: Mapping[str, object], *, processes: int, answer_timeout_s: float) -> None:
         self._hosts: list[_Host]
+        self._waits = Waits()
         if inspect.iscoroutinefunction(environment_class(env_name).step):
-            self._hosts = [_OnThisLoop(env_name, options, answer_timeout_s=answer_timeout_s)]
+            self._hosts = [_OnThisLoop(env_name, options, answer_timeout_s=answer_timeout_s, waits=self._waits)]
         else:
-            self._hosts = [EnvironmentProcess(env_name, options, answer_timeout_s=answer_timeout_s) for _ in range(processes)]
+            starts = asyncio.Lock()
+            self._hosts = [
+                EnvironmentProcess(env_name, options, answer_timeout_s=answer_timeout_s, starts=starts, waits=self._waits)
+                for _ in range(processes)
+            ]
         self._idle: list[PooledEnvironment] = []
         self._ids = itertools.count()
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[PooledEnvironment]:
-        """An environment for one episode. Raises EnvironmentDied with the reason if it fails; it is then not reused."""
+        """An environment for one episode, which has to begin with `reset`. Raises EnvironmentDied with the reason if it fails.
+
+        However the episode ends, also when it is cancelled in the middle of a request, the next one can have it: a host closes
+        what has failed, and answers in order, so a `reset` comes after whatever was asked before.
+        """
         if self._idle:
             environment = self._idle.pop()
         else:
             number = next(self._ids)
             environment = PooledEnvironment(self._hosts[number % len(self._hosts)], number)
-        yield environment
-        self._idle.append(environment)
+        try:
+            yield environment
+        finally:
+            self._idle.append(environment)
+
+    def slowest(self) -> tuple[str, float] | None:
+        """The unanswered request that was made first ("reset of task ...", "step ..."), and how many seconds ago; or None.
+
+        Also one whose episode was given up meanwhile: its process works on it all the same.
+        """
+        return self._waits.slowest()
 
     def close(self) -> None:
         for host in self._hosts:
@@ -81,26 +101,37 @@ class EnvironmentPool:
 class _OnThisLoop:
     """Asynchronous environments, in the process and on the event loop of whoever awaits them."""
 
-    def __init__(self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float) -> None:
+    def __init__(self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float, waits: Waits) -> None:
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
         self._environments: dict[int, Any] = {}
+        self._waits = waits
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
+        self._waits.begin(environment_id, request_name(method, argument))
         try:
             if environment_id not in self._environments:
                 self._environments[environment_id] = environment_class(self._env_name)(self._options)
             environment = self._environments[environment_id]
             answer = await asyncio.wait_for(getattr(environment, method)(argument), timeout=self._answer_timeout_s)
             return checked_answer(method, answer)
+        except asyncio.CancelledError:  # half done: nobody knows what it would do next
+            self._drop(environment_id)
+            raise
         except Exception as error:  # the border to a user's own code
-            self._environments.pop(environment_id, None)
+            self._drop(environment_id)
             raise EnvironmentDied(
                 f"environment {self._env_name!r} failed in {method}: {type(error).__name__}: {error}"
                 if not isinstance(error, TimeoutError)
                 else f"environment {self._env_name!r} did not answer {method} within {self._answer_timeout_s:g} s",
                 at_fault=True,
             ) from error
+        finally:
+            self._waits.end(environment_id)
 
     def close(self) -> None:
-        for environment in self._environments.values():
-            environment.close()
+        for environment_id in list(self._environments):
+            self._drop(environment_id)
+
+    def _drop(self, environment_id: int) -> None:
+        if environment_id in self._environments:
+            close_safely(self._environments.pop(environment_id))

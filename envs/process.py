@@ -1,6 +1,6 @@
 """A process that holds environment objects, seen from its parent and from within.
 
-It answers requests in the order they come and ends by itself when its parent is gone: its socket closes.
+It answers requests in the order they come and ends when its parent closes the socket; with its parent in any case (`child.py`).
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
+import traceback
+from collections import deque
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from envs.base import Environment
 from envs.check import checked_answer
+from envs.child import end_child, end_with_parent, start_child
 from envs.registry import environment_class
+from envs.waits import Waits, request_name
 
 START_TIMEOUT_S = 300.0  # for the first answer of a process: some engines are slow to import
 CLOSE_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 1.0  # its socket closes a moment before it has an exit code
+MAX_SENT = 32  # requests in its socket; hundreds would fill it, and the event loop would stand still with a hung process
+CHILD = "from envs.process import main; main()"  # with -m all classes would exist twice
 
 
 class EnvironmentDied(RuntimeError):
@@ -38,58 +43,64 @@ class EnvironmentDied(RuntimeError):
 
 
 class EnvironmentProcess:
-    """The parent's end: sends numbered requests, resolves one future per answer. Starts the process when it is needed."""
+    """The parent's end: sends numbered requests, resolves one future per answer. Starts the process when it is needed.
 
-    def __init__(self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float) -> None:
+    `starts` is held from the start of a process to its first answer, as loading an engine is work for a core; whoever shares it
+    starts when the one before is done.
+    """
+
+    def __init__(
+        self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float, starts: asyncio.Lock, waits: Waits
+    ) -> None:
+        self._starts, self._waits = starts, waits
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any]
         self._requests = itertools.count()
         self._futures: dict[int, asyncio.Future[object]] = {}  # the first is the one it is working on
+        self._unsent: deque[tuple[int, int, str, object]] = deque()  # the last of them
         self._here: set[int] = set()  # environments that were reset in the process of now
         self._timer: asyncio.TimerHandle | None = None
         self._has_answered = False
-        self._hung = ""
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
-        if self._process is None:
-            self._start()
-        if method == "reset":
-            self._here.add(environment_id)
-        elif environment_id not in self._here:
+        if method != "reset" and environment_id not in self._here:
             message = f"the process of {self._env_name!r} that held this environment is gone, through another episode's request"
             raise EnvironmentDied(message, at_fault=False)
+        if self._process is None:
+            async with self._starts:
+                if self._process is None:
+                    self._start()
+                    return await self._ask(environment_id, method, argument)
+        return await self._ask(environment_id, method, argument)
+
+    def close(self) -> None:
+        if self._process is not None:
+            end_child(self._forget(), patience_s=CLOSE_TIMEOUT_S)
+
+    async def _ask(self, environment_id: int, method: str, argument: object) -> object:
+        self._here.add(environment_id)
         request = next(self._requests)
         future = self._futures[request] = asyncio.get_running_loop().create_future()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_read` is told too, and fails all that wait
-            self._connection.send((request, environment_id, method, argument))
+        self._waits.begin(future, request_name(method, argument))
+        self._unsent.append((request, environment_id, method, argument))
+        self._send()
         if len(self._futures) == 1:
             self._watch()
         return await future
 
-    def close(self) -> None:
-        if self._process is None:
-            return
-        process = self._forget()
-        try:
-            process.wait(timeout=CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    def _send(self) -> None:
+        while self._unsent and len(self._futures) - len(self._unsent) < MAX_SENT:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_read` is told too, and fails all that wait
+                self._connection.send(self._unsent.popleft())
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [
-            *[sys.executable, "-m", "envs.process", str(theirs.fileno()), self._env_name],
-            json.dumps(dict(self._options)),
-        ]
-        environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-        root = Path(__file__).resolve().parent.parent
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=root, env=environ, stdin=subprocess.DEVNULL)
-        theirs.close()
+        with theirs:
+            arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name, json.dumps(dict(self._options))]
+            self._process = start_child(arguments, channel=theirs)
         self._connection = Connection(ours.detach())
-        self._has_answered, self._hung = False, ""
-        self._here.clear()
+        self._has_answered = False
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
 
     def _watch(self) -> None:
@@ -99,19 +110,21 @@ class EnvironmentProcess:
         self._timer = None
         if self._futures:
             patience_s = self._answer_timeout_s if self._has_answered else max(START_TIMEOUT_S, self._answer_timeout_s)
-            self._timer = asyncio.get_running_loop().call_later(patience_s, self._kill, patience_s)
+            self._timer = asyncio.get_running_loop().call_later(patience_s, self._hangs, patience_s)
 
-    def _kill(self, patience_s: float) -> None:
+    def _hangs(self, patience_s: float) -> None:
         assert self._process is not None
-        self._hung = f"did not answer within {patience_s:g} s and was killed"
-        self._process.kill()  # the end of its socket tells `_read`
+        has_ended = self._process.poll() is not None  # and something it started keeps the socket open
+        self._fail_all("" if has_ended else f"did not answer within {patience_s:g} s and was killed")
 
     def _read(self) -> None:
         try:
             while self._connection.poll():
                 request, result, error = self._connection.recv()
                 future = self._futures.pop(request)
+                self._waits.end(future)
                 self._has_answered = True
+                self._send()
                 self._watch()
                 if future.done():  # its episode was cancelled
                     continue
@@ -120,16 +133,17 @@ class EnvironmentProcess:
                 else:
                     future.set_exception(EnvironmentDied(error, at_fault=True))
         except (EOFError, ConnectionResetError):
-            self._fail_all()
+            self._fail_all("")
 
-    def _fail_all(self) -> None:
-        """The process is gone. The first request is to blame, as it was the one being answered."""
+    def _fail_all(self, hung: str) -> None:
+        """Ends the process. The first request is to blame, as it was the one being answered."""
         futures, self._futures = list(self._futures.values()), {}
-        hung = self._hung
+        self._unsent.clear()
         process = self._forget()
-        process.wait()
-        what = hung or f"ended with exit code {process.returncode}; the worker's log may say why"
+        code = end_child(process, patience_s=0.0 if hung else EXIT_TIMEOUT_S)
+        what = hung or f"ended with exit code {code}; the worker's log may say why"
         for place, future in enumerate(futures):
+            self._waits.end(future)
             if not future.done():
                 message = f"environment process {process.pid} of {self._env_name!r} {what}"
                 future.set_exception(EnvironmentDied(message, at_fault=place == 0))
@@ -142,6 +156,7 @@ class EnvironmentProcess:
             self._timer.cancel()
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         self._connection.close()
+        self._here.clear()
         return process
 
 
@@ -160,7 +175,8 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
                 environments[environment_id] = make(options)
             answer = (request, checked_answer(method, getattr(environments[environment_id], method)(argument)), None)
         except Exception as error:  # noqa: BLE001 - a process border: the parent raises it with this text
-            environments.pop(environment_id, None)
+            if environment_id in environments:
+                close_safely(environments.pop(environment_id))
             given = repr(argument) if isinstance(argument, str) else ""
             answer = (request, None, f"environment {env_name!r} failed in {method}({given}): {type(error).__name__}: {error}")
         try:
@@ -168,9 +184,19 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
         except (BrokenPipeError, ConnectionResetError):
             break
     for environment in environments.values():
+        close_safely(environment)
+
+
+def close_safely(environment: Environment) -> None:
+    """Of one that may be too broken to be closed: its error goes to the log and is nobody's."""
+    try:
         environment.close()
+    except Exception:  # noqa: BLE001 - the border to a user's own code
+        traceback.print_exc()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The child: descriptor of its socket, environment, options as JSON."""
     descriptor, env_name, options = sys.argv[1:4]
+    end_with_parent()
     serve(Connection(int(descriptor)), env_name, json.loads(options))

@@ -24,26 +24,22 @@ import inspect
 import json
 import math
 import os
-import queue
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from envs.base import Task
+from envs.child import end_child, end_with_parent, start_child
 from envs.process import EnvironmentDied
 from envs.registry import program_class
+from envs.waits import Waits
 
-CLOSE_TIMEOUT_S = 1.0  # an idle program ends at once
+CLOSE_TIMEOUT_S = 1.0  # an idle program ends at once; a dead one's socket closes a moment before it has an exit code
 MAX_LINE_BYTES = 64 * 2**20  # of a task or an outcome
 MAX_ERROR_CHARACTERS = 500
 CHILD = "from envs.programs import main; main()"  # with -m all classes would exist twice
@@ -88,6 +84,7 @@ class ProgramPool:
         self._turns = asyncio.Semaphore(processes)
         self._idle: list[_ProgramProcess] = []
         self._busy: set[_ProgramProcess] = set()
+        self._waits = Waits()
 
     async def run(self, task: Task, client: ClientSettings, *, deadline_s: float) -> Outcome:
         """Raises EnvironmentDied, which names program and task, if it raises, returns nonsense, dies or takes too long.
@@ -96,7 +93,7 @@ class ProgramPool:
         """
         what = f"program {self.name!r} on task {task.id!r}"
         async with self._turns:
-            with self._process() as process:
+            with self._process(what) as process:
                 try:
                     async with asyncio.timeout(deadline_s):
                         answer = await process.ask({"task": asdict(task), "client": asdict(client)})
@@ -118,11 +115,16 @@ class ProgramPool:
         for process in self._idle:
             process.close()
 
+    def slowest(self) -> tuple[str, float] | None:
+        """The program that has run longest ("program ... on task ..."), and for how many seconds; or None."""
+        return self._waits.slowest()
+
     @contextmanager
-    def _process(self) -> Iterator[_ProgramProcess]:
+    def _process(self, what: str) -> Iterator[_ProgramProcess]:
         """An idle process or a new one; one that was left in the middle of a task is killed."""
         process = self._idle.pop() if self._idle else _ProgramProcess(self.name, self._options)
         self._busy.add(process)
+        self._waits.begin(process, what)
         try:
             yield process
             self._idle.append(process)
@@ -130,6 +132,7 @@ class ProgramPool:
             process.kill()
             raise
         finally:
+            self._waits.end(process)
             self._busy.discard(process)
 
 
@@ -138,18 +141,9 @@ class _ProgramProcess:
 
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-c", CHILD, str(theirs.fileno()), name, json.dumps(dict(options))]
-        environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-        # A group of its own: what the program starts is ended with it.
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            cwd=Path(__file__).resolve().parent.parent,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        with theirs:
+            arguments = ["-c", CHILD, str(theirs.fileno()), name, json.dumps(dict(options))]
+            self._process = start_child(arguments, channel=theirs)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
@@ -162,9 +156,8 @@ class _ProgramProcess:
         with suppress(ConnectionError):
             line = await reader.readline()
         if not line:
-            with suppress(subprocess.TimeoutExpired):  # its socket closes a moment before it has an exit code
-                self._process.wait(timeout=1.0)
-            raise EOFError(f"ended with exit code {self._process.poll()}; the worker's log may say why")
+            code = end_child(self._process, patience_s=CLOSE_TIMEOUT_S)
+            raise EOFError(f"ended with exit code {code}; the worker's log may say why")
         return dict(json.loads(line))
 
     def disconnect(self) -> None:
@@ -176,23 +169,17 @@ class _ProgramProcess:
     def close(self) -> None:
         """Lets it end by itself, and kills it if it does not."""
         self.disconnect()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=CLOSE_TIMEOUT_S)
-        self.kill()
+        end_child(self._process, patience_s=CLOSE_TIMEOUT_S)
 
     def kill(self) -> None:
         self.disconnect()
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_child(self._process, patience_s=0.0)
 
 
 def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
-    """The child's loop: consumes tasks, produces outcomes, ends when the parent closes its end or dies."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(stream, lines), daemon=True).start()
+    """The child's loop: consumes tasks, produces outcomes, ends when the parent closes its end."""
     program: Program | None = None
-    while line := lines.get():
+    for line in stream:
         request = json.loads(line)
         answer: dict[str, object]
         try:
@@ -205,16 +192,6 @@ def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
         with suppress(BrokenPipeError):
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
-
-
-def _read(stream: TextIO, lines: queue.SimpleQueue[str]) -> None:
-    """In a thread of its own, so that a program in the middle of a task does not outlive the worker."""
-    with suppress(ConnectionError):
-        for line in stream:
-            lines.put(line)
-    lines.put("")
-    time.sleep(CLOSE_TIMEOUT_S)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _run(program: Program, task: Task, client: ClientSettings) -> Outcome:
@@ -237,6 +214,8 @@ def _run(program: Program, task: Task, client: ClientSettings) -> Outcome:
 def main() -> None:
     """The child: descriptor of its socket, program, options as JSON."""
     descriptor, name, options = sys.argv[1:4]
+    end_with_parent()
     for variable in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine, whatever proxy leads to the others
         os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
-    serve(socket.socket(fileno=int(descriptor)).makefile("rw"), name, json.loads(options))
+    with suppress(ConnectionError):  # it was closed before an answer was read
+        serve(socket.socket(fileno=int(descriptor)).makefile("rw"), name, json.loads(options))

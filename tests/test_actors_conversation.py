@@ -47,7 +47,6 @@ def test_a_reply_handed_back_keeps_its_tokens_however_its_text_would_be_cut() ->
     later = made.prompt((user("it is"), said("12"), user("low")))
     user_token, assistant_token = tokenizer().convert_tokens_to_ids(["<user>", "<assistant>"])
     assert later == (*first, *response, user_token, *encode("low"), assistant_token)
-    assert made.n_retokenised == 0
 
 
 @pytest.mark.parametrize(("ended", "closes"), [(True, 0), (False, 1)])
@@ -71,24 +70,20 @@ def test_a_reply_that_was_cut_keeps_its_last_token_though_the_template_goes_on_w
     assert tokenizer("plain").decode(later[len(ids) :]) == "\nuser: low\nassistant:"
 
 
-def test_a_message_with_the_word_that_stands_for_a_reply_is_tokenised_anew_and_counted() -> None:
+def test_a_message_with_the_word_that_stands_for_a_reply_is_tokenised_anew() -> None:
     made = conversation("tiny")
     ids = (*made.prompt((user("it is"),)), *encode("1"), *encode("2"), EOS)
     made.record((user("it is"),), reply="12", token_ids=ids, ended=True)
     messages = (user("it is"), said("12"), user(f"say {REPLY} now"))
     assert made.prompt(messages) == whole("tiny", messages)
-    assert made.n_retokenised == 1
 
 
-def test_an_edited_reply_is_tokenised_anew_and_counted() -> None:
+def test_an_edited_reply_is_tokenised_anew() -> None:
     made = conversation("tiny")
     first = made.prompt((user("it is"),))
     made.record((user("it is"),), reply="12 ", token_ids=(*first, *encode("1"), *encode("2 "), EOS), ended=True)
     edited = (user("it is"), said("12"), user("low"))
     assert made.prompt(edited) == whole("tiny", edited)
-    assert made.n_retokenised == 1
-    made.prompt((user("something else"), said("that the model never said"), user("low")))
-    assert made.n_retokenised == 1
 
 
 def test_a_reply_edited_later_keeps_what_was_said_before_it() -> None:
@@ -100,16 +95,16 @@ def test_a_reply_edited_later_keeps_what_was_said_before_it() -> None:
     made.record(second, reply="9", token_ids=(*made.prompt(second), *encode("9"), EOS), ended=True)
     later = made.prompt((*second, said("8"), user("high")))
     assert later[: len(ids)] == ids
-    assert made.n_retokenised == 1
 
 
-def test_a_template_that_hides_replies_is_tokenised_anew_and_counted() -> None:
+def test_a_template_that_hides_replies_is_tokenised_anew() -> None:
     hiding = "{% for m in messages if m['role'] != 'assistant' %}<user>{{ m['content'] }}{% endfor %}<assistant>"
     changed = train_tokenizer_with(hiding)
     made = Conversation(changed, chat_variables={})
     made.record((user("it is"),), reply="7", token_ids=(*made.prompt((user("it is"),)), *encode("7"), EOS), ended=True)
-    made.prompt((user("it is"), said("7"), user("low")))
-    assert made.n_retokenised == 1
+    messages = ({"role": "user", "content": "it is"}, {"role": "user", "content": "low"})
+    shown = changed.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert made.prompt((user("it is"), said("7"), user("low"))) == tuple(shown)
 
 
 def train_tokenizer_with(template: str):  # type: ignore[no-untyped-def]
@@ -127,14 +122,13 @@ def test_whatever_a_program_does_every_handed_back_reply_keeps_its_tokens(templa
     """A program that goes on, branches off an older exchange, edits a reply, or begins anew, at random."""
     draw, made, policy = random.Random(seed), conversation(template), NoisePolicy()
     exchanges: list[tuple[tuple[Message, ...], str, tuple[int, ...]]] = []
-    n_edited = 0
     for turn in range(8):
         new = tuple(user(draw.choice(["low", " high ", "it is 7", "über 12\n"])) for _ in range(draw.randrange(1, 3)))
         messages, begins_with = (*new, user(str(turn))), ()  # distinct, so that what is edited is not said elsewhere
         if exchanges and draw.random() < 0.8:
             before, reply, token_ids = draw.choice([exchanges[-1], draw.choice(exchanges)])
             if draw.random() < 0.25:
-                messages, n_edited = (*before, said(reply + "!"), *messages), n_edited + 1
+                messages = (*before, said(reply + "!"), *messages)
             else:
                 messages, begins_with = (*before, said(reply), *messages), token_ids
         prompt_ids = made.prompt(messages)
@@ -148,7 +142,6 @@ def test_whatever_a_program_does_every_handed_back_reply_keeps_its_tokens(templa
         token_ids = prompt_ids + cut.token_ids
         made.record(messages, reply=cut.text, token_ids=token_ids, ended=cut.ended)
         exchanges.append((messages, cut.text, token_ids))
-    assert made.n_retokenised == n_edited
 
 
 @pytest.mark.parametrize("template", ["tiny", "chatml"])

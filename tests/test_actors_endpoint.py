@@ -14,6 +14,7 @@ import pytest
 from actors.endpoint import Endpoint, Recording
 from actors.policy import Completion, Prompt
 from actors.rollout import request_seed
+from actors.vllm_policy import EngineLostError
 from envs import ClientSettings
 from store import state_hash
 from tests.chat_samples import IDS, TextPolicy, completion, encode, rules, served, tokenizer
@@ -302,21 +303,25 @@ class Failing:
         return completion(encode("7"), finish_reason=failure, version=0)
 
 
-def test_an_aborted_reply_is_asked_for_again_and_a_failure_of_the_policy_is_kept() -> None:
-    lost = RuntimeError("the engine is gone")
+@pytest.mark.parametrize(
+    ("failure", "says"), [(RuntimeError("gone"), "RuntimeError: gone"), ("abort", "EngineLostError: the engine aborted")]
+)
+def test_a_failure_of_the_policy_is_kept_and_nobody_asks_again(failure: Exception | str, says: str) -> None:
+    policy = Failing(["stop", failure, "stop"])
 
     async def body(endpoint: Endpoint) -> Recording:
         with endpoint.episode(IDS, rules()) as recording:
             client = openai.AsyncOpenAI(base_url=recording.client.base_url, api_key=recording.client.api_key)
             await client.chat.completions.create(model="m", messages=[GUESS])
-            with pytest.raises(openai.InternalServerError, match="RuntimeError: the engine is gone"):
+            with pytest.raises(openai.InternalServerError, match=says):
                 await client.chat.completions.create(model="m", messages=[GUESS])
             await client.close()
         return recording
 
-    recording = served(Failing(["abort", "stop", lost]), body)
-    assert recording.failure is lost
+    recording = served(policy, body)
+    assert recording.failure is failure or isinstance(recording.failure, EngineLostError)
     assert [step.finish_reason for step in recording.steps()] == ["stop"]
+    assert policy.failures == ["stop"]
 
 
 def test_a_reply_that_takes_too_long_cuts_the_episode_off() -> None:

@@ -29,6 +29,7 @@ from envs import (
 )
 from store import Trajectory, to_table
 from tests.chat_samples import IDS, TextPolicy, rules, served, tokenizer
+from tests.processes import wait_until_gone
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs/examples"
 NUMBER_GAME: dict[str, object] = {"highest": 20, "guesses": 4}
@@ -70,6 +71,9 @@ class Odd:
     def raises(self, client): raise RuntimeError("no such\\ndoor")
     def exits(self, client): sys.exit("enough")
     def dies(self, client): os._exit(7)
+    def dies_and_leaves_a_child(self, client):
+        ask(client, str(subprocess.Popen(["sleep", "60"]).pid))
+        os._exit(7)
     def returns_nothing(self, client): ask(client)
     def returns_nan(self, client): return Outcome(reward=float("nan"), won=False)
     def returns_a_word(self, client): return Outcome(reward=1.0, won="maybe")
@@ -184,11 +188,46 @@ def test_a_program_that_hangs_is_killed_with_what_it_started(odd: str) -> None:
     async def body(play: Play) -> Trajectory:
         with pytest.raises(EnvironmentDied, match="on task 'hangs' had not ended after 1 s and was killed"):
             await play(task("hangs"), episode_timeout_s=1.0)
-        child = int("".join(filter(str.isdigit, tokenizer().decode(policy.prompts[0].token_ids))))
-        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        wait_until_gone(spoken_number(policy))
         return await play(task("win"))
 
     assert playing(odd, body, policy=policy).won
+
+
+def test_a_program_that_dies_leaves_nothing_that_it_started(odd: str) -> None:
+    policy = TextPolicy(["7"])
+
+    async def body(play: Play) -> None:
+        with pytest.raises(EnvironmentDied, match="ended with exit code 7"):
+            await play(task("dies_and_leaves_a_child"))
+
+    playing(odd, body, policy=policy)
+    wait_until_gone(spoken_number(policy))
+
+
+def spoken_number(policy: TextPolicy) -> int:
+    """In the first message of the program."""
+    return int("".join(filter(str.isdigit, tokenizer().decode(policy.prompts[0].token_ids))))
+
+
+def test_the_program_that_runs_longest_is_named(odd: str) -> None:
+    async def run() -> tuple[object, tuple[str, float] | None, object]:
+        pool = ProgramPool(odd, {}, processes=2)
+        nobody = ClientSettings(base_url="", api_key="")
+        before = pool.slowest()
+        first = asyncio.create_task(pool.run(Task(id="sleeps", env_name="odd", split="train", seed=0), nobody, deadline_s=60))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(pool.run(Task(id="dies", env_name="odd", split="train", seed=0), nobody, deadline_s=60))
+        await asyncio.sleep(0.05)
+        named = pool.slowest()
+        await asyncio.gather(first, second, return_exceptions=True)
+        pool.close()
+        return before, named, pool.slowest()
+
+    before, named, after = asyncio.run(run())
+    assert before is None and after is None
+    assert named is not None
+    assert named[0] == "program 'odd_agent:Odd' on task 'sleeps'" and named[1] >= 0.1
 
 
 def test_an_episode_that_is_given_up_ends_its_program_and_frees_its_turn(odd: str) -> None:
@@ -254,18 +293,20 @@ async def main():
 asyncio.run(main())
 """
 SLEEPER = """
-import os, time
+import os, subprocess, time
 class Sleeper:
     def __init__(self, options): pass
     @classmethod
     def tasks(cls, split, options): return []
     def run(self, task, client):
-        with open("PATH", "w") as file: file.write(str(os.getpid()))
+        child = subprocess.Popen(["sleep", "60"])
+        with open("PATH", "w") as file: file.write(f"{os.getpid()} {child.pid}")
         time.sleep(60)
 """
 
 
-def test_a_program_does_not_outlive_a_worker_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_neither_a_program_nor_its_child_outlives_a_worker_that_was_killed(tmp_path: Path, stopped: bool) -> None:
     pid_file = tmp_path / "pid"
     (tmp_path / "sleeper.py").write_text(SLEEPER.replace("PATH", str(pid_file)))
     root = str(EXAMPLES.parent.parent)
@@ -276,11 +317,14 @@ def test_a_program_does_not_outlive_a_worker_that_was_killed(tmp_path: Path) -> 
         while not (pid_file.exists() and pid_file.read_text()):
             assert worker.poll() is None
             time.sleep(0.02)
-        program = psutil.Process(int(pid_file.read_text()))
+        program, child = map(int, pid_file.read_text().split())
+        if stopped:
+            os.kill(program, signal.SIGSTOP)
     finally:
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait()
-    program.wait(timeout=20)
+    wait_until_gone(program)
+    wait_until_gone(child)
 
 
 def test_nothing_is_started_for_a_pool_that_is_not_used() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from actors import (
     Completion,
+    EngineLostError,
     EpisodeIds,
     EpisodeRules,
     Prompt,
@@ -113,6 +114,11 @@ def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
 def test_what_makes_an_action_invalid(form: Form, answer: str, finish_reason: str, admissible_only: bool, valid: bool) -> None:
     trajectory = play(form, FixedPolicy(form(), [answer], finish_reason), max_steps=1, admissible_only=admissible_only)
     assert trajectory.steps[0].is_action_valid is valid
+
+
+def test_an_aborted_answer_is_no_action_and_ends_the_attempt_as_the_policys_failure(form: Form) -> None:
+    with pytest.raises(EngineLostError, match="aborted a response"):
+        play(form, FixedPolicy(form(), ["<action>go east</action>"], "abort"), max_steps=1)
 
 
 def test_seeds_depend_on_trajectory_and_step_alone(form: Form) -> None:

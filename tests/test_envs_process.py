@@ -1,0 +1,255 @@
+"""What is left of environments: in their process when episodes end in any way, and of the process when it or its owner ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from envs import EnvironmentDied, EnvironmentPool, PooledEnvironment, Task
+from tests.processes import wait_until_gone
+
+OPTIONS: Mapping[str, object] = {}
+ROOT = Path(__file__).resolve().parent.parent
+N_EPISODES = 4  # at once
+TASK = Task(id="one", env_name="counted", split="train", seed=0)
+
+# Does what the action says; "count" answers how many objects there are and how many were closed.
+COUNTED = """
+import asyncio, gc, os, time, weakref
+from envs import Observation, Transition
+LIVE, CLOSED = weakref.WeakSet(), []
+def seen(text):
+    return Transition(observation=Observation(text=text), reward=0.0, terminated=False, truncated=False, won=False)
+class Counted:
+    def __init__(self, options): LIVE.add(self)
+    @classmethod
+    def tasks(cls, split, options): return []
+    def reset(self, task): return Observation(text=task.id)
+    def step(self, action):
+        if action == "raise": raise RuntimeError("it broke")
+        if action == "wait": time.sleep(0.02)
+        if action == "hang": time.sleep(3600)
+        if action == "child":
+            child = os.fork()
+            if child == 0: time.sleep(3600)
+            return seen(str(child))
+        if action == "count": gc.collect()
+        return seen(f"{len(LIVE)} {len(CLOSED)}")
+    def close(self):
+        CLOSED.append(1)
+        if len(CLOSED) == 1: raise OSError("too broken to be closed")
+class Awaited(Counted):
+    async def reset(self, task): return Counted.reset(self, task)
+    async def step(self, action):
+        if action == "wait": await asyncio.sleep(3600)
+        return Counted.step(self, action)
+"""
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "counted_world.py").write_text(COUNTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("counted_world", None)  # its counts are of another test
+    return "counted_world:Counted"
+
+
+def a_pool(name: str, *, answer_timeout_s: float = 20.0, processes: int = 1) -> EnvironmentPool:
+    return EnvironmentPool(name, OPTIONS, processes=processes, answer_timeout_s=answer_timeout_s)
+
+
+async def an_episode(pool: EnvironmentPool, action: str, begun: asyncio.Semaphore) -> None:
+    async with pool.environment() as environment:
+        await environment.reset(TASK)
+        begun.release()
+        await environment.step(action)
+        if action == "overdue":
+            raise TimeoutError
+
+
+@pytest.mark.parametrize("kind", ["Counted", "Awaited"])
+@pytest.mark.parametrize("how", ["raise", "wait", "overdue"])
+def test_however_episodes_end_there_are_never_more_objects_than_episodes_at_once(counted: str, kind: str, how: str) -> None:
+    async def a_round(pool: EnvironmentPool) -> None:
+        begun = asyncio.Semaphore(0)
+        episodes = [asyncio.create_task(an_episode(pool, how, begun)) for _ in range(N_EPISODES)]
+        for _ in episodes:
+            await begun.acquire()
+        if how == "wait":
+            for episode in episodes:  # in the middle of a step
+                episode.cancel()
+        endings = await asyncio.gather(*episodes, return_exceptions=True)
+        expected = {"raise": EnvironmentDied, "wait": asyncio.CancelledError, "overdue": TimeoutError}[how]
+        assert [type(ending) for ending in endings] == [expected] * N_EPISODES
+
+    async def play() -> str:
+        pool = a_pool(counted.replace("Counted", kind))
+        for _ in range(5):
+            await a_round(pool)
+        async with pool.environment() as environment:
+            await environment.reset(TASK)
+            answer = (await environment.step("count")).observation.text
+        pool.close()
+        return answer
+
+    live, closed = map(int, asyncio.run(play()).split())
+    assert 1 <= live <= N_EPISODES
+    all_were_closed = how == "raise" or (how == "wait" and kind == "Awaited")  # the others are used again
+    assert closed == (5 * N_EPISODES if all_were_closed else 0)
+
+
+def test_a_hung_process_is_ended_with_what_it_started_though_that_keeps_its_socket(counted: str) -> None:
+    async def play() -> tuple[str, str]:
+        pool = a_pool(counted, answer_timeout_s=0.3)
+        async with pool.environment() as environment:
+            await environment.reset(TASK)
+            child = (await environment.step("child")).observation.text
+            with pytest.raises(EnvironmentDied, match="did not answer within 0.3 s and was killed"):
+                await asyncio.wait_for(environment.step("hang"), timeout=20)
+            again = await environment.reset(TASK)
+        pool.close()
+        return child, again.text
+
+    child, again = asyncio.run(play())
+    wait_until_gone(int(child))
+    assert again == "one"
+
+
+def test_hundreds_of_requests_to_a_process_that_hangs_do_not_stop_the_event_loop(counted: str) -> None:
+    def stands_still(*_: object) -> None:
+        raise SystemExit("the event loop stood still")  # which no task keeps to itself
+
+    async def play() -> list[BaseException | object]:
+        pool = a_pool(counted, answer_timeout_s=1.0)
+        async with pool.environment() as environment:
+            await environment.reset(TASK)
+            hung = asyncio.create_task(environment.step("hang"))
+            others = [PooledEnvironment(environment._host, number) for number in range(1, 1000)]
+            asked = [asyncio.create_task(other.reset(TASK)) for other in others]
+            endings = await asyncio.gather(hung, *asked, return_exceptions=True)
+        pool.close()
+        return endings
+
+    before = signal.signal(signal.SIGALRM, stands_still)
+    signal.alarm(20)
+    try:
+        endings = asyncio.run(play())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert {type(ending) for ending in endings} == {EnvironmentDied}
+    assert [ending.at_fault for ending in endings] == [True] + [False] * 999  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["Counted", "Awaited"])
+def test_the_request_that_has_waited_longest_is_named(counted: str, kind: str) -> None:
+    async def play() -> list[tuple[str, float] | None]:
+        pool = a_pool(counted.replace("Counted", kind), answer_timeout_s=0.5)
+        named = [pool.slowest()]
+        async with pool.environment() as first, pool.environment() as second:
+            await first.reset(TASK)
+            await second.reset(TASK)
+            named.append(pool.slowest())
+            action = "hang" if kind == "Counted" else "wait"
+            waiting = [asyncio.create_task(first.step(action)), asyncio.create_task(second.step("x" * 1000))]
+            await asyncio.sleep(0.1)
+            named.append(pool.slowest())
+            await asyncio.gather(*waiting, return_exceptions=True)
+        named.append(pool.slowest())
+        pool.close()
+        return named
+
+    unused, idle, waiting, after = asyncio.run(play())
+    assert (unused, idle, after) == (None, None, None)
+    assert waiting is not None
+    assert waiting[0] == ("step 'hang'" if kind == "Counted" else "step 'wait'") and 0.1 <= waiting[1] < 20
+
+
+SLOW_START = """
+import os, time
+from envs import Observation
+class Slow:
+    def __init__(self, options):
+        with open("PATH", "a") as file: file.write(f"{os.getpid()} begins\\n")
+        time.sleep(0.05)
+        with open("PATH", "a") as file: file.write(f"{os.getpid()} ends\\n")
+    @classmethod
+    def tasks(cls, split, options): return []
+    def reset(self, task): return Observation(text="here")
+    def step(self, action): pass
+    def close(self): pass
+"""
+
+
+def test_processes_start_when_they_are_needed_and_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diary = tmp_path / "diary"
+    (tmp_path / "slow_world.py").write_text(SLOW_START.replace("PATH", str(diary)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def one(pool: EnvironmentPool) -> None:
+        async with pool.environment() as environment:
+            await environment.reset(TASK)
+
+    async def play() -> bool:
+        pool = a_pool("slow_world:Slow", processes=3)
+        is_lazy = not diary.exists()
+        await asyncio.gather(*(one(pool) for _ in range(3)))
+        pool.close()
+        return is_lazy
+
+    assert asyncio.run(play())
+    lines = [line.split() for line in diary.read_text().splitlines()]
+    assert [word for _, word in lines] == ["begins", "ends"] * 3
+    assert len({pid for pid, _ in lines}) == 3
+
+
+OWNER = """
+import asyncio
+from envs import EnvironmentPool, Task
+async def main():
+    async with EnvironmentPool("hanging_world:Hanging", {}, processes=1, answer_timeout_s=600.0).environment() as environment:
+        await environment.reset(Task(id="t", env_name="e", split="train", seed=0))
+asyncio.run(main())
+"""
+# Holds Python's lock, so that no thread of its own could end it.
+HANGING = """
+import ctypes, os, subprocess
+class Hanging:
+    def __init__(self, options): pass
+    @classmethod
+    def tasks(cls, split, options): return []
+    def reset(self, task):
+        child = subprocess.Popen(["sleep", "600"])
+        with open("PATH", "w") as file: file.write(f"{os.getpid()} {child.pid}")
+        ctypes.PyDLL(None).sleep(600)
+    def step(self, action): pass
+    def close(self): pass
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_neither_a_hung_environment_nor_its_child_outlives_an_owner_that_was_killed(tmp_path: Path, stopped: bool) -> None:
+    written = tmp_path / "pids"
+    (tmp_path / "hanging_world.py").write_text(HANGING.replace("PATH", str(written)))
+    environ = dict(os.environ, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, env=environ)
+    try:
+        while not (written.exists() and written.read_text()):
+            assert owner.poll() is None
+            time.sleep(0.02)
+        environment, child = map(int, written.read_text().split())
+        if stopped:
+            os.kill(environment, signal.SIGSTOP)
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+    wait_until_gone(environment)
+    wait_until_gone(child)
