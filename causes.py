@@ -34,7 +34,7 @@ def one_line(error: BaseException) -> str:
     cause = cause_of(error)
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return DIED
-    if isinstance(cause, RayTaskError) or isinstance(cause, RayActorError):
+    if isinstance(cause, RayTaskError | RayActorError):
         text = _raised_at_the_end(str(cause))
     else:
         text = f"{type(cause).__name__}: {cause}"

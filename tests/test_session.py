@@ -321,15 +321,15 @@ def test_who_has_no_process_yet_is_not_waited_for(world: World, said: list[str])
             {LEARNER: "it took longer than 500 s"},
             7,
             5,
-            "learner did not stop in order (it took longer than 500 s), learner steps after 5, the newest checkpoint, up to 7 are "
-            "trained again; nothing that was committed is lost",
+            "learner did not stop in order (it took longer than 500 s), learner steps after 5, the newest checkpoint, up to 7 "
+            "are trained again; nothing that was committed is lost",
         ),
         (
             {LEARNER: "x"},
             2,
             None,
-            "learner did not stop in order (x), learner steps (there is no checkpoint) up to 2 are trained again; nothing that was "
-            "committed is lost",
+            "learner did not stop in order (x), learner steps (there is no checkpoint) up to 2 are trained again; nothing "
+            "that was committed is lost",
         ),
     ],
 )
