@@ -6,8 +6,10 @@ The episodes go into the run's store like all others. Episodes that are already 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +17,11 @@ from rich.console import Console
 import configs
 import report
 import runs
+from causes import ComponentFailed
 from configs import ConfigError
 from envs import EnvironmentFailed
 from progress import Progress
-from session import ComponentFailed, Session, ray_cluster
+from session import Session, ray_cluster
 from store import RunLayout, StoreError, check_unowned
 
 
@@ -36,7 +39,13 @@ def main(arguments: list[str]) -> int:
         with (
             runs.driving(Path(options.run)),
             ray_cluster(options.run),
-            Session(config, model_path, learns=False) as session,
+            Session(
+                config,
+                model_path,
+                learns=False,
+                say=partial(console.print, markup=False),
+                say_stopping=partial(runs.say_stopping, Path(options.run)),
+            ) as session,
             Progress(config, "evaluating", console) as progress,
         ):
             session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
@@ -44,8 +53,10 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        console.print("\nstopped in order; the same command goes on")
+    except KeyboardInterrupt as stop:
+        console.print(
+            f"\n{str(stop) or 'stopped; no process was up'}. Go on with:  {shlex.join(['python', 'evaluate.py', options.run])}"
+        )
         return 130
     return 0
 

@@ -8,11 +8,13 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 from actors import Status
 from configs import Config
+from supervision import LEARNER_STEP
 
 LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal
 NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
@@ -68,8 +70,12 @@ class Progress:
         for name, value in self.figures(status):
             table.add_row(name, value)
         for name, component in status.components.items():
-            if component.waiting_on is not None:
-                table.add_row(f"[dim]{name} waits for[/dim]", f"[dim]{component.waiting_on}, {component.waits_s:.0f} s[/dim]")
+            if component.waiting_on == LEARNER_STEP:
+                if component.waits_s > self.config.supervision.starving_s:
+                    table.add_row(f"[dim]{name} is at[/dim]", f"[dim]one learner step, {component.waits_s:.0f} s[/dim]")
+            elif component.waiting_on is not None:
+                text = escape(f"{component.waiting_on}, {component.waits_s:.0f} s")  # it may name a task
+                table.add_row(f"[dim]{name} waits for[/dim]", f"[dim]{text}[/dim]")
         return table
 
     def figures(self, status: Status) -> list[tuple[str, str]]:

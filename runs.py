@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,10 +30,16 @@ import store
 from store import StoreError
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
-DRIVER_FILE, WANTED_FILE = "driver.json", "workers.wanted"
-RAY_SESSIONS = Path("/tmp/ray")  # where Ray keeps what it needs while it runs
-STOP_TIMEOUT_S = 180.0  # the learner finishes its batch and writes a checkpoint
+DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
+STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
+
+# Those that were there at the newest sign of life of any: who left for good is still in the view, with waiting_on = 'gone'.
+COMPONENTS = """
+SELECT name, waiting_on, last_beat_at FROM components
+WHERE last_beat_at > (SELECT max(last_beat_at) FROM components) - INTERVAL 60 SECONDS
+ORDER BY name
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +49,7 @@ class Driver:
     pid: int
     started_s: float  # as the operating system has it: numbers of processes are used again
     host: str
+    ray_session: str | None  # directory of its private Ray; None: it joined a cluster, or has not started Ray
 
     def process(self) -> psutil.Process | None:
         """None if it is gone, or another machine's."""
@@ -65,15 +72,29 @@ def driving(run: Path) -> Iterator[int]:
     if other is not None and other.process() is not None and other.pid != os.getpid():
         raise StoreError(f"process {other.pid} drives {run}; stop it (python train.py --stop {run}), or choose another run_dir")
     n_removed = remove_leftovers(run)
-    (run / WANTED_FILE).unlink(missing_ok=True)
+    for left in (WANTED_FILE, STOPPING_FILE):
+        (run / left).unlink(missing_ok=True)
     me = psutil.Process()
     run.mkdir(parents=True, exist_ok=True)
-    driver = Driver(pid=me.pid, started_s=me.create_time(), host=socket.gethostname())
-    (run / DRIVER_FILE).write_text(json.dumps(asdict(driver)))
+    driver = Driver(pid=me.pid, started_s=me.create_time(), host=socket.gethostname(), ray_session=None)
+    _write(run / DRIVER_FILE, json.dumps(asdict(driver)))
     try:
         yield n_removed
     finally:
-        (run / DRIVER_FILE).unlink(missing_ok=True)
+        for mine in (DRIVER_FILE, STOPPING_FILE):
+            (run / mine).unlink(missing_ok=True)
+
+
+def own_ray_session(run: Path, directory: str) -> None:
+    """Remembers the directory of the private Ray that this process started for the run it drives; no other is ever removed."""
+    driver = driver_of(run)
+    if driver is not None and driver.pid == os.getpid():
+        _write(run / DRIVER_FILE, json.dumps(asdict(replace(driver, ray_session=directory))))
+
+
+def say_stopping(run: Path, text: str) -> None:
+    """The driver ends the run, and waits for this: who asked with --stop reads it."""
+    _write(run / STOPPING_FILE, text)
 
 
 def driver_of(run: Path) -> Driver | None:
@@ -93,13 +114,11 @@ def stop(run: Path, console: Console) -> None:
     if driver is not None and driver.host != socket.gethostname():
         raise StoreError(f"{run} is driven by process {driver.pid} of {driver.host}; stop it there")
     if process is not None:
-        console.print(f"asking process {process.pid} to end {run}")
-        process.send_signal(signal.SIGTERM)
+        if not (run / STOPPING_FILE).exists():  # a second signal would end it at once, not in order
+            console.print(f"asking process {process.pid} to end {run}")
+            process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)  # it may be stopped
-        if not _ended(process, within_s=STOP_TIMEOUT_S):
-            raise StoreError(
-                f"process {process.pid} has not ended {run} within {STOP_TIMEOUT_S:g} s; kill -9 {process.pid}, then stop again"
-            )
+        _wait_until_ended(process, run, console)
     n_removed = remove_leftovers(run)
     left = f"; removed {n_removed} leftover processes" if n_removed else ""
     console.print(f"{run} is stopped{left}. Its train.py command goes on from here")
@@ -109,21 +128,26 @@ def status(run: Path, console: Console) -> None:
     """What the store says of the run: its figures, and every component with the age of its last sign of life."""
     driver = driver_of(run)
     process = driver.process() if driver is not None else None
-    driven = "nobody drives it" if process is None else f"process {process.pid} drives it ({process.status()})"
+    is_driven = process is not None or (driver is not None and driver.host != socket.gethostname())
+    if process is not None:
+        driven = f"process {process.pid} drives it ({process.status()})"
+    else:
+        driven = f"process {driver.pid} of {driver.host} drives it" if driver and is_driven else "nobody drives it"
     with store.open(run) as reader:
         (newest,) = reader.sql(
             """SELECT (SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained' AND live) AS step,
                       (SELECT max(version) FROM versions) AS version"""
         ).to_pylist()
         groups = reader.sql("SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY state ORDER BY state")
-        components = reader.sql("SELECT name, waiting_on, last_beat_at FROM components ORDER BY name")
+        components = reader.sql(COMPONENTS)
     console.print(f"{run}: {driven}; learner step {newest['step']}, newest version {newest['version']}")
     console.print("groups: " + ", ".join(f"{row['n']} {row['state']}" for row in groups.to_pylist()))
     table = Table("component", "waits for", "last heard of")
     now = datetime.now(UTC).replace(tzinfo=None)  # as the store has its times
     for row in components.to_pylist():
         silent_s = max(0.0, (now - row["last_beat_at"]).total_seconds())
-        table.add_row(row["name"], row["waiting_on"] or "(works)", f"{silent_s:.0f} s ago")
+        doing = row["waiting_on"] or "(works)"
+        table.add_row(row["name"], doing if is_driven else "(ended)", f"{silent_s:.0f} s ago")
     console.print(table)
 
 
@@ -132,9 +156,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")
-    unfinished = run / f"{WANTED_FILE}.{os.getpid()}"
-    unfinished.write_text(str(n_workers))
-    unfinished.rename(run / WANTED_FILE)
+    _write(run / WANTED_FILE, str(n_workers))
 
 
 def wanted_workers(run: Path) -> int | None:
@@ -161,18 +183,41 @@ def remove_leftovers(run: Path) -> int:
     psutil.wait_procs(leftovers, timeout=10.0)
     driver = driver_of(run)
     if driver is not None and driver.host == socket.gethostname():
-        for session in RAY_SESSIONS.glob(f"session_*_{driver.pid}"):  # the name ends with the driver's number
-            shutil.rmtree(session, ignore_errors=True)
+        if driver.ray_session is not None:
+            shutil.rmtree(driver.ray_session, ignore_errors=True)
         (run / DRIVER_FILE).unlink(missing_ok=True)
     return len(leftovers)
 
 
-def _ended(process: psutil.Process, *, within_s: float) -> bool:
-    """Whether it ended by then; also one whose parent has not asked yet how."""
-    deadline = time.monotonic() + within_s
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(STOP_POLL_S)
-    return True
+def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> None:
+    """As long as the driver says what it waits for: a learner step may take an hour. Raises StoreError if it says nothing."""
+    said, heard_at = "", time.monotonic()
+    while not _has_ended(process):
+        with contextlib.suppress(FileNotFoundError):
+            text = (run / STOPPING_FILE).read_text()
+            if text != said:
+                said, heard_at = text, time.monotonic()
+                console.print(text)
+        if time.monotonic() - heard_at > STOP_SILENCE_S:
+            last = f"; the last it said was: {said}" if said else ""
+            raise StoreError(
+                f"process {process.pid}, which ends {run}, has said nothing for {STOP_SILENCE_S:g} s{last}. "
+                f"kill -9 {process.pid} ends it not in order: learner steps since the newest checkpoint are trained again, "
+                "nothing that was committed is lost; then stop again"
+            )
+        time.sleep(STOP_POLL_S)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Also one whose parent has not asked yet how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, for who reads it meanwhile."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.rename(path)

@@ -1,13 +1,16 @@
 """The processes of a run: starts them, watches them, starts them again, stops them. Shared by train.py and evaluate.py only.
 
-    with Session(config, model_path, learns=True) as session:
+    with Session(config, model_path, learns=True, say=print, say_stopping=print) as session:
         session.train(progress.show)
         session.evaluate(episodes_per_task, progress.show)
 
 Every process writes what it prints to `<run>/logs/<component>.log`. A worker or the learner whose process dies, is stopped or
-hangs is killed and started again, a limited number of times; so is a worker whose engine is lost. What a component reports as
-an error ends the run: it is raised here, by name, and leaving the `with` block stops the others. So does the coordinator's
-death: the same command goes on from what it had committed.
+hangs is killed and started again, a limited number of times; so is a worker whose engine is lost, and a learner that lost one
+of its ranks. What a component reports as an error ends the run: it is raised here, by name, and leaving the `with` block stops
+the others. So does the coordinator's death: the same command goes on from what it had committed.
+
+`parts.py` starts and kills one process, `coordinator_calls.py` asks the coordinator, `supervision.py` decides who is lost,
+`stopping.py` ends all in order, `causes.py` says what an error was.
 """
 
 from __future__ import annotations
@@ -15,36 +18,32 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
-import psutil
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors import CoordinatorActor, EngineLostError, Status, WorkerActor, WorkerSetup
+import parts
+from actors import EngineLostError, Status
+from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from configs import Config
-from learner import LearnerActor, LearnerSetup
-from runs import RUN_MARK, wanted_workers
+from coordinator_calls import CoordinatorCalls
+from parts import LEARNER, Part
+from runs import RUN_MARK, own_ray_session, wanted_workers
+from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
 from supervision import Restarts, Watch
 
 POLL_S = 0.5
-START_TIMEOUT_S = 600.0  # of the coordinator, which may have games to make
-ANSWER_TIMEOUT_S = 20.0  # of the coordinator afterwards: it answers in milliseconds
-STOP_TIMEOUT_S = 60.0  # for the learner to finish its batch and write a checkpoint
-RAY_KILLS_WITHIN_S = 2.0
+UNPLACED_S = 20.0  # a process that Ray has not begun for so long is named
+PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all, at the start
 STAGGER_S = 0.5  # between the starts of two workers, which load the same files
+RANK_LOST = ("RankError", "RankDiedError")  # of a learner with several ranks; it is as if the learner itself had died
 
 Show = Callable[[Status], None]
-
-
-class ComponentFailed(RuntimeError):
-    """A part of the run failed; the message is its name, its own error and where its log is."""
 
 
 @contextmanager
@@ -62,6 +61,7 @@ def ray_cluster(run_dir: str) -> Iterator[None]:
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, would starve a run on a busy machine
     os.environ.update(mark)
     context = ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", configure_logging=False)
+    own_ray_session(Path(run_dir), context.address_info["session_dir"])
     try:
         yield
     finally:
@@ -73,42 +73,29 @@ def available_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-@dataclass(kw_only=True, slots=True)
-class _Part:
-    """A worker or the learner, as far as the driver knows it."""
-
-    name: str
-    handle: Any = None  # None: waits to be started again
-    where: Any = None  # reference to (host, pid)
-    call: Any = None  # reference to what it is at: `start`, then `run`
-    started: bool = False
-    leaving: bool = False
-    due_at_s: float = 0.0  # when it is started (again)
-
-
 class Session:
-    def __init__(self, config: Config, model_path: str, *, learns: bool) -> None:
+    def __init__(self, config: Config, model_path: str, *, learns: bool, say: Say, say_stopping: Say) -> None:
+        """`say` is the screen before progress is shown; `say_stopping` tells who waits for the end from outside."""
         self.config, self.model_path, self.learns = config, model_path, learns
+        self.say, self.say_stopping = say, say_stopping
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""
-        self.parts: dict[str, _Part] = {}
+        self.parts: dict[str, Part] = {}
         self.watch, self.restarts = Watch(config.supervision), Restarts(config.supervision)
         self.is_up = False  # everything has been started once
         self.training = False
         self.learner_step: int | None = None  # at which the learner ended
-        self.coordinator_lost = False
 
     def __enter__(self) -> Session:
-        self.coordinator = CoordinatorActor.options(num_cpus=0).remote(self.config, learns=self.learns)
+        self.coordinator = CoordinatorCalls(self.config, learns=self.learns)
         try:
-            self._ask(self.coordinator.capture_output.remote("coordinator"), timeout_s=START_TIMEOUT_S)
-            now = time.monotonic()
-            names = ["learner"] * self.learns + [f"worker-{number}" for number in range(self.config.actors.workers)]
-            self.parts = {name: _Part(name=name, due_at_s=now + STAGGER_S * place) for place, name in enumerate(names)}
+            self.coordinator.wait_until_up()
+            names = [LEARNER] * self.learns + [f"worker-{number}" for number in range(self.config.actors.workers)]
+            self._add(names)
             while not all(part.started for part in self.parts.values()):
                 self._look(lambda status: None)
-        except BaseException:  # also Ctrl-C: what was started is stopped
-            self.__exit__()
+        except BaseException as error:  # also Ctrl-C: what was started is stopped
+            self._stop(error)
             raise
         self.is_up = True
         return self
@@ -116,7 +103,7 @@ class Session:
     def train(self, show: Show) -> int:
         """Runs the learner to its last step; returns it."""
         self.training = True
-        learner = self.parts["learner"]
+        learner = self.parts[LEARNER]
         learner.call = learner.handle.run.remote()
         while self.learner_step is None:
             self._look(show)
@@ -128,31 +115,49 @@ class Session:
         version = self.status().version
         if version < 0:
             raise ComponentFailed(f"{self.config.run_dir} has no weights yet; train it first")
-        self._ask(self.coordinator.evaluate.remote(version, episodes_per_task))
+        self.coordinator.evaluate(version, episodes_per_task)
         while self._look(show).heldout_open:
             pass
 
     def status(self) -> Status:
-        return self._ask(self.coordinator.status.remote())
+        return self.coordinator.status()
 
-    def __exit__(self, *_: object) -> None:
-        """Stop everything, wait until it has stopped, then close it; the coordinator last, as the others still commit.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop(error)
 
-        Without a coordinator there is nobody to stop for: whoever is left is killed.
+    def _stop(self, error: BaseException | None) -> None:
+        """Stops everything in order, closes it, the coordinator last, as the others still commit, and kills what is left.
+
+        Raises Stopped, with what came of it, if `error` is a Ctrl-C, or one comes now.
         """
-        alive = [part for part in self.parts.values() if part.handle is not None]
-        if not self.coordinator_lost:
-            self._wait([part.handle.stop.remote() for part in alive])
-            self._wait([part.call for part in alive if part.call is not None])
-            self._wait([part.handle.close.remote() for part in alive])
-            self._wait([self.coordinator.close.remote()])
-        for part in alive:
-            self._kill(part)
-        ray.kill(self.coordinator)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self.say_stopping(f"stopping {self.config.run_dir}")
+        if isinstance(error, ComponentFailed) and not self.coordinator.lost:
+            self.say(f"stopping the others, as {error}")
+        try:
+            how = self._stopped_in_order()
+        except ComponentFailed as failure:  # the coordinator: there is nobody to stop for
+            how = f"not stopped in order, as the {failure}"
+        except KeyboardInterrupt:
+            how, interrupted = AT_ONCE, True
+        for part in self.parts.values():
+            if part.handle is not None:
+                parts.kill(part)
+        self.coordinator.kill()
+        if interrupted:
+            raise Stopped(f"{self.config.run_dir}: {how}") from None
+        if error is not None and not self.coordinator.lost:
+            self.say(f"{self.config.run_dir}: {how}")
 
-    def _wait(self, calls: list[Any]) -> None:
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
+    def _stopped_in_order(self) -> str:
+        """What came of it."""
+        if self.coordinator.lost:
+            return "not stopped in order, as the coordinator is lost; nothing that was committed is"
+        alive = [part for part in self.parts.values() if part.handle is not None]
+        unstopped = stop_in_order(alive, status=self.status, config=self.config, say=self._say_waiting)
+        learner_step, checkpoint = self.status().learner_step, self.coordinator.newest_checkpoint()
+        self.coordinator.close()
+        return outcome(unstopped, learner_step=learner_step, checkpoint=checkpoint)
 
     def _look(self, show: Show) -> Status:
         """One look at everything: who ended, who is silent, who has to be started. Raises what ends the run."""
@@ -165,7 +170,9 @@ class Session:
             time.sleep(POLL_S)
         status = self.status()
         for name, why in self.watch.silent(status.components).items():
-            if name in self.parts and self.parts[name].handle is not None:
+            if name not in self.parts:
+                self.coordinator.forget(name, "a last sign of life came after it was gone")
+            elif self.parts[name].call is not None:  # nothing is asked of an idle learner
                 self._lost(self.parts[name], why)
         for name, why in self.watch.starving(status.components).items():
             counts = status.counts
@@ -173,94 +180,95 @@ class Session:
         self._follow_wanted_workers()
         for part in self.parts.values():
             if part.handle is None and time.monotonic() >= part.due_at_s:
-                self._start(part)
+                parts.start(part, config=self.config, model_path=self.model_path, coordinator=self.coordinator.handle)
+            elif part.handle is not None and not part.placed:
+                self._look_for_place(part)
         show(status)
         return status
 
-    def _start(self, part: _Part) -> None:
-        if part.name == "learner":
-            options = LearnerActor.options(num_cpus=0, num_gpus=self.config.learner.gpus_per_rank, max_concurrency=2)
-            part.handle = options.remote(LearnerSetup(config=self.config, model_path=self.model_path), self.coordinator)
-        else:
-            setup = WorkerSetup(name=part.name, config=self.config, model_path=self.model_path)
-            part.handle = WorkerActor.options(num_cpus=0, num_gpus=self.config.actors.gpus_per_worker).remote(
-                setup, self.coordinator
-            )
-        part.where = part.handle.capture_output.remote(part.name)
-        part.call = part.handle.start.remote()
+    def _look_for_place(self, part: Part) -> None:
+        """Names a process that Ray cannot begin; while the run starts, also a limit to waiting for it."""
+        waited_s = time.monotonic() - part.asked_at_s
+        if waited_s < UNPLACED_S:
+            return
+        part.placed = parts.has_process(part)
+        if part.placed:
+            return
+        why = f"{part.name} has had no place for {waited_s:.0f} s: {parts.why_unplaced(part, self.config)}"
+        if not self.is_up and waited_s > PLACES_TIMEOUT_S:
+            raise ComponentFailed(why)
+        if not part.named_unplaced:
+            part.named_unplaced = True
+            self._notice("no place", why)
 
-    def _ended(self, part: _Part) -> None:
+    def _ended(self, part: Part) -> None:
         """What `part` was at has ended: `start` leads to `run`; `run` of the learner is the end; anything else is an error."""
         try:
             result = ray.get(part.call)
-        except ActorDiedError:
-            self._lost(part, "died: its process was killed, ran out of memory, or crashed")
-            return
         except RayError as error:
-            cause = _first_cause(error)
-            if isinstance(cause, EngineLostError) and self.is_up:
-                self._lost(part, f"lost its engine: {cause}")
-                return
-            reason = str(cause).strip().splitlines()
-            text = f"{type(cause).__name__}: {reason[-1] if reason else ''}"
-            raise ComponentFailed(f"{part.name} failed: {text} (log: {self.logs / part.name}.log)") from error
+            self._failed(part, error)
+            return
         part.call = None
         if not part.started:
-            part.started = True
-            if part.name == "learner":
+            part.started = part.placed = True
+            if part.name == LEARNER:
                 self.restored = self.restored or str(result)
-            if part.name != "learner" or self.training:
+            if part.name != LEARNER or self.training:
                 part.call = part.handle.run.remote()
-        elif part.name == "learner":
+        elif part.name == LEARNER:
             self.learner_step = int(result)
         elif part.leaving:
             ray.wait([part.handle.close.remote()], timeout=STOP_TIMEOUT_S)
-            self._kill(part)
-            self._ask(self.coordinator.forget.remote(part.name, "left, as it was asked to"))
+            parts.kill(part)
+            self.coordinator.forget(part.name, "left, as it was asked to")
             del self.parts[part.name]
         else:
-            raise ComponentFailed(f"{part.name} ended although nobody stopped it (log: {self.logs / part.name}.log)")
+            raise ComponentFailed(f"{part.name} ended although nobody stopped it{self._log(part.name)}")
 
-    def _lost(self, part: _Part, why: str) -> None:
+    def _failed(self, part: Part, error: RayError) -> None:
+        """What a part's error means. Asks the coordinator first: without it all parts fail, and none of them is to blame."""
+        self.status()
+        cause = cause_of(error)
+        if isinstance(cause, RayActorError) and not cause.actor_init_failed:
+            self._lost(part, "lost touch with the coordinator" if isinstance(error, RayTaskError) else DIED)
+        elif isinstance(cause, EngineLostError) and self.is_up:
+            self._lost(part, f"lost its engine: {cause}")
+        elif type(cause).__name__ in RANK_LOST:
+            self._lost(part, f"lost a rank: {cause}")
+        else:
+            raise ComponentFailed(f"{part.name} failed: {one_line(error)}{self._log(part.name)}") from error
+
+    def _lost(self, part: Part, why: str) -> None:
         """Kills what is left of `part`, lets others have its groups, and has it started again after a pause."""
-        self._kill(part)
+        parts.kill(part)
         if part.leaving:
             del self.parts[part.name]
-            self._ask(self.coordinator.forget.remote(part.name, why))
+            self.coordinator.forget(part.name, why)
             return
         pause_s = self.restarts.pause_s(part.name) if self.is_up else None
-        self._ask(self.coordinator.forget.remote(part.name, why))
+        self.coordinator.forget(part.name, why)
         if pause_s is None:
             limit = f", more than {self.config.supervision.max_restarts} times" if self.is_up else ""
             raise ComponentFailed(
-                f"{part.name} {why}{limit} (log: {self.logs / part.name}.log). "
-                "Nothing that was committed is lost; the same command goes on"
+                f"{part.name} {why}{limit}{self._log(part.name)}. Nothing that was committed is lost; the same command goes on"
             )
         self._notice("started again", f"{part.name} {why}; it is started again in {pause_s:g} s")
-        self.parts[part.name] = _Part(name=part.name, due_at_s=time.monotonic() + pause_s)
+        self.parts[part.name] = Part(name=part.name, due_at_s=time.monotonic() + pause_s)
 
-    def _kill(self, part: _Part) -> None:
-        """Also a process of this machine that is stopped, which does not hear Ray."""
-        ray.kill(part.handle)
-        with suppress(RayError, psutil.Error):  # it died before it could say where it was, or is gone
-            host, pid = ray.get(part.where, timeout=1.0)
-            if host == socket.gethostname():
-                process = psutil.Process(pid)
-                try:
-                    process.wait(timeout=RAY_KILLS_WITHIN_S)
-                except psutil.TimeoutExpired:
-                    process.kill()
+    def _add(self, names: list[str]) -> None:
+        """They are started, one after the other."""
+        now = time.monotonic()
+        self.parts |= {name: Part(name=name, due_at_s=now + STAGGER_S * place) for place, name in enumerate(names)}
 
     def _follow_wanted_workers(self) -> None:
         """Somebody may have asked for more workers, or fewer: `python train.py --workers RUN N`."""
         wanted = wanted_workers(Path(self.config.run_dir))
         if wanted is None or not self.is_up:
             return
-        names = {f"worker-{number}" for number in range(wanted)}
-        for name in sorted(names - self.parts.keys()):
-            self.parts[name] = _Part(name=name, due_at_s=time.monotonic())
+        names = [f"worker-{number}" for number in range(wanted)]
+        self._add([name for name in names if name not in self.parts])
         for name, part in list(self.parts.items()):
-            if name == "learner" or name in names or part.leaving:
+            if name == LEARNER or name in names or part.leaving:
                 continue
             if part.handle is None:
                 del self.parts[name]
@@ -268,33 +276,14 @@ class Session:
                 part.leaving = True
                 part.handle.stop.remote()
 
+    def _say_waiting(self, text: str) -> None:
+        self.say(text)
+        self.say_stopping(text)
+
+    def _log(self, name: str) -> str:
+        return log_hint(self.logs / f"{name}.log")
+
     def _notice(self, what: str, detail: str) -> None:
-        self._ask(self.coordinator.notice.remote(what, detail, "driver"))
-
-    def _ask(self, call: Any, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """The coordinator's answer. Raises ComponentFailed if it is dead or silent, or with what it raised."""
-        try:
-            return ray.get(call, timeout=timeout_s)
-        except (ActorDiedError, GetTimeoutError) as error:
-            self.coordinator_lost = True
-            what = (
-                f"has not answered for {timeout_s:g} s: its process is stopped, or its disk hangs"
-                if isinstance(error, GetTimeoutError)
-                else "died: its process was killed, ran out of memory, or crashed"
-            )
-            raise ComponentFailed(
-                f"coordinator {what} (log: {self.logs / 'coordinator'}.log). "
-                "Nothing that was committed is lost; the same command goes on"
-            ) from error
-        except RayError as error:
-            cause = _first_cause(error)
-            raise ComponentFailed(
-                f"coordinator failed: {type(cause).__name__}: {cause} (log: {self.logs / 'coordinator'}.log)"
-            ) from error
-
-
-def _first_cause(error: RayError) -> BaseException:
-    cause: BaseException = getattr(error, "cause", None) or error
-    while isinstance(cause, BaseExceptionGroup):  # of a worker's loops: the first one is why the others ended
-        cause = cause.exceptions[0]
-    return cause
+        if not self.is_up:  # nobody shows notices yet
+            self.say(f"{what}: {detail}")
+        self.coordinator.notice(what, detail)

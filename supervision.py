@@ -13,6 +13,7 @@ LOOKS = 2  # in a row; a coordinator that was busy for long hears everybody's be
 FIRST_PAUSE_S = 1.0  # before a component is started again; doubles each time
 LONGEST_PAUSE_S = 30.0
 DRIVER = "driver"  # it asks, so it is alive
+LEARNER_STEP = "learner step"  # what the learner is at while it trains: work, not a wait
 
 
 class Watch:
@@ -22,6 +23,7 @@ class Watch:
         self._config = config
         self._silent: defaultdict[str, int] = defaultdict(int)  # looks in a row
         self._named: set[tuple[str, str | None]] = set()  # (component, what it waits for) that were said
+        self._longest_step_s = 0.0  # that was named; long steps are no news where all are long
 
     def silent(self, components: Mapping[str, Component]) -> dict[str, str]:
         """Components nobody has heard of for too long, and what to say of each."""
@@ -35,15 +37,25 @@ class Watch:
         return found
 
     def starving(self, components: Mapping[str, Component]) -> dict[str, str]:
-        """Who has waited for longer than `starving_s` and was not named yet for this wait. Admission is no trouble."""
+        """Who has waited for longer than `starving_s` and was not named yet for this wait. Admission is no trouble.
+
+        Of learner steps only one that takes twice as long as the longest that was named.
+        """
         now = {
             (name, component.waiting_on): component
             for name, component in components.items()
             if component.waiting_on not in (None, "admission") and component.waits_s > self._config.starving_s
         }
-        new = {key: component for key, component in now.items() if key not in self._named}
+        found = {}
+        for (name, reason), component in now.items():
+            if reason == LEARNER_STEP:
+                if component.waits_s >= 2 * self._longest_step_s:
+                    self._longest_step_s = component.waits_s
+                    found[name] = f"has been at one learner step for {component.waits_s:.0f} s"
+            elif (name, reason) not in self._named:
+                found[name] = f"has waited {component.waits_s:.0f} s for {reason}"
         self._named = set(now)
-        return {name: f"has waited {component.waits_s:.0f} s for {reason}" for (name, reason), component in new.items()}
+        return found
 
 
 class Restarts:

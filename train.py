@@ -13,9 +13,11 @@ The same command continues a run that was stopped or killed.
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,12 +27,13 @@ import configs
 import report
 import runs
 from actors import sample_chats
+from causes import ComponentFailed
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, is_program, list_tasks, try_environment
 from gigpo import advantages_macro
 from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer, with_published
 from progress import Progress
-from session import ComponentFailed, Session, available_gpus, ray_cluster
+from session import Session, available_gpus, ray_cluster
 from store import RunLayout, StoreError, check_unowned, write_open_sql
 
 
@@ -58,11 +61,19 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        again = " ".join(["python", "train.py", options.config, *options.overrides])
-        console.print(f"\nstopped in order; nothing is lost. Go on with:  {again}")
-        return 130
+    except KeyboardInterrupt as stop:
+        return interrupted(stop, options, console)
     return 0
+
+
+def interrupted(stop: KeyboardInterrupt, options: argparse.Namespace, console: Console) -> int:
+    """Says what came of a Ctrl-C or SIGTERM, and how to go on; the exit status."""
+    if options.config is None:  # of --status, --stop, --workers: the run they ask about is another process's
+        console.print("\ninterrupted")
+    else:
+        again = shlex.join(["python", "train.py", options.config, *options.overrides])
+        console.print(f"\n{str(stop) or 'stopped; no process of the run was up'}. Go on with:  {again}", markup=False)
+    return 130
 
 
 def answered(options: argparse.Namespace, console: Console) -> bool:
@@ -95,7 +106,7 @@ def train(config: Config, console: Console) -> None:
         check_gpus(config)
         layout = open_run(config)  # only now: a run directory keeps the config it was made with
         model_path = config.model.path or str(make_base_policy(config, console))
-        with Session(config, model_path, learns=True) as session, Progress(config, "training", console) as progress:
+        with session_of(config, model_path, config, console) as session, Progress(config, "training", console) as progress:
             console.print(f"{layout.root}: {session.restored}")
             session.train(progress.show)
             session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
@@ -168,13 +179,19 @@ def make_base_policy(config: Config, console: Console) -> Path:
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     open_run(clone)
     with (
-        Session(clone, str(untrained), learns=True) as session,
+        session_of(clone, str(untrained), config, console) as session,
         Progress(clone, "cloning", console) as progress,
     ):
         session.train(progress.show)
         version = session.status().version
     copy_weights(RunLayout.open(directory).weights_dir(version), policy)
     return policy
+
+
+def session_of(config: Config, model_path: str, driven: Config, console: Console) -> Session:
+    """`driven` is the config of the run that this process drives, of which another may be a part."""
+    say_stopping = partial(runs.say_stopping, Path(driven.run_dir))
+    return Session(config, model_path, learns=True, say=partial(console.print, markup=False), say_stopping=say_stopping)
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from store import Counts
 
+GONE = "gone"  # what the view `components` shows of one that left, or was lost, until it beats again
 WRITE_EVERY_S = 1.0  # beats of all components together are one transaction
 
 
@@ -45,27 +46,26 @@ class Pulse:
 
     def __init__(self) -> None:
         self._beats: dict[str, _Beat] = {}
-        self._unwritten: set[str] = set()
+        self._unwritten: dict[str, _Beat] = {}
         self._written_at_s = 0.0
 
     def beat(self, name: str, waiting_on: str | None) -> None:
         now_s, last = time.monotonic(), self._beats.get(name)
         since_s = last.since_s if last is not None and last.waiting_on == waiting_on else now_s
-        self._beats[name] = _Beat(waiting_on=waiting_on, since_s=since_s, at_s=now_s)
-        self._unwritten.add(name)
+        self._beats[name] = self._unwritten[name] = _Beat(waiting_on=waiting_on, since_s=since_s, at_s=now_s)
 
     def forget(self, name: str) -> None:
+        now_s = time.monotonic()
         self._beats.pop(name, None)
-        self._unwritten.discard(name)
+        self._unwritten[name] = _Beat(waiting_on=GONE, since_s=now_s, at_s=now_s)
 
     def to_be_written(self) -> Mapping[str, _Beat]:
-        """Those heard of since the last time, once a second; else nothing."""
+        """Those heard of, or forgotten, since the last time, once a second; else nothing."""
         now_s = time.monotonic()
         if now_s - self._written_at_s < WRITE_EVERY_S:
             return {}
         self._written_at_s = now_s
-        due = {name: self._beats[name] for name in sorted(self._unwritten)}
-        self._unwritten.clear()
+        due, self._unwritten = dict(sorted(self._unwritten.items())), {}
         return due
 
     def components(self) -> Mapping[str, Component]:

@@ -128,14 +128,16 @@ def test_a_stopped_driver_stops_nobody_else(broken: FaultRun) -> None:
 
 def test_workers_join_and_leave_a_running_job(broken: FaultRun) -> None:
     assert train("--workers", str(broken.run), "2").returncode == 0
-    by_the_second = "SELECT count(*) FROM events WHERE component = 'worker-1'"
+    farewell = "SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'gone'"
     broken.wait(lambda: broken.sql("SELECT count(*) FROM components WHERE name = 'worker-1'") == [(1,)], what="worker-1")
     assert train("--workers", str(broken.run), "1").returncode == 0
-    broken.wait(lambda: broken.sql(by_the_second) != [(0,)], what="worker-1's farewell")
+    broken.wait(lambda: broken.sql(farewell) == [(1,)], what="worker-1's farewell")
     broken.goes_on()
     assert broken.part("worker-0").is_running()
     with pytest.raises(AssertionError):
         broken.part("worker-1")
+    left = "SELECT waiting_on FROM components WHERE name = 'worker-1'"
+    broken.wait(lambda: broken.sql(left) == [("gone",)], what="worker-1 shown as gone")
 
 
 def test_z_stopped_from_outside_it_ends_in_order_and_leaves_nothing(broken: FaultRun) -> None:
@@ -144,8 +146,9 @@ def test_z_stopped_from_outside_it_ends_in_order_and_leaves_nothing(broken: Faul
     stopped = train("--stop", str(broken.run))
     assert stopped.returncode == 0, stopped.stderr + broken.said()
     assert "is stopped" in stopped.stdout
-    code, _ = broken.ended(within_s=10.0)
+    code, last = broken.ended(within_s=10.0)
     assert code == 130, broken.said()
+    assert f"stopped in order, with a checkpoint at learner step {broken.learner_step()}; nothing that" in last, broken.said()
     assert broken.sql("SELECT max(learner_step) FROM checkpoints") == [(broken.learner_step(),)]
     assert processes_of(broken.run) == []
     check_nothing_lost(broken, seen)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 from rich.console import Console
 
 import runs
-from runs import DRIVER_FILE, RUN_MARK, driver_of, driving, remove_leftovers
-from store import StoreError
+from runs import DRIVER_FILE, RUN_MARK, Driver, driver_of, driving, own_ray_session, remove_leftovers
+from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from store.clock import now_us
 
+HOST = socket.gethostname()
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
@@ -37,11 +43,16 @@ def sleep_with(mark: Path | None, sleepers: list[subprocess.Popen[bytes]]) -> su
     return sleepers[-1]
 
 
+def driven_by(pid: int, started_s: float, *, host: str = HOST, ray_session: Path | None = None) -> str:
+    session = None if ray_session is None else str(ray_session)
+    return json.dumps({"pid": pid, "started_s": started_s, "host": host, "ray_session": session})
+
+
 def test_leftovers_are_those_that_carry_the_runs_mark(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
     ours = [sleep_with(tmp_path / "run", sleepers) for _ in range(2)]
     others = [sleep_with(tmp_path / "run2", sleepers), sleep_with(None, sleepers)]
     assert remove_leftovers(tmp_path / "run") == 2
-    assert [process.wait(timeout=10) for process in ours] == [-9, -9]
+    assert all(process.wait(timeout=10) is not None for process in ours)  # how it ended, whoever asks first is told
     assert [process.poll() for process in others] == [None, None]
 
 
@@ -58,7 +69,7 @@ def test_one_process_drives_a_run_at_a_time(tmp_path: Path, sleepers: list[subpr
         assert driver is not None and driver.pid == os.getpid()
     assert driver_of(run) is None
     other = psutil.Process(sleep_with(None, sleepers).pid)
-    (run / DRIVER_FILE).write_text(json.dumps({"pid": other.pid, "started_s": other.create_time(), "host": driver.host}))
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, other.create_time()))
     with pytest.raises(StoreError, match=rf"process {other.pid} drives .*--stop"), driving(run):
         pass
     assert other.is_running()
@@ -70,8 +81,7 @@ def test_a_pid_that_is_another_process_by_now_drives_nothing(tmp_path: Path, sle
         driver = driver_of(run)
     assert driver is not None
     other = psutil.Process(sleep_with(None, sleepers).pid)
-    stale = {"pid": other.pid, "started_s": other.create_time() - 1000.0, "host": driver.host}
-    (run / DRIVER_FILE).write_text(json.dumps(stale))
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, other.create_time() - 1000.0))
     with driving(run):
         assert other.is_running()
 
@@ -82,7 +92,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / DRIVER_FILE).write_text("{")
     with pytest.raises(StoreError, match=r"driver\.json is not readable"):
         driver_of(tmp_path)
-    (tmp_path / DRIVER_FILE).write_text(json.dumps({"pid": 1, "started_s": 0.0, "host": "elsewhere"}))
+    (tmp_path / DRIVER_FILE).write_text(driven_by(1, 0.0, host="elsewhere"))
     with pytest.raises(StoreError, match="process 1 of elsewhere; stop it there"):
         runs.stop(tmp_path, Console())
 
@@ -94,3 +104,101 @@ def test_as_many_workers_as_were_asked_for(tmp_path: Path) -> None:
         assert runs.wanted_workers(tmp_path) == 3
     with driving(tmp_path):
         assert runs.wanted_workers(tmp_path) is None, "a new start follows its config"
+
+
+def test_only_the_ray_session_a_driver_started_is_removed(tmp_path: Path) -> None:
+    """Ray's directories end with a process number, which may be somebody else's by now."""
+    run, gone = tmp_path / "run", 2**22 + 1  # a number no process has
+    mine, others = (tmp_path / "ray" / f"session_2026-01-0{day}_{gone}" for day in (1, 2))
+    for directory in (mine, others):
+        directory.mkdir(parents=True)
+    with driving(run):
+        own_ray_session(run, str(mine))
+        assert driver_of(run) == Driver(**json.loads(driven_by(os.getpid(), psutil.Process().create_time(), ray_session=mine)))
+    own_ray_session(run, str(others))  # of a process that drives nothing
+    assert driver_of(run) is None
+    (run / DRIVER_FILE).write_text(driven_by(gone, 0.0, ray_session=mine))
+    remove_leftovers(run)
+    assert not mine.exists() and others.exists()
+    (run / DRIVER_FILE).write_text(driven_by(gone, 0.0))
+    remove_leftovers(run)
+    assert others.exists()
+
+
+class Ending:
+    """A driver that says `texts` one after the other, one a minute, and ends with the last; nobody sleeps."""
+
+    never_ends = False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path, texts: list[str]) -> None:
+        self.now_s, self.signals, self.pid, self.run, self.texts = 0.0, [], 7, run, texts
+        run.mkdir()
+        (run / DRIVER_FILE).write_text(driven_by(self.pid, 0.0))
+        monkeypatch.setattr(runs.Driver, "process", lambda driver: self)
+        monkeypatch.setattr(runs, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += 60.0
+        if self.texts:
+            runs.say_stopping(self.run, self.texts.pop(0))
+
+    def is_running(self) -> bool:
+        return bool(self.texts) or self.never_ends
+
+    def status(self) -> str:
+        return "running"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+
+def test_a_stop_waits_for_as_long_as_the_driver_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = Ending(monkeypatch, tmp_path / "run", [f"waiting for learner, {minute} min" for minute in range(30)])
+    output = StringIO()
+    runs.stop(tmp_path / "run", Console(file=output, soft_wrap=True))
+    assert ending.now_s > 10 * runs.STOP_SILENCE_S / 2
+    assert "waiting for learner, 28 min" in output.getvalue()
+    assert output.getvalue().endswith("Its train.py command goes on from here\n")
+    assert ending.signals == [signal.SIGTERM, signal.SIGCONT]
+
+
+def test_a_driver_that_says_nothing_more_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = Ending(monkeypatch, tmp_path / "run", ["waiting for worker-0"])
+    ending.never_ends = True
+    with pytest.raises(StoreError, match=r"nothing for 180 s; the last it said was: waiting for worker-0\. kill -9 7 ends"):
+        runs.stop(tmp_path / "run", Console(file=StringIO()))
+
+
+def test_a_second_stop_is_no_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would end the run at once, not in order."""
+    ending = Ending(monkeypatch, tmp_path / "run", ["waiting for learner", "still"])
+    runs.say_stopping(tmp_path / "run", "stopping")
+    runs.stop(tmp_path / "run", Console(file=StringIO()))
+    assert ending.signals == [signal.SIGCONT]
+
+
+def test_the_status_shows_who_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    layout = RunLayout.create(run, config_yaml="", storage_uri="")
+    write_open_sql(layout, macros=[], max_staleness=1)
+    with Catalog.open(layout) as catalog:
+        with mock.patch("store.catalog.database.now_us", return_value=now_us() - 600_000_000):
+            catalog.heartbeats({"worker-9": "gone", "worker-8": None})
+        catalog.heartbeats({"worker-0": None, "learner": "groups", "worker-1": "gone"})
+        export(catalog, layout)
+    with driving(run):
+        shown = status_of(run)
+        assert "(works)" in shown and "groups" in shown and "gone" in shown
+        assert "worker-0" in shown and "worker-1" in shown
+        assert "worker-9" not in shown and "worker-8" not in shown, "they left long ago"
+    ended = status_of(run)
+    assert "nobody drives it" in ended and "(ended)" in ended and "(works)" not in ended
+
+
+def status_of(run: Path) -> str:
+    output = StringIO()
+    runs.status(run, Console(file=output, width=200))
+    return output.getvalue()

@@ -1,0 +1,99 @@
+"""The orderly end of a run: everybody finishes what it is at, the learner with a checkpoint, and what came of it is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors import Status
+from causes import one_line
+from configs import Config
+from parts import LEARNER, Part
+from supervision import Watch
+
+POLL_S = 0.5
+STOP_TIMEOUT_S = 60.0  # for a worker to commit what is finished, and for anybody to close
+SAY_EVERY_S = 5.0
+
+AT_ONCE = (
+    "ended at once, not in order: learner steps since the newest checkpoint are trained again, episodes that were not "
+    "committed are played again; nothing that was committed is lost"
+)
+
+Say = Callable[[str], None]
+
+
+def stop_in_order(parts: Collection[Part], *, status: Callable[[], Status], config: Config, say: Say) -> dict[str, str]:
+    """Asks all to stop and waits: a learner that trains may take `learner.step_timeout_s`, others STOP_TIMEOUT_S.
+
+    Then closes those that stopped. Why each of the others did not, by name; they are left to be killed. Raises what `status`
+    raises: without a coordinator there is nobody to stop for.
+    """
+    running = {part.call: part for part in parts if part.call is not None and _is_made(part)}
+    for part in running.values():
+        part.handle.stop.remote()
+    unstopped = _wait(running, status=status, config=config, say=say)
+    for call, part in running.items():
+        if part.name not in unstopped and part.started:
+            try:
+                ray.get(call)
+            except RayError as error:
+                unstopped[part.name] = one_line(error)
+    idle = [part for part in parts if part.call is None and part.started]
+    closing = [part.handle.close.remote() for part in [*running.values(), *idle] if part.name not in unstopped]
+    if closing:
+        ray.wait(closing, num_returns=len(closing), timeout=STOP_TIMEOUT_S)
+    return unstopped
+
+
+def outcome(unstopped: Mapping[str, str], *, learner_step: int, checkpoint: int | None) -> str:
+    """What came of a stop, in a line. `checkpoint`: learner step of the newest one, None if there is none."""
+    others = [f"{name} did not stop in order ({why})" for name, why in sorted(unstopped.items())]
+    how = "; ".join(others) if others else "stopped in order"
+    if checkpoint is None and learner_step == 0:
+        kept = "before the first learner step"
+    elif checkpoint == learner_step:
+        kept = f"with a checkpoint at learner step {learner_step}"
+    else:
+        since = f"after {checkpoint}, the newest checkpoint," if checkpoint is not None else "(there is no checkpoint)"
+        kept = f"learner steps {since} up to {learner_step} are trained again"
+    return f"{how}, {kept}; nothing that was committed is lost"
+
+
+def _is_made(part: Part) -> bool:
+    """Whether its process answers; without that there is nothing in it to stop."""
+    done, _ = ray.wait([part.where], timeout=0.0)
+    return bool(done)
+
+
+def _wait(running: Mapping[Any, Part], *, status: Callable[[], Status], config: Config, say: Say) -> dict[str, str]:
+    """Until all have ended, are silent, or have had their time; those that have not ended, and why."""
+    begun_s, said_s = time.monotonic(), float("-inf")
+    watch = Watch(config.supervision)
+    waiting, unstopped = dict(running), {}
+    while waiting:
+        done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
+        for call in done:
+            del waiting[call]
+        components = status().components
+        silent = watch.silent(components)
+        for call, part in list(waiting.items()):
+            patience_s = config.learner.step_timeout_s if part.name == LEARNER and part.started else STOP_TIMEOUT_S
+            late = f"it took longer than {patience_s:g} s" if time.monotonic() - begun_s > patience_s else None
+            why = silent.get(LEARNER, late) if part.name == LEARNER else late  # a worker that stops promises nothing
+            if why is not None:
+                unstopped[part.name] = why
+                del waiting[call]
+        if waiting and time.monotonic() - said_s >= SAY_EVERY_S:
+            said_s = time.monotonic()
+            at = []
+            for part in waiting.values():
+                component = components.get(part.name)
+                doing = f" ({component.waiting_on}, {component.waits_s:.0f} s)" if component and component.waiting_on else ""
+                at.append(part.name + doing)
+            say(f"stopping: waiting for {', '.join(at)}; Ctrl-C once more ends it at once")
+    return unstopped

@@ -1,0 +1,449 @@
+"""What the driver makes of errors, of a stop, and of a process that finds no place: what it says, and who is to blame."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from rich.console import Console
+
+import configs
+import parts
+import session as session_module
+import stopping
+import train
+from actors import Component, Coordinator, EngineLostError, PromptForm
+from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
+from configs import PromptConfig
+from parts import LEARNER, Part
+from session import Session
+from stopping import outcome, stop_in_order
+from store import Catalog, RunLayout
+
+CONFIG = configs.from_yaml("{learner: {step_timeout_s: 500}}")
+
+
+def as_ray_passes_it_on(error: BaseException) -> RayTaskError:
+    """What `ray.get` raises of a call that raised `error`."""
+    told = "".join(traceback.format_exception(error))
+    return RayTaskError("f", told, error, proctitle="ray::A", pid=1, ip="127.0.0.1").as_instanceof_cause()
+
+
+def of_init(error: BaseException) -> ActorDiedError:
+    """What `ray.get` raises of any call to an actor whose `__init__` raised `error`."""
+    told = "".join(traceback.format_exception(error))
+    return ActorDiedError.from_task_error(RayTaskError("__init__", told, error, proctitle="ray::A", pid=1, ip="127.0.0.1"))
+
+
+def raised_by(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what is tested
+        return error
+    raise AssertionError("nothing was raised")
+
+
+# causes
+
+
+class UntalkativeTokenizer:
+    """Of a base model: without a chat template."""
+
+    eos_token_id = 0
+
+    def apply_chat_template(self, *args: object, **options: object) -> list[int]:
+        raise ValueError("tokenizer.chat_template is not set")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1]
+
+    def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
+        return ""
+
+
+def bad_template(path: Path) -> Callable[[], object]:
+    path.write_text("{system: hello}")
+    return lambda: PromptForm(UntalkativeTokenizer(), PromptConfig(template=str(path)))
+
+
+def locked(path: Path) -> Callable[[], object]:
+    config = configs.from_yaml(f"{{run_dir: {path}, env: {{name: key_room}}}}")
+    layout = RunLayout.create(path, config_yaml=configs.to_yaml(config), storage_uri="")
+    owner = Catalog.open(layout)  # kept open by the closure
+
+    def open_again() -> object:
+        assert owner
+        return Coordinator(config, learns=True)
+
+    return open_again
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        (lambda path: lambda: PromptForm(UntalkativeTokenizer(), PromptConfig()), ["ValueError: ", "chat template", "model"]),
+        (lambda path: bad_template(path / "mine.yaml"), ["mine.yaml"]),
+        (lambda path: locked(path / "run"), ["LockedError: "]),
+        (lambda path: lambda: Coordinator(configs.from_yaml(f"{{run_dir: {path}/none}}"), learns=True), ["Error: ", "none"]),
+    ],
+    ids=["chat template", "template file", "locked catalog", "no run"],
+)
+def test_what_an_actor_refuses_at_its_making_is_the_cause(
+    tmp_path: Path, refusal: Callable[[Path], Callable[[], object]], words: list[str]
+) -> None:
+    error = raised_by(refusal(tmp_path))
+    line = one_line(of_init(error))
+    assert line == " ".join(f"{type(error).__name__}: {error}".split())
+    assert all(word in line for word in words), line
+    assert line == one_line(as_ray_passes_it_on(error))
+
+
+def test_a_cause_is_found_through_processes_and_groups_and_kept_whole() -> None:
+    cause = ValueError("line one\n  line two: use y")
+    wrapped = as_ray_passes_it_on(ExceptionGroup("loops", [as_ray_passes_it_on(cause), KeyError()]))
+    assert cause_of(wrapped) is cause
+    assert one_line(as_ray_passes_it_on(ActorDiedError())) == one_line(ActorDiedError()) == DIED
+    assert one_line(wrapped) == "ValueError: line one line two: use y"
+    long = one_line(ValueError("start " + "x" * 5000 + " remedy"))
+    assert long.startswith("ValueError: start") and long.endswith("remedy") and len(long) < 1100
+
+
+def test_a_log_that_is_not_there_is_not_named(tmp_path: Path) -> None:
+    assert log_hint(tmp_path / "a.log") == ""
+    (tmp_path / "a.log").write_text("")
+    assert log_hint(tmp_path / "a.log") == f" (log: {tmp_path / 'a.log'})"
+
+
+# who is to blame
+
+
+class Calls:
+    """A coordinator that answers, or is dead."""
+
+    def __init__(self, *, dead: bool = False) -> None:
+        self.lost, self.dead, self.told, self.closed = False, dead, [], False
+        self.handle = self
+        self.components: dict[str, Component] = {}
+
+    def status(self) -> Any:
+        if self.dead:
+            self.lost = True
+            raise ComponentFailed(f"coordinator {DIED}")
+        return SimpleNamespace(components=self.components, learner_step=7)
+
+    def newest_checkpoint(self) -> int:
+        return 7
+
+    def forget(self, name: str, why: str) -> None:
+        self.told.append(("gone", why))
+
+    def notice(self, what: str, detail: str) -> None:
+        self.told.append((what, detail))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]) -> Session:
+    monkeypatch.setattr(parts, "kill", lambda part: None)
+    config = configs.from_yaml(f"{{run_dir: {tmp_path}}}")
+    made = Session(config, "model", learns=True, say=said.append, say_stopping=lambda text: None)
+    made.coordinator = Calls()  # type: ignore[assignment]
+    made.is_up = True
+    return made
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        as_ray_passes_it_on(ExceptionGroup("loops", [ActorDiedError()])),  # of a worker, heard of before the driver asked
+        as_ray_passes_it_on(ActorDiedError()),  # of the learner; Ray makes it an ActorDiedError as well
+        ActorDiedError(),
+        as_ray_passes_it_on(ValueError("no such file")),
+    ],
+    ids=["worker's loops", "learner", "killed too", "error"],
+)
+def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: RayError) -> None:
+    session.coordinator = Calls(dead=True)  # type: ignore[assignment]
+    with pytest.raises(ComponentFailed, match="coordinator died"):
+        session._failed(Part(name="worker-0", due_at_s=0.0), error)
+
+
+class RankDiedError(RuntimeError):
+    """As the learner's."""
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("worker-0", ActorDiedError(), "worker-0 died: its process was killed"),
+        ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [EngineLostError("it left")])), "lost its engine: it left"),
+        ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [RayActorError()])), "lost touch with the coordinator"),
+        (LEARNER, as_ray_passes_it_on(RankDiedError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
+    ],
+)
+def test_who_is_lost_is_started_again(session: Session, name: str, error: RayError, words: str) -> None:
+    part = session.parts[name] = Part(name=name, due_at_s=0.0, started=True)
+    session._failed(part, error)
+    assert session.parts[name] is not part and session.parts[name].handle is None
+    (notice,) = [detail for what, detail in session.coordinator.told if what == "started again"]  # type: ignore[attr-defined]
+    assert words in notice
+
+
+def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_there(session: Session) -> None:
+    with pytest.raises(ComponentFailed) as failed:
+        session._failed(Part(name="worker-0", due_at_s=0.0), of_init(raised_by(lambda: int("seven"))))
+    assert str(failed.value) == "worker-0 failed: ValueError: invalid literal for int() with base 10: 'seven'"
+
+
+def test_a_rank_that_is_lost_too_often_ends_the_run(session: Session) -> None:
+    error = as_ray_passes_it_on(RankDiedError("rank 1 of the learner died"))
+    for _ in range(session.config.supervision.max_restarts):
+        session._failed(Part(name=LEARNER, due_at_s=0.0), error)
+    with pytest.raises(ComponentFailed, match="learner lost a rank: rank 1 of the learner died, more than 5 times"):
+        session._failed(Part(name=LEARNER, due_at_s=0.0), error)
+
+
+def test_workers_that_are_asked_for_start_one_after_the_other(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "wanted_workers", lambda run: 50)
+    session._follow_wanted_workers()
+    due = [part.due_at_s for part in session.parts.values()]
+    assert len(due) == 50
+    assert [round(later - earlier, 6) for earlier, later in itertools.pairwise(due)] == [session_module.STAGGER_S] * 49
+
+
+# stopping
+
+
+class Actor:
+    """A handle whose calls are references to nothing, remembered by name."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda: self.asked.append(name) or f"{name} of {id(self)}")
+
+
+class World:
+    """Ray and its clock: each call ends when it is due, or with an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.ends_at_s, self.errors = 0.0, {}, {}
+        monkeypatch.setattr(stopping, "ray", self)
+        monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def part(self, name: str, *, ends_at_s: float, error: RayError | None = None) -> Part:
+        self.ends_at_s |= {f"run {name}": ends_at_s, f"where {name}": 0.0}
+        self.errors[f"run {name}"] = error
+        return Part(
+            name=name, due_at_s=0.0, handle=Actor(), where=f"where {name}", call=f"run {name}", started=True, placed=True
+        )
+
+    def wait(self, calls: list[str], *, timeout: float, num_returns: int = 1) -> tuple[list[str], list[str]]:
+        done = [call for call in calls if self.ends_at_s.get(call, 0.0) <= self.now_s]
+        if len(done) < num_returns:
+            self.now_s += timeout
+        return done, [call for call in calls if call not in done]
+
+    def get(self, call: str) -> None:
+        if error := self.errors.get(call):
+            raise error
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_a_learner_may_finish_its_step_when_the_run_is_stopped(world: World, said: list[str]) -> None:
+    learner, worker = world.part(LEARNER, ends_at_s=300.0), world.part("worker-0", ends_at_s=1.0)
+    coordinator = Calls()
+    coordinator.components = {LEARNER: Component(waiting_on="learner step", waits_s=31.0, silent_s=0.0)}
+    assert stop_in_order([learner, worker], status=coordinator.status, config=CONFIG, say=said.append) == {}
+    assert learner.handle.asked == worker.handle.asked == ["stop", "close"]
+    assert world.now_s >= 300.0
+    assert said[0].startswith("stopping: waiting for learner (learner step, 31 s), worker-0; Ctrl-C once more")
+    assert said[-1].startswith("stopping: waiting for learner (learner step, 31 s); ")
+
+
+def test_who_does_not_stop_is_named_and_not_closed_beside_its_work(world: World, said: list[str]) -> None:
+    late, stuck = world.part(LEARNER, ends_at_s=501.0), world.part("worker-0", ends_at_s=61.0)
+    failed = world.part("worker-1", ends_at_s=1.0, error=as_ray_passes_it_on(ValueError("no disk")))
+    unstopped = stop_in_order([late, stuck, failed], status=Calls().status, config=CONFIG, say=said.append)
+    assert unstopped == {
+        LEARNER: "it took longer than 500 s",
+        "worker-0": "it took longer than 60 s",
+        "worker-1": "ValueError: no disk",
+    }
+    assert late.handle.asked == stuck.handle.asked == failed.handle.asked == ["stop"]
+
+
+def test_a_learner_nobody_hears_of_is_not_waited_for(world: World, said: list[str]) -> None:
+    coordinator = Calls()
+    coordinator.components = {LEARNER: Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
+    unstopped = stop_in_order([world.part(LEARNER, ends_at_s=1e9)], status=coordinator.status, config=CONFIG, say=said.append)
+    assert "no sign of life for 99 s" in unstopped[LEARNER]
+    assert world.now_s < 5.0
+
+
+def test_who_has_no_process_yet_is_not_waited_for(world: World, said: list[str]) -> None:
+    part = world.part("worker-0", ends_at_s=1e9)
+    world.ends_at_s["where worker-0"] = 1e9
+    assert stop_in_order([part], status=Calls().status, config=CONFIG, say=said.append) == {}
+    assert world.now_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("unstopped", "learner_step", "checkpoint", "line"),
+    [
+        ({}, 7, 7, "stopped in order, with a checkpoint at learner step 7; nothing that was committed is lost"),
+        ({}, 0, None, "stopped in order, before the first learner step; nothing that was committed is lost"),
+        (
+            {LEARNER: "it took longer than 500 s"},
+            7,
+            5,
+            "learner did not stop in order (it took longer than 500 s), learner steps after 5, the newest checkpoint, up to 7 "
+            "are trained again; nothing that was committed is lost",
+        ),
+        (
+            {LEARNER: "x"},
+            2,
+            None,
+            "learner did not stop in order (x), learner steps (there is no checkpoint) up to 2 are trained again; nothing "
+            "that was committed is lost",
+        ),
+    ],
+)
+def test_what_came_of_a_stop(unstopped: dict[str, str], learner_step: int, checkpoint: int | None, line: str) -> None:
+    assert outcome(unstopped, learner_step=learner_step, checkpoint=checkpoint) == line
+
+
+def test_ctrl_c_ends_with_what_came_of_it(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "stop_in_order", lambda parts, **options: {})
+    with pytest.raises(Stopped, match="stopped in order, with a checkpoint at learner step 7"), session_entered(session):
+        raise KeyboardInterrupt
+    assert session.coordinator.closed  # type: ignore[attr-defined]
+
+
+def test_a_second_ctrl_c_ends_at_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(parts: object, **options: object) -> dict[str, str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session_module, "stop_in_order", interrupted)
+    with pytest.raises(Stopped, match="ended at once, not in order: learner steps since"), session_entered(session):
+        raise KeyboardInterrupt
+    assert not session.coordinator.closed  # type: ignore[attr-defined]
+
+
+def test_a_coordinator_that_dies_while_all_is_stopped_is_the_outcome(session: Session) -> None:
+    session.coordinator = Calls(dead=True)  # type: ignore[assignment]
+    with pytest.raises(Stopped, match="not stopped in order, as the coordinator died"), session_entered(session):
+        raise KeyboardInterrupt
+
+
+class session_entered:
+    """A session as `with` has it, without starting anything."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def __enter__(self) -> Session:
+        return self.session
+
+    def __exit__(self, *error: Any) -> None:
+        self.session.__exit__(*error)
+
+
+@pytest.mark.parametrize(
+    ("stop", "arguments", "line"),
+    [
+        (
+            Stopped("runs/a: stopped in order"),
+            ["c.yaml", "env.options={x: 1}"],
+            "runs/a: stopped in order. Go on with:  python",
+        ),
+        (KeyboardInterrupt(), ["c.yaml"], "stopped; no process of the run was up. Go on with:  python train.py c.yaml"),
+        (KeyboardInterrupt(), [], "interrupted"),
+    ],
+)
+def test_train_says_what_came_of_ctrl_c(stop: KeyboardInterrupt, arguments: list[str], line: str) -> None:
+    options = argparse.Namespace(config=arguments[0] if arguments else None, overrides=arguments[1:])
+    output = StringIO()
+    assert train.interrupted(stop, options, Console(file=output, soft_wrap=True)) == 130
+    assert line in output.getvalue()
+    if len(arguments) > 1:
+        assert "'env.options={x: 1}'" in output.getvalue(), "as a shell needs it"
+
+
+def test_ctrl_c_while_another_run_is_asked_about(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.runs, "stop", interrupted)
+    monkeypatch.setattr(train.signal, "signal", lambda *arguments: None)
+    assert train.main(["--stop", "runs/a"]) == 130
+    assert "interrupted" in capsys.readouterr().out
+
+
+# with Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", configure_logging=False
+    )
+    yield
+    ray.shutdown()
+
+
+def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
+    class Refuses:  # here, so that its process need not import this module
+        def __init__(self) -> None:
+            raise ValueError("the value is 7;\nuse 8")
+
+        def where(self) -> None: ...
+
+    refused = ray.remote(Refuses).options(num_cpus=0).remote()
+    with pytest.raises(ActorDiedError) as died:
+        ray.get(refused.where.remote())
+    assert died.value.actor_init_failed
+    assert one_line(died.value) == "ValueError: the value is 7; use 8"
+
+
+def test_a_process_without_a_place_is_named_with_what_it_asks_for(cluster: None, session: Session, said: list[str]) -> None:
+    class Sits:
+        def where(self) -> None: ...
+
+    session.is_up, session.config = False, configs.from_yaml("{actors: {gpus_per_worker: 1}}")
+    first, second = (ray.remote(Sits).options(num_cpus=0, num_gpus=1).remote() for _ in range(2))
+    ray.get(first.where.remote())
+    placed, unplaced = (Part(name="worker-0", due_at_s=0.0, handle=handle, asked_at_s=-1e9) for handle in (first, second))
+    session._look_for_place(placed)
+    assert placed.placed and said == []
+    with pytest.raises(ComponentFailed, match=r"worker-0 has had no place for .* of the 1 of the cluster 0 are free"):
+        session._look_for_place(unplaced)
+    session.is_up = True
+    session._look_for_place(unplaced)
+    session._look_for_place(unplaced)
+    ((what, detail),) = session.coordinator.told  # type: ignore[attr-defined]
+    assert what == "no place" and "it asks for 1 GPUs" in detail
