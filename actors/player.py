@@ -20,8 +20,8 @@ from actors.client import CoordinatorClient
 from actors.concurrency import Concurrency
 from actors.group import EpisodeFailed, as_surplus, play_group
 from actors.plays import Lease
-from actors.waits import Waits
 from configs import Config
+from envs import Waits
 from store import FencedError, RunLayout, SegmentMeta, Trajectory, VersionRecord, write_segment
 
 LEASE_POLL_S = 0.1  # between two requests for a lease while none is free
@@ -69,7 +69,10 @@ class Player:
 
     @property
     def waiting_on(self) -> str | None:
-        return "admission" if self._is_idle else self.waits.longest(over_s=LONG_S)
+        if self._is_idle:
+            return "admission"
+        what, seconds = self.waits.slowest() or (None, 0.0)
+        return what if seconds > LONG_S else None
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as loops:

@@ -25,7 +25,7 @@ from actors.client import CoordinatorClient
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.endpoint import Endpoint, EndpointSettings
 from actors.group import with_attempts
-from actors.player import Player
+from actors.player import LONG_S, Player
 from actors.plays import Lease
 from actors.policy import Policy, ScriptedPolicy
 from actors.program import play_program
@@ -160,8 +160,12 @@ class Worker:
 
     async def _promise(self) -> None:
         while True:
-            self.heart.promise(self.player.waiting_on, within_s=LOOP_PATIENCE_S)
+            self.heart.promise(self.player.waiting_on or self._slow_environment(), within_s=LOOP_PATIENCE_S)
             await asyncio.sleep(PROMISE_EVERY_S)
+
+    def _slow_environment(self) -> str | None:
+        what, seconds = self.environments.slowest() or ("", 0.0)
+        return f"environment: {what}" if seconds > LONG_S else None
 
 
 WorkerActor = ray.remote(Worker)

@@ -12,6 +12,7 @@ from envs.pool import EnvironmentPool, PooledEnvironment
 from envs.process import EnvironmentDied
 from envs.programs import ClientSettings, Outcome, Program, ProgramPool
 from envs.registry import ENVIRONMENTS, environment_class, is_program, program_class
+from envs.waits import Waits
 
 __all__ = [
     "ENVIRONMENTS",
@@ -27,6 +28,7 @@ __all__ = [
     "ProgramPool",
     "Task",
     "Transition",
+    "Waits",
     "environment_class",
     "is_program",
     "list_tasks",

@@ -1,9 +1,10 @@
-"""What is being waited for, and for how long: so that an environment that hangs can be named before its time is up."""
+"""What is being waited for, and for how long: so that who hangs can be named before its time is up."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 from envs.base import Task
 
@@ -22,6 +23,16 @@ class Waits:
     def end(self, key: Hashable) -> None:
         """Nothing, if it has ended."""
         self._waits.pop(key, None)
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """It is waited for as long as the `with` block lasts."""
+        key = object()
+        self.begin(key, what)
+        try:
+            yield
+        finally:
+            self.end(key)
 
     def slowest(self) -> tuple[str, float] | None:
         """What has been waited for longest, and for how many seconds; None: nothing is."""

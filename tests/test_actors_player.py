@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from actors.concurrency import MORE_AFTER, Concurrency
 from actors.doubles import LocalHandle
 from actors.player import Player, StorageSilent
 from actors.virtual_time import VirtualTimeLoop
+from envs import waits
 from store import Trajectory, VersionRecord, export, uid, uid_text
 from store.reading.query import connect
 from tests.store_samples import make_step
@@ -199,6 +201,8 @@ def test_a_storage_that_never_answers_is_named_and_ends_the_player(tmp_path: Pat
         await asyncio.sleep(player.STORAGE_TIMEOUT_S)
 
     monkeypatch.setattr(player.asyncio, "to_thread", never)
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(waits, "time", clock)
     with pytest.raises(ExceptionGroup) as raised:
         on_stage(tmp_path, body)
     assert raised.group_contains(StorageSilent, match="w could not write a segment within 300 s")
