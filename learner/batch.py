@@ -69,9 +69,9 @@ def split_updates(rows: pa.Table, parts: int, *, seed: int) -> list[pa.Table]:
     """Rows of several optimizer updates: shuffled by `seed`, then cut into consecutive parts of nearly equal length.
 
     Shuffled, because rows come group by group and each update should see all groups. One part is the table unchanged.
-    Fewer rows than parts give one part a row. Five rows in two parts: 3 and 2 rows.
+    Fewer rows than parts give one part a row, and no rows one empty part. Five rows in two parts: 3 and 2 rows.
     """
-    if parts == 1:
+    if parts == 1 or not rows.num_rows:
         return [rows]
     order = np.random.default_rng(seed).permutation(rows.num_rows)
     return [rows.take(pa.array(part)) for part in np.array_split(order, min(parts, rows.num_rows))]

@@ -30,8 +30,7 @@ from safetensors import safe_open
 from learner.directories import UNFINISHED_SUFFIX, prune_oldest, visible_last
 from learner.engine import Engine
 from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_of, trainable, write_state
-from learner.publish import wait_until_durable
-from learner.random_states import random_states, restore_random_states
+from learner.random_states import RandomStates, random_states, restore_random_states
 from learner.shards import SHARD_BYTES, write_shards
 from learner.stats import from_all_ranks
 from store import files_digest
@@ -74,11 +73,11 @@ class Content:
     adam_steps: int
     parameters: dict[str, list[int]]  # name -> shape of the trained ones
     files: list[Files]
-    random_states: list[dict[str, Any]]  # by rank, as `random_states.py` has them
+    random_states: list[RandomStates]  # by rank
 
 
 def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: int, lsn: int) -> None:
-    """Durable when rank 0 returns, and so are all weights published before it. Nothing is seen of it before.
+    """Durable when rank 0 returns. Nothing is seen of it before.
 
     The other ranks return as soon as all files are written. Not a collective waits for a disk to say that it has them, which
     may take any time, so no time-out of the group can end a run whose disk is slow.
@@ -88,7 +87,6 @@ def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: i
         with visible_last(dest) as unfinished:
             content = _written(engine, unfinished, point)
             (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
-            wait_until_durable()
     else:
         _written(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
 
@@ -181,7 +179,8 @@ def prune_checkpoints(checkpoints_dir: Path, *, newest: int, keep: int, keep_eve
 
 def _parsed(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
-    return Content(**record | {"point": point, "files": files})
+    states = [RandomStates(**item) for item in record["random_states"]]
+    return Content(**record | {"point": point, "files": files, "random_states": states})
 
 
 def _written(engine: Engine, directory: Path, point: CheckpointPoint) -> Content:

@@ -46,6 +46,7 @@ def _standard_output_to_log() -> Any:
 
 with _standard_output_to_log():
     import deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 # Its own handler writes to standard output, which is the reader's; the run's log files get the records instead.
 logging.getLogger("DeepSpeed").handlers.clear()
 logging.getLogger("DeepSpeed").propagate = True
@@ -93,8 +94,11 @@ def whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[No
 
 
 def forget_gradient(engine: Any) -> None:
-    """After an update that DeepSpeed refused: offloaded bf16 gradients of ZeRO 1 and 2 would be added to the next ones."""
-    if engine.zero_optimization_stage() < PARTITIONED:
+    """After an update that DeepSpeed refused: offloaded bf16 gradients of ZeRO 1 and 2 would be added to the next ones.
+
+    Its optimizers of ZeRO 3, and of ZeRO 1 in bf16 without offload, forget them by themselves.
+    """
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
 
 

@@ -2,7 +2,9 @@
 
     with visible_last(Path("checkpoints/step000008")) as unfinished:     # safe from a power cut when it is left
         (unfinished / "model.safetensors").write_bytes(data)
-    with visible_whole(Path("weights/v000008")) as unfinished: ...       # the same at once, and safe after `sync_whole`
+    behind = SyncedBehind()
+    with behind.visible_whole(Path("weights/v000008")) as unfinished: ...  # whole for all who read it; safe after the next line
+    behind.wait()
     prune_oldest(Path("weights"), keep=4, kept=frozenset())
 
 Needs the standard library only: the tests of power cuts load this file by itself.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,20 +37,31 @@ def visible_last(dest: Path) -> Iterator[Path]:
     _remove_replaced(dest)
 
 
-@contextmanager
-def visible_whole(dest: Path) -> Iterator[Path]:
-    """As `visible_last`, but a power cut before `sync_whole` may leave the name with files that are empty or torn."""
-    unfinished = _empty(dest)
-    yield unfinished
-    _show(unfinished, dest)
-    _remove_replaced(dest)
+class SyncedBehind:
+    """Directories that have their names before they are on disk; a thread sees to the disk."""
 
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._syncing: list[tuple[Path, Future[None]]] = []
 
-def sync_whole(directory: Path) -> None:
-    """Returns when a directory, its files and its name are on disk, or it was removed. Raises OSError if the disk failed."""
-    with suppress(FileNotFoundError):  # pruned: nobody needs it any more
-        _sync_files(directory)
-        _sync_name(directory)
+    @contextmanager
+    def visible_whole(self, dest: Path) -> Iterator[Path]:
+        """As `visible_last`, but a power cut before `wait` returned may leave the name with files that are empty or torn."""
+        unfinished = _empty(dest)
+        yield unfinished
+        _show(unfinished, dest)
+        _remove_replaced(dest)
+        self._syncing.append((dest, self._thread.submit(_sync_whole, dest)))
+
+    def wait(self) -> None:
+        """Returns when all of them are on disk, or were removed. Raises OSError naming one that the disk failed to take."""
+        while self._syncing:
+            dest, syncing = self._syncing.pop(0)
+            try:
+                syncing.result()
+            except OSError as error:
+                text = f"{dest} may be lost at a power cut ({error.strerror}); look at the disk, then start the run again"
+                raise OSError(error.errno, text) from error
 
 
 def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
@@ -82,6 +96,12 @@ def _remove_replaced(dest: Path) -> None:
     replaced = dest.with_name(dest.name + REPLACED_SUFFIX)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+def _sync_whole(directory: Path) -> None:
+    with suppress(FileNotFoundError):  # pruned: nobody needs it any more
+        _sync_files(directory)
+        _sync_name(directory)
 
 
 def _sync_name(dest: Path) -> None:

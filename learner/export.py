@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from learner.directories import UNFINISHED_SUFFIX, visible_last
 from learner.full_state import MASTER, trainable
 from learner.lora import add_adapters, merged, write_adapter
 from learner.policy_model import load_policy
-from learner.publish import wait_until_durable, weight_files, write_weights
+from learner.publish import weight_files, write_weights
 from store import RunLayout, VersionRecord, files_digest, local_directory
 
 DESCRIPTION = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
     """The published version of that number, the newest for None. Raises ExportError naming those whose files are there."""
     versions = {version.version: version for version in _versions(layout)}
-    there = [version for version in versions.values() if layout.storage.exists(f"{version.path}/config.json")]
+    there = _whose_files_are_there(layout, versions.values())
     if number is None and there:
         return there[-1]
     if number is not None and versions.get(number) in there:
@@ -120,9 +120,7 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     """Writes the weights of a checkpoint over the base model's; returns their digest. Raises ExportError, CheckpointError."""
     model, base = _restored(layout, learner_step)
     with _all_or_nothing(dest):
-        digest = write_weights(merged(model), dest, source_dir=base)
-    wait_until_durable()
-    return digest
+        return write_weights(merged(model), dest, source_dir=base)
 
 
 def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
@@ -139,7 +137,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
     """The model of a checkpoint, with its adapters if it has some, and the base model's directory."""
     source = layout.checkpoint_dir(learner_step)
     if not source.is_dir():
-        there = [version for version in _versions(layout) if layout.storage.exists(f"{version.path}/config.json")]
+        there = _whose_files_are_there(layout, _versions(layout))
         raise ExportError(f"{layout.root} has no checkpoint of learner step {learner_step}; {_what_there_is(layout, there)}")
     config = configs.from_yaml(layout.info.config_yaml)
     content = read_content(source)
@@ -163,6 +161,10 @@ def _versions(layout: RunLayout) -> list[VersionRecord]:
     with store.open(layout.root, warn=False) as reader:
         rows = reader.sql("SELECT version, path, digest, learner_step FROM versions ORDER BY version").to_pylist()
     return [VersionRecord(**row) for row in rows]
+
+
+def _whose_files_are_there(layout: RunLayout, versions: Iterable[VersionRecord]) -> list[VersionRecord]:
+    return [version for version in versions if layout.storage.exists(f"{version.path}/config.json")]
 
 
 def _base_model(layout: RunLayout, config: Config) -> Path:

@@ -1,4 +1,5 @@
-"""What stops a run from going on blindly: updates that are not finite, and signs of a collapse. Pure functions.
+"""What stops a run from going on blindly: updates that are not finite, batches without a signal, and signs of a collapse.
+Pure functions.
 
 A bad update (its loss or gradient is not finite) was skipped by the engine; `bad_update_line` names its rows for the event, and
 `rows_query` finds them again. An alarm is a figure of a learner step beyond a bound of the config; `collapse_alarms` says which
@@ -23,6 +24,10 @@ from store import uid_text
 BAD_UPDATE = "bad update"
 ALARM, ALARM_ENDED = "alarm", "alarm ended"
 MAX_ROWS_NAMED = 100  # of one bad update; where more are bad it is the weights, not the rows
+MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
+SOLVED = 0.99  # success above which empty batches are no trouble: every group wins in the same way
+# What a resumed run has to know of the steps before it, recorded with their figures.
+BAD_IN_A_ROW, EMPTY_IN_A_ROW = "learner/bad_updates_in_a_row", "learner/empty_batches_in_a_row"
 START_STEPS = 5  # learner steps that say which response length is this run's
 START_LENGTH = "tokens/response_per_row_at_start"
 # Rows as `bad_update_line` names them, found by their keys: comparing texts with every step of a run would take minutes.
@@ -33,6 +38,10 @@ ROWS_QUERY = (
     "JOIN steps s ON s.traj_uid = bad[1]::UUID AND s.step_index = bad[2]::INT"
 )
 EVENTS_QUERY = "SELECT logged_at, detail FROM events WHERE what = 'bad update'"
+
+
+class StarvationError(RuntimeError):
+    """No batch came in time, or none of the last batches had anything to learn from; the message says which and why."""
 
 
 class BadUpdatesError(RuntimeError):
@@ -72,6 +81,15 @@ def too_many_bad_updates(in_a_row: int, *, learner_step: int, rows_named: bool, 
         f"common, and lower learner.learning_rate if it is nothing: "
         f'python -m store sql {shlex.quote(config.run_dir)} "{query}"'
     )
+
+
+def check_batches(empty_in_a_row: int, *, success: float) -> None:
+    """Raises StarvationError after too many batches without a signal, unless they have none because all is won."""
+    if empty_in_a_row > MAX_EMPTY_BATCHES and success < SOLVED:
+        raise StarvationError(
+            f"{empty_in_a_row} batches in a row had no advantage to learn from, with success {success:.2f}: "
+            "every group's episodes were alike. Use easier tasks, a larger algorithm.group_size, or a better model"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

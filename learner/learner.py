@@ -1,7 +1,8 @@
 """The learner's loop: take a batch, train, publish, settle, checkpoint.
 
     run  consumes batches of complete groups, which `prefetch.py` makes ready beside it, produces numbered weights
-         waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason
+         waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason;
+         whatever else it does, it is killed and started again if nothing is heard of it within `step_timeout_s`
 
 Why a crash between any two of them is harmless: whatever was claimed or settled after the newest checkpoint is available
 again at the next start, to the checkpoint's weights, published under a new number; what is too old for that number becomes
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +29,13 @@ from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.guards import (
     ALARM,
     ALARM_ENDED,
+    BAD_IN_A_ROW,
     BAD_UPDATE,
+    EMPTY_IN_A_ROW,
     CollapseError,
+    StarvationError,
     bad_update_line,
+    check_batches,
     collapse_alarms,
     too_many_bad_updates,
 )
@@ -45,12 +51,6 @@ POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said 
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
-MAX_EMPTY_BATCHES = 10  # in a row; then nothing can be learned any more and the run says so
-SOLVED = 0.99  # success above which empty batches are no trouble: every group wins in the same way
-
-
-class StarvationError(RuntimeError):
-    """No batch came in time, or none of the last batches had anything to learn from; the message says which and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,10 @@ class LearnerSetup:
 
 
 class Learner:
-    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()` frees the devices."""
+    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()` frees the devices.
+
+    `stop` and `close` may be called beside the others, from another thread.
+    """
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
         self.config, self.model_path, self.coordinator = setup.config, setup.model_path, coordinator
@@ -74,6 +77,8 @@ class Learner:
         self.bad_updates = 0  # in a row
         self.empty_batches = 0  # in a row
         self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
+        self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
+        self.at_work = threading.Lock()  # held by `start` and `run`
         self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote("learner", waiting_on))
 
     def capture_output(self, name: str) -> tuple[str, int]:
@@ -83,12 +88,39 @@ class Learner:
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
+        with self.at_work:
+            return self._start()
+
+    def run(self) -> int:
+        """Trains; returns the learner step it ended at. Raises StarvationError, BadUpdatesError, CollapseError."""
+        with self.at_work:
+            return self._run()
+
+    def stop(self) -> None:
+        """Asks `run` to end after the learner step it is at, with a checkpoint."""
+        self.stopping = True
+
+    def close(self) -> None:
+        """Stops, waits until `start` or `run` has returned, or for `step_timeout_s`, and frees the devices and the ranks.
+
+        It waits because a rank that is killed while a checkpoint is saved would take the checkpoint with it.
+        """
+        self.stop()
+        has_ended = self.at_work.acquire(timeout=self.config.learner.step_timeout_s)
+        self.heart.close()
+        self.ranks.close()
+        if has_ended:
+            self.at_work.release()
+
+    def _start(self) -> str:
         self.heart.promise("the model's start", within_s=START_TIMEOUT_S)
         prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
         self.figures = point.metrics
+        self.bad_updates = int(self.figures.get(BAD_IN_A_ROW, 0))
+        self.empty_batches = int(self.figures.get(EMPTY_IN_A_ROW, 0))
         if point.latest_version is None:
             self._publish(0)
             return "a new run"
@@ -104,8 +136,8 @@ class Learner:
             f"consumed after the checkpoint are available again, those within max_staleness are trained on"
         )
 
-    def run(self) -> int:
-        """Trains; returns the learner step it ended at. Raises StarvationError, BadUpdatesError, CollapseError."""
+    def _run(self) -> int:
+        self.times = Times(began_at_s=time.monotonic())
         with Prefetch(self.source) as batches:
             while self.step < self.config.learner.steps and not self.stopping:
                 started = time.monotonic()
@@ -116,29 +148,22 @@ class Learner:
                 if self.config.max_staleness > 0 and self.step + 1 < self.config.learner.steps:
                     batches.start(version=self.version + 1, learner_step=self.step + 2)
                 updates = self._train(ready)
-                groups_wait_s = min(max(0.0, ready.claimed_at_s - started), waited_s)
-                times = Times(
-                    groups_wait_s=groups_wait_s,
-                    batch_wait_s=waited_s - groups_wait_s,
-                    step_s=time.monotonic() - started,
-                )
-                self._finish_step(ready, updates, times)
-        self.heart.promise(None, within_s=float("inf"))  # all that is left to it is to be closed
+                self.times.groups_wait_s = min(max(0.0, ready.claimed_at_s - started), waited_s)
+                self.times.batch_wait_s = waited_s - self.times.groups_wait_s
+                self._finish_step(ready, updates)
+            self._promise_to_work()  # the thread may be reading, and the last checkpoint is still to be written
         if batches.under_way:
             self._ask(self.coordinator.give_back.remote(self.step))
         if self.step != self.saved_step:
             self._checkpoint()
+        self.heart.promise(None, within_s=float("inf"))  # all that is left to it is to be closed
         if self.collapse is not None and self.step < self.config.learner.steps:
             raise CollapseError(f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same command goes on")
         return self.step
 
-    def stop(self) -> None:
-        """Asks `run` to end after the batch it is at, with a checkpoint."""
-        self.stopping = True
-
-    def close(self) -> None:
-        self.heart.close()
-        self.ranks.close()
+    def _promise_to_work(self) -> None:
+        """Whatever it does now hangs if nothing more is heard of it for as long as a learner step may take."""
+        self.heart.promise(None, within_s=self.config.learner.step_timeout_s)
 
     def _newest_are_whole(self) -> bool:
         newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
@@ -166,6 +191,7 @@ class Learner:
         if not batches.under_way:
             batches.start(version=self.version, learner_step=self.step + 1)
         deadline = time.monotonic() + self.config.learner.starvation_timeout_s
+        is_reading = False
         while not self.stopping:
             ready = batches.take(timeout_s=POLL_S)
             if ready is not None:
@@ -178,18 +204,18 @@ class Learner:
                     f"no {self.config.learner.groups_per_step} complete groups within "
                     f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {waiting}"
                 )
-            self.heart.promise(None if batches.has_groups else "groups", within_s=POLL_PATIENCE_S)
+            if not batches.has_groups:
+                self.heart.promise("groups", within_s=POLL_PATIENCE_S)
+            elif not is_reading:  # said once: a thread that is stuck in reading is not to look alive
+                is_reading = True
+                self._promise_to_work()
         return None
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
         """The optimizer updates of one learner step. Raises StarvationError after too many batches without any."""
-        self.heart.promise(None, within_s=self.config.learner.step_timeout_s)
+        self._promise_to_work()
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
-        if self.empty_batches > MAX_EMPTY_BATCHES and ready.success < SOLVED:
-            raise StarvationError(
-                f"{self.empty_batches} batches in a row had no advantage to learn from, with success {ready.success:.2f}: "
-                "every group's episodes were alike. Use easier tasks, a larger algorithm.group_size, or a better model"
-            )
+        check_batches(self.empty_batches, success=ready.success)
         if not ready.updates:
             return []
         updates = self.ranks.train([update.micro_batches for update in ready.updates])
@@ -207,13 +233,17 @@ class Learner:
                     self.bad_updates, learner_step=self.step + 1, rows_named=bool(stats.bad_rows), config=self.config
                 )
 
-    def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> None:
+    def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats]) -> None:
         self.step += 1
+        # Published before it is settled: settling lets workers start new groups, and those must find the new weights.
+        trained_at_s = time.monotonic()
+        self._publish(self.version + 1)
+        times, self.times = self.times, Times(began_at_s=time.monotonic())
+        times.publish_s, times.step_s = self.times.began_at_s - trained_at_s, self.times.began_at_s - times.began_at_s
         metrics = step_metrics(ready, updates, times)
         alarms = collapse_alarms(metrics, before=self.figures, learner_step=self.step, config=self.config)
-        self.figures = {**metrics, **alarms.values}
-        # Published before it is settled: settling lets workers start new groups, and those must find the new weights.
-        self._publish(self.version + 1)
+        in_a_row = {BAD_IN_A_ROW: float(self.bad_updates), EMPTY_IN_A_ROW: float(self.empty_batches)}
+        self.figures = {**metrics, **alarms.values, **in_a_row}
         call = self.coordinator.settle.remote(
             ready.batch.batch_id,
             learner_step=self.step,
@@ -227,11 +257,14 @@ class Learner:
                 self._notice(what, line)
         if alarms.began and self.config.alarms.stop:
             self.stopping, self.collapse = True, alarms.began[0]
-        if self._checkpoint_is_due():
+        if self.step % self.config.learner.checkpoint_every == 0:
             self._checkpoint()
 
     def _publish(self, version: int) -> None:
-        """Writes the weights, then tells the coordinator: a version that is announced is always whole."""
+        """Writes the weights, then tells the coordinator: an announced version is whole for all who read it.
+
+        A power cut before the next checkpoint may tear it; then `start` publishes the checkpoint's under a new number.
+        """
         directory = self.layout.weights_dir(version)
         digest = self.ranks.publish(directory)
         publish_directory(self.layout, directory, keep=self.config.learner.keep_versions)
@@ -245,10 +278,8 @@ class Learner:
         self.version = version
         prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
 
-    def _checkpoint_is_due(self) -> bool:
-        return self.step % self.config.learner.checkpoint_every == 0
-
     def _checkpoint(self) -> None:
+        started = time.monotonic()
         directory = self.layout.checkpoint_dir(self.step)
         lsn = self._ask(self.coordinator.export_now.remote())
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
@@ -256,6 +287,7 @@ class Learner:
         self.saved_step = self.step
         keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
         prune_checkpoints(self.layout.checkpoints, newest=self.step, keep=keep, keep_every=keep_every)
+        self.times.checkpoint_s = time.monotonic() - started
 
     def _notice(self, what: str, detail: str) -> None:
         self._ask(self.coordinator.notice.remote(what, detail))

@@ -12,13 +12,20 @@ LENGTH = "tokens/response_per_row"
 FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Times:
-    """Of a learner step until its weights are written, in seconds; the loop's, not the thread's beside it."""
+    """Seconds of the loop, not of the thread beside it, from when one version was published to when the next one is.
 
-    groups_wait_s: float  # for the workers
-    batch_wait_s: float  # for reading, advantages and packing, once the groups were there
-    step_s: float  # all of it
+    So a step's checkpoint, which comes after its version, is in the time of the next step, and every second in just one.
+    The loop fills it in.
+    """
+
+    began_at_s: float  # time.monotonic()
+    checkpoint_s: float = 0.0  # of the step before, if it had one
+    groups_wait_s: float = 0.0  # for the workers
+    batch_wait_s: float = 0.0  # for reading, advantages and packing, once the groups were there
+    publish_s: float = 0.0  # until the coordinator knew of the weights
+    step_s: float = 0.0  # all of it
 
 
 def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> dict[str, float]:
@@ -34,6 +41,8 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "time/signal_s": ready.signal_s,
         "time/pack_s": ready.pack_s,
         "time/batch_wait_s": times.batch_wait_s,
+        "time/publish_s": times.publish_s,
+        "time/checkpoint_s": times.checkpoint_s,
         "time/step_s": times.step_s,
         "tokens/generated_per_s": ready.n_response_tokens / times.step_s,
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),

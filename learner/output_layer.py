@@ -76,8 +76,9 @@ class _Chunked(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, response_ids_N, normaliser_N, entropy_N = ctx.saved_tensors
         hidden_wanted, weight_wanted, bias_wanted, *_ = ctx.needs_input_grad
         grad_hidden_NH = torch.empty_like(hidden_NH) if hidden_wanted else None
-        grad_weight_VH = torch.zeros_like(weight_VH) if weight_wanted else None
-        grad_bias_V = torch.zeros_like(bias_V) if bias_wanted else None
+        # In float32, or in bf16 late chunks would be rounded away beside the sum of the early ones.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_wanted else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_wanted else None
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(normaliser_N)
         for chunk in _chunks(len(hidden_NH)):
@@ -94,10 +95,14 @@ class _Chunked(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 torch.mm(grad_logits_CV, weight_VH, out=grad_hidden_NH[chunk])
             if grad_weight_VH is not None:
-                grad_weight_VH.addmm_(grad_logits_CV.T, hidden_NH[chunk])
+                grad_weight_VH += grad_logits_CV.T @ hidden_NH[chunk]
             if grad_bias_V is not None:
-                grad_bias_V += grad_logits_CV.sum(0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None
+                grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
+        return grad_hidden_NH, _like(grad_weight_VH, weight_VH), _like(grad_bias_V, bias_V), None, None
+
+
+def _like(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if gradient is None else gradient.to(parameter.dtype)
 
 
 def _chunks(n_tokens: int) -> Iterator[slice]:

@@ -1,6 +1,7 @@
 """Numbered weights on disk: a complete Hugging Face directory that appears whole or not at all.
 
-    digest = write_weights(engine.weights(), Path("weights/v000008"), source_dir=base)  # BLAKE3 of the weight files
+    digest = write_weights(engine.weights(), Path("policy"), source_dir=base)  # BLAKE3 of the weight files
+    digest = publish_weights(engine.weights(), Path("weights/v000008"), source_dir=base, behind=behind)  # on disk later
     prune_versions(Path("weights"), keep=4)
 
 `directories.py` makes it appear whole, `shards.py` writes and hashes the files.
@@ -11,12 +12,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from learner.directories import prune_oldest, sync_whole, visible_last, visible_whole
+from learner.directories import SyncedBehind, prune_oldest, visible_last
 from learner.shards import SHARD_BYTES, write_shards
 
 WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
@@ -25,9 +25,6 @@ SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 WEIGHT_INDEX = "model.safetensors.index.json"  # which tensor is in which file, where there are several
 WEIGHT_INDEX_SUFFIX = ".index.json"
 
-_syncing = ThreadPoolExecutor(1, thread_name_prefix="sync-weights")
-_not_yet_durable: list[Future[None]] = []
-
 
 def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, source_dir: Path | str) -> str:
     """Writes a model directory that transformers and vLLM load; returns the digest of its weight files (`shards.py`).
@@ -35,37 +32,21 @@ def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, so
     Consumes (Hugging Face name, tensor) one by one; of a large model no more than one file is held. Configuration and
     tokenizer come from `source_dir`, the base model; the recorded dtype becomes that of the weights, or a loader would
     silently convert them to the base model's. Raises ValueError for floating-point weights of several dtypes.
+    """
+    with visible_last(dest) as unfinished:
+        return _write(weights, unfinished, source_dir=Path(source_dir))
+
+
+def publish_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, source_dir: Path | str, behind: SyncedBehind
+) -> str:
+    """As `write_weights`, without waiting for the disk.
 
     The directory is whole for everyone as soon as it is visible, also if this process is killed; that it survives a
-    power cut too is seen to behind, and known after `wait_until_durable`.
+    power cut too is known after `behind.wait()`.
     """
-    dtypes: set[torch.dtype] = set()
-
-    def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if tensor.is_floating_point():
-                dtypes.add(tensor.dtype)
-            yield name, tensor
-
-    with visible_whole(dest) as unfinished:
-        shards = write_shards(noting_dtypes(), unfinished, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES)
-        if len(dtypes) != 1:
-            raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
-        if len(shards.files) > 1:
-            index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
-            (unfinished / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        _copy_side_files(Path(source_dir), unfinished, dtype=dtypes.pop())
-    _not_yet_durable.append(_syncing.submit(sync_whole, dest))
-    return shards.digest
-
-
-def wait_until_durable() -> None:
-    """Returns when all weights that this process wrote are on disk, or were removed. Raises OSError if the disk failed.
-
-    Called before a checkpoint counts: a run goes on from a checkpoint, and expects its version's weights to be there.
-    """
-    while _not_yet_durable:
-        _not_yet_durable.pop(0).result()
+    with behind.visible_whole(dest) as unfinished:
+        return _write(weights, unfinished, source_dir=Path(source_dir))
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -82,6 +63,25 @@ def copy_weights(source: Path, dest: Path) -> None:
 def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
     """Removes all but the newest `keep` versions; returns the names removed."""
     return prune_oldest(weights_dir, keep=keep, kept=frozenset())
+
+
+def _write(weights: Iterable[tuple[str, torch.Tensor]], directory: Path, *, source_dir: Path) -> str:
+    dtypes: set[torch.dtype] = set()
+
+    def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if tensor.is_floating_point():
+                dtypes.add(tensor.dtype)
+            yield name, tensor
+
+    shards = write_shards(noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES)
+    if len(dtypes) != 1:
+        raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
+    if len(shards.files) > 1:
+        index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
+        (directory / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _copy_side_files(source_dir, directory, dtype=dtypes.pop())
+    return shards.digest
 
 
 def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:

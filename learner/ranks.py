@@ -20,12 +20,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from configs import Config
-from gigpo import Objective
 from learner.batch import MicroBatch
 from learner.checkpoint import CheckpointPoint, load_checkpoint, save_checkpoint
 from learner.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
+from learner.directories import SyncedBehind
 from learner.engine import Engine
-from learner.publish import write_weights
+from learner.publish import publish_weights
 from learner.stats import UpdateStats
 from store import RunLayout, capture_output
 
@@ -51,6 +51,7 @@ class Ranks:
         """Returns when all ranks have loaded the model. Raises RankError if one does not come."""
         self.layout = RunLayout.open(Path(config.run_dir))
         self.model_path = model_path
+        self._behind = SyncedBehind()  # of published weights
         options = {"num_cpus": 0, "num_gpus": config.learner.gpus_per_rank}
         self.peers = [_PeerActor.options(**options).remote(config, model_path, rank) for rank in range(1, config.learner.ranks)]
         # The engine's own thread: a collective cannot be interrupted, so this one stays free to see that a rank is gone.
@@ -63,29 +64,26 @@ class Ranks:
         calls = [peer.start.remote(address) for peer in self.peers]
         self.engine = self._together(calls, lambda: make_engine(config, model_path=model_path, rank=0, address=address))
 
-    @property
-    def objective(self) -> Objective:
-        return self.engine.objective
-
-    @property
-    def n_updates(self) -> int:
-        """Optimizer updates that were applied so far."""
-        return self.engine.n_updates
-
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """As `Engine.train`."""
         given = ray.put(updates) if self.peers else None
         return self._together([peer.train.remote(given) for peer in self.peers], lambda: self.engine.train(updates))
 
     def publish(self, directory: Path) -> str:
-        """Writes the weights as they are now; returns their digest. As `write_weights`."""
+        """Writes the weights as they are now; returns their digest. As `publish_weights`; on disk with the next checkpoint."""
         calls = [peer.give_weights.remote() for peer in self.peers]
-        return self._together(calls, lambda: write_weights(self.engine.weights(), directory, source_dir=self.model_path))
+        base, behind = self.model_path, self._behind
+        return self._together(calls, lambda: publish_weights(self.engine.weights(), directory, source_dir=base, behind=behind))
 
     def save_checkpoint(self, directory: Path, *, learner_step: int, version: int, lsn: int) -> None:
+        """Durable when it returns, and so are all weights published before: a run that goes on from it may expect them.
+
+        Raises OSError naming weights that the disk failed to take.
+        """
         point = {"learner_step": learner_step, "version": version, "lsn": lsn}
         calls = [peer.save_checkpoint.remote(directory, **point) for peer in self.peers]
         self._together(calls, lambda: save_checkpoint(self.engine, directory, **point))
+        self._behind.wait()
 
     def load_checkpoint(self, directory: Path) -> CheckpointPoint:
         calls = [peer.load_checkpoint.remote(directory) for peer in self.peers]

@@ -204,14 +204,14 @@ def save_on_a_slow_disk(engine: Engine, dest: Path) -> None:
     """For rank 0 it takes until the other ranks are done: were they to wait for it, that would be for ever."""
     done = [dest.with_name(f"rank {rank} is done") for rank in range(engine.ranks)]
 
-    def slow() -> None:
+    def slow(directory: Path) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not all(path.exists() for path in done[1:]):
             assert time.monotonic() < deadline, "the other ranks wait for the disk"
             time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.checkpoint.wait_until_durable", slow)
+        patch.setattr("learner.directories._sync_files", slow)
         save(engine, dest)
     done[engine.rank].touch()
 

@@ -34,6 +34,28 @@ def test_the_output_layer_in_chunks_is_the_whole_one(chunk_tokens: int, learnt: 
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_in_bf16_the_gradient_of_the_weights_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token's share is of one sign and size: summed in bf16, those after the 256th would be rounded away."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, V).bfloat16()
+    hidden_NH = torch.rand(1, 16, dtype=torch.bfloat16).expand(1024, 16)
+    ids_N = torch.zeros(1024, dtype=torch.int64)
+
+    def gradients(chunk_tokens: int, *, dtype: torch.dtype) -> list[torch.Tensor]:
+        monkeypatch.setattr(output_layer, "CHUNK_TOKENS", chunk_tokens)
+        same = torch.nn.Linear(16, V, dtype=dtype)
+        same.load_state_dict(layer.state_dict())
+        logprobs_N, _ = OutputLayer(same, temperature=TEMPERATURE)(hidden_NH.to(dtype), ids_N)
+        found = torch.autograd.grad(logprobs_N.sum(), [same.weight, same.bias])
+        assert [gradient.dtype for gradient in found] == [dtype, dtype]
+        return [gradient.float() for gradient in found]
+
+    exact = gradients(1024, dtype=torch.float32)
+    for chunk_tokens in (1, 2, 64, 1024):
+        for gradient, expected in zip(gradients(chunk_tokens, dtype=torch.bfloat16), exact, strict=True):
+            assert (gradient - expected).norm() < 0.01 * expected.norm(), chunk_tokens
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that is made while it is active."""
 

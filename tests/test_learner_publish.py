@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import weakref
@@ -16,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
 from learner import publish
-from learner.directories import visible_last
+from learner.directories import SyncedBehind, visible_last
 from learner.policy_model import PolicyModel, load_policy
-from learner.publish import copy_weights, prune_versions, wait_until_durable, weight_files, write_weights
+from learner.publish import copy_weights, prune_versions, publish_weights, weight_files, write_weights
 from learner.shards import DTYPE_NAMES, write_shards
 from learner.tiny_model import make_tiny_model, train_tokenizer
 from store import files_digest
@@ -154,20 +155,37 @@ def test_a_writer_of_weights_that_dies_leaves_nothing_visible(base: Path, policy
 def test_published_weights_are_synced_behind(
     base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file, the directory and its name, once `wait_until_durable` has returned; also if some are removed before."""
+    """Every file, the directory and its name, once `wait` has returned; also if some are removed before."""
     synced: set[str] = set()
 
     def noting(descriptor: int) -> None:
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     monkeypatch.setattr(os, "fsync", noting)
+    behind = SyncedBehind()
     for version in range(5):
-        write_weights(weights(policy), tmp_path / f"v{version:06d}", source_dir=base)
+        publish_weights(weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind)
         prune_versions(tmp_path, keep=2)
-    wait_until_durable()
+    behind.wait()
     left = [tmp_path, *tmp_path.rglob("*")]
     assert len(left) == 1 + 2 * (1 + len(list(base.iterdir())))
     assert {str(path) for path in left} <= synced
+
+
+def test_a_disk_that_fails_is_told_with_the_version_it_failed_for(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(descriptor: int) -> None:
+        if "v000001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    behind = SyncedBehind()
+    for version in range(3):
+        publish_weights(weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind)
+    with pytest.raises(OSError, match=r"v000001 may be lost at a power cut \(Input/output error\); look at the disk"):
+        behind.wait()
+    behind.wait()
 
 
 TENSORS = st.lists(

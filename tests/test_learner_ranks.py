@@ -13,15 +13,16 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayTaskError
+from safetensors.torch import load_file
 
 from configs import Config, LearnerConfig, ModelConfig
 from learner.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks, join_ranks
 from learner.engine import Engine
 from learner.ranks import RankDiedError, RankError, Ranks
 from learner.stats import Pass, UpdateStats, gathered
-from store import RunLayout
-from tests.engine_samples import CUT, assert_first_step_same, cut, far_rows, make_base, random_rows
-from tests.rank_cases import ADAPTED, CUTS, LEARNER, LOSSES, OFFLOADED, STAGES, Place, Result, results
+from store import RunLayout, files_digest
+from tests.engine_samples import CUT, assert_first_step_same, copied, cut, far_rows, make_base, random_rows
+from tests.rank_cases import ADAPTED, ALLOWED, CUTS, LEARNER, LOSSES, SHARED, STAGES, Place, Result, results
 
 DEADLINE_S = 600.0  # only for what hangs
 Found = dict[str, Any]
@@ -105,17 +106,20 @@ def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(spread: tupl
         assert_same(alone.stats[0], other.stats[0], tokens_computed=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(spread: tuple[Found, Found, Found], stage: int) -> None:
+@pytest.mark.parametrize(("stage", "dtype"), ALLOWED)
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(spread: tuple[Found, Found, Found], stage: int, dtype: str) -> None:
     for found in spread:
-        skipped, no_gradient, after, kept, bad_rows, gradient = found[f"skip {stage}"]
+        skipped, no_gradient, after, kept, bad_rows, gradient = found[f"skip {stage} {dtype}"]
         assert (skipped.loss, skipped.grad_norm, skipped.skipped, skipped.bad_rows) == (math.inf, math.inf, True, bad_rows)
         assert kept
         assert (no_gradient.grad_norm, no_gradient.skipped, no_gradient.bad_rows) == (math.inf, True, ())
         assert math.isfinite(no_gradient.loss)
         assert not after.skipped
         assert after.learning_rate == skipped.learning_rate, "a skipped update does not count in the warm-up"
-        assert far_apart(spread[0]["skip 0"][-1], gradient) < 1e-5, "nothing of the bad gradients stayed"
+        if dtype == "float32":
+            assert far_apart(spread[0]["skip 0 float32"][-1], gradient) < 1e-5, "nothing of the bad gradients stayed"
+        else:
+            assert after.grad_norm == pytest.approx(spread[0]["skip 0 float32"][2].grad_norm, rel=0.02)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -127,18 +131,21 @@ def test_a_rank_without_rows_takes_part(spread: tuple[Found, Found, Found], stag
         assert_same(first.stats[0], other.stats[0], tokens_computed=False)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), OFFLOADED)
+@pytest.mark.parametrize(("stage", "dtype"), SHARED)
 def test_offloaded_updates_are_the_same_also_after_a_bad_one(
     spread: tuple[Found, Found, Found], stage: int, dtype: str
 ) -> None:
     for found in spread:
-        (here, here_weights, n_here), (away, away_weights, n_away) = (
+        (here, here_weights, n_here, bad_rows), (away, away_weights, n_away, _) = (
             found[f"offload {stage} {dtype} {offload}"] for offload in (False, True)
         )
         assert n_here == n_away == 2
         assert [stats.skipped for stats in away] == [False, True, False]
+        assert [stats.bad_rows for stats in here] == [stats.bad_rows for stats in away] == [(), bad_rows, ()]
         assert [stats.grad_norm for stats in away] == pytest.approx([stats.grad_norm for stats in here], rel=1e-5)
         for name, tensor in away_weights.items():
+            if name.endswith("k_proj.bias"):  # its true gradient is 0, so that Adam steps by what rounding left
+                continue
             # The norm that clips is a sum in another order; in bfloat16 that may round a weight to its neighbour.
             relative = torch.finfo(tensor.dtype).eps if dtype == "bfloat16" else 0.0
             torch.testing.assert_close(tensor, here_weights[name], rtol=relative, atol=1e-6, msg=name)
@@ -208,7 +215,10 @@ class Held(Ranks):
         self._together([peer.train.remote([[]]) for peer in self.peers], lambda: self.engine.train(updates))
 
     def updates_done(self) -> int:
-        return self.n_updates
+        return self.engine.n_updates
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self._together([peer.give_weights.remote() for peer in self.peers], lambda: copied(self.engine))
 
 
 @pytest.fixture
@@ -226,6 +236,10 @@ def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local
     parts = [cut(far_rows(), CUT, ranks=2), cut(random_rows(), CUT, ranks=2)]
     stats = ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
     digest = ray.get(ranks.publish.remote(tmp_path / "v1"), timeout=DEADLINE_S)
+    published, weights = load_file(tmp_path / "v1" / "model.safetensors"), ray.get(ranks.weights.remote(), timeout=DEADLINE_S)
+    assert digest == files_digest([tmp_path / "v1" / "model.safetensors"])
+    assert published.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(published[name], weights[name])] == []
 
     engine = Engine(
         model_path=base,
@@ -238,7 +252,10 @@ def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local
     for here, there in zip(engine.train(parts), stats, strict=True):
         assert_same(here, there, tokens_computed=True)
     assert ray.get(ranks.updates_done.remote()) == engine.n_updates == 2
-    assert len(digest) == 64
+    alone = copied(engine)
+    assert published.keys() == alone.keys()
+    for name, tensor in published.items():
+        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=1e-4, msg=name)
     engine.close()
     assert (layout.logs / "learner-rank1.log").exists()
 

@@ -60,6 +60,14 @@ def test_a_batch_without_any_signal_has_no_updates(coordinator: Coordinator) -> 
     assert (ready.rows.num_rows, ready.updates, len(ready.no_signal)) == (0, [], 2)
 
 
+@pytest.mark.parametrize("updates_per_step", [2, 9])
+def test_nor_has_it_any_where_a_batch_is_several_updates(coordinator: Coordinator, updates_per_step: int) -> None:
+    play_all(coordinator, alike=True)
+    learner = replace(coordinator.config.learner, updates_per_step=updates_per_step)
+    ready = next_ready(coordinator, config=replace(coordinator.config, learner=learner))
+    assert (ready.rows.num_rows, ready.updates, len(ready.no_signal)) == (0, [], 2)
+
+
 def test_to_clone_is_to_need_no_signal(coordinator: Coordinator) -> None:
     play_all(coordinator, alike=True)
     config = replace(coordinator.config, loss=replace(coordinator.config.loss, policy="behaviour_cloning"))

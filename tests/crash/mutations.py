@@ -120,6 +120,9 @@ OTHER_DURABILITY = [
             "names": ("        _fsync(path)\n", "        if path.is_file():\n            _fsync(path)\n"),
             "name": ("    _fsync(dest.parent)\n", ""),
             "anything": ("        os.fsync(descriptor)\n", "        pass\n"),
+            "behind": ("self._thread.submit(_sync_whole, dest)", "self._thread.submit(int)"),
+            "behind: bytes": ("        _sync_files(directory)\n", ""),
+            "behind: name": ("        _sync_name(directory)\n", ""),
         }.items()
     ),
 ]

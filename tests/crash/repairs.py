@@ -25,6 +25,7 @@ from tests.crash.guards import change_a_byte
 from tests.crash.workload import Diary
 
 Done = dict[str | None, Line]  # by what is done
+PUBLISHED = ("weights/0", "weights/1", "checkpoints/0", "weights/2", "weights/3", "checkpoints/1")
 WEIGHTS = {"model.safetensors": b"\1" * 10_000, "config.json": b"{}"}
 
 
@@ -66,29 +67,40 @@ def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
 
 
 def publish(root: str, diary_path: str) -> None:
-    """Two versions of weights, the second one twice."""
+    """As a learner does: versions, the second one twice, and checkpoints, the first one twice, which make them durable."""
     diary = Diary(Path(diary_path))
-    visible_last = _directories().visible_last
-    make_directory(Path(root))
-    for name in ("v0", "v1", "v1"):
+    directories = _directories()
+    behind = directories.SyncedBehind()
+    for parent in ("", "weights", "checkpoints"):
+        make_directory(Path(root) / parent)
+    versions: list[str] = []
+    for name in (*PUBLISHED[:2], PUBLISHED[1], PUBLISHED[2], *PUBLISHED[2:]):
         diary.phase(name)
-        with visible_last(Path(root) / name) as directory:
+        is_version = name.startswith("weights")
+        with (behind.visible_whole if is_version else directories.visible_last)(Path(root) / name) as directory:
             for file, data in WEIGHTS.items():
                 (directory / file).write_bytes(data)
-        diary.done("publish", name=name)
+        if is_version:
+            versions.append(name)
+        else:
+            behind.wait()
+            diary.done("checkpoint", names=[name, *versions])
 
 
 def published(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """A version that has its name is whole; an announced one is there, unless it is being replaced: then nobody reads it."""
-    root = base / "run"
+    """A checkpoint that has its name is whole, and so is all that a checkpoint was to make durable.
+
+    Not so what is being replaced at that moment, which nobody reads, and versions after the last checkpoint.
+    """
+    durable = {name for line in diary for name in line.get("names", ())} - {line.get("phase") for line in diary[-1:]}
     broken = []
-    for name in ("v0", "v1"):
-        found = {path.name: path.read_bytes() for path in (root / name).iterdir()} if (root / name).is_dir() else None
-        if found is not None and found != WEIGHTS:
-            broken.append(f"{name} is torn")
-        announced = any(line.get("name") == name for line in diary) and diary[-1].get("phase") != name
-        if announced and found is None:
+    for name in PUBLISHED:
+        path = base / "run" / name
+        found = {file.name: file.read_bytes() for file in path.iterdir()} if path.is_dir() else None
+        if found is None and name in durable:
             broken.append(f"{name} is gone")
+        elif found not in (None, WEIGHTS) and (name in durable or name.startswith("checkpoints")):
+            broken.append(f"{name} is torn")
     return broken
 
 
