@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from actors import Status
 from configs import Config
-from supervision import LEARNER_STEP
+from learner import LEARNER_STEP
 
 LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal
 NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it

@@ -32,6 +32,7 @@ from actors import EngineLostError, Status
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from configs import Config
 from coordinator_calls import CoordinatorCalls
+from learner import RankError
 from parts import LEARNER, Part
 from runs import RUN_MARK, own_ray_session, wanted_workers
 from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
@@ -41,7 +42,6 @@ POLL_S = 0.5
 UNPLACED_S = 20.0  # a process that Ray has not begun for so long is named
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all, at the start
 STAGGER_S = 0.5  # between the starts of two workers, which load the same files
-RANK_LOST = ("RankError", "RankDiedError")  # of a learner with several ranks; it is as if the learner itself had died
 
 Show = Callable[[Status], None]
 
@@ -233,7 +233,7 @@ class Session:
             self._lost(part, "lost touch with the coordinator" if isinstance(error, RayTaskError) else DIED)
         elif isinstance(cause, EngineLostError) and self.is_up:
             self._lost(part, f"lost its engine: {cause}")
-        elif type(cause).__name__ in RANK_LOST:
+        elif isinstance(cause, RankError):  # as if the learner itself had died
             self._lost(part, f"lost a rank: {cause}")
         else:
             raise ComponentFailed(f"{part.name} failed: {one_line(error)}{self._log(part.name)}") from error

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from actors import Component
 from configs import SupervisionConfig
+from learner import LEARNER_STEP
 
 LOOKS = 2  # in a row; a coordinator that was busy for long hears everybody's beats at once, after it was asked
 FIRST_PAUSE_S = 1.0  # before a component is started again; doubles each time
 LONGEST_PAUSE_S = 30.0
 DRIVER = "driver"  # it asks, so it is alive
-LEARNER_STEP = "learner step"  # what the learner is at while it trains: work, not a wait
 
 
 class Watch:

@@ -8,18 +8,21 @@ around `policy_model.py`) a process, minimising what `objective.py` reads off th
 """
 
 from learner.guards import BadUpdatesError, CollapseError, StarvationError
-from learner.learner import Learner, LearnerActor, LearnerSetup
+from learner.learner import LEARNER_STEP, Learner, LearnerActor, LearnerSetup
 from learner.objective import with_published
 from learner.publish import copy_weights, write_weights
+from learner.ranks import RankError
 from learner.source import advantage_settings
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
 __all__ = [
+    "LEARNER_STEP",
     "BadUpdatesError",
     "CollapseError",
     "Learner",
     "LearnerActor",
     "LearnerSetup",
+    "RankError",
     "StarvationError",
     "advantage_settings",
     "copy_weights",

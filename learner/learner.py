@@ -48,6 +48,7 @@ from learner.stats import UpdateStats
 from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
 
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
+LEARNER_STEP = "learner step"  # what it is said to be at while it trains: work, not a wait
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
@@ -213,7 +214,7 @@ class Learner:
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
         """The optimizer updates of one learner step. Raises StarvationError after too many batches without any."""
-        self._promise_to_work()
+        self.heart.promise(LEARNER_STEP, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
         check_batches(self.empty_batches, success=ready.success)
         if not ready.updates:

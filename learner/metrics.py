@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from gigpo import singleton_fraction, step_variance_share
+from gigpo import anchor_size_shares, singleton_fraction, step_variance_share
 from learner.source import ReadyBatch
 from learner.stats import UpdateStats
 
@@ -48,7 +48,8 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "groups/no_signal": float(len(ready.no_signal)),
-        "anchor/singleton_fraction": singleton_fraction(ready.rows) if ready.rows.num_rows else 0.0,
+        "anchor/singleton_fraction": singleton_fraction(ready.rows),
+        **{f"anchor/{name}": share for name, share in anchor_size_shares(ready.rows).items()},
         "anchor/step_variance_share": step_variance_share(ready.rows),
         **mean_of_updates(updates),
     }

@@ -12,8 +12,9 @@ import configs
 from actors import Component
 from actors.pulse import GONE, Pulse
 from configs import SupervisionConfig
+from learner import LEARNER_STEP
 from progress import Progress
-from supervision import LEARNER_STEP, Watch
+from supervision import Watch
 
 CONFIG = SupervisionConfig(silent_s=10.0, max_restarts=3, restart_window_s=100.0, starving_s=30.0)
 
