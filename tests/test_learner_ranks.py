@@ -22,7 +22,7 @@ from learner.ranks import RankDiedError, RankError, Ranks
 from learner.stats import Pass, UpdateStats, gathered
 from store import RunLayout, files_digest
 from tests.engine_samples import CUT, assert_first_step_same, copied, cut, far_rows, make_base, random_rows
-from tests.rank_cases import ADAPTED, ALLOWED, CUTS, LEARNER, LOSSES, SHARED, STAGES, Place, Result, results
+from tests.rank_cases import ADAPTED, CUTS, LEARNER, LOSSES, SHARED, STAGES, Place, Result, results
 
 DEADLINE_S = 600.0  # only for what hangs
 Found = dict[str, Any]
@@ -106,20 +106,17 @@ def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(spread: tupl
         assert_same(alone.stats[0], other.stats[0], tokens_computed=True)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), ALLOWED)
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(spread: tuple[Found, Found, Found], stage: int, dtype: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(spread: tuple[Found, Found, Found], stage: int) -> None:
     for found in spread:
-        skipped, no_gradient, after, kept, bad_rows, gradient = found[f"skip {stage} {dtype}"]
+        skipped, no_gradient, after, kept, bad_rows, gradient = found[f"skip {stage}"]
         assert (skipped.loss, skipped.grad_norm, skipped.skipped, skipped.bad_rows) == (math.inf, math.inf, True, bad_rows)
         assert kept
         assert (no_gradient.grad_norm, no_gradient.skipped, no_gradient.bad_rows) == (math.inf, True, ())
         assert math.isfinite(no_gradient.loss)
         assert not after.skipped
         assert after.learning_rate == skipped.learning_rate, "a skipped update does not count in the warm-up"
-        if dtype == "float32":
-            assert far_apart(spread[0]["skip 0 float32"][-1], gradient) < 1e-5, "nothing of the bad gradients stayed"
-        else:
-            assert after.grad_norm == pytest.approx(spread[0]["skip 0 float32"][2].grad_norm, rel=0.02)
+        assert far_apart(spread[0]["skip 0"][-1], gradient) < 1e-5, "nothing of the bad gradients stayed"
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -136,10 +133,12 @@ def test_offloaded_updates_are_the_same_also_after_a_bad_one(
     spread: tuple[Found, Found, Found], stage: int, dtype: str
 ) -> None:
     for found in spread:
-        (here, here_weights, n_here, bad_rows), (away, away_weights, n_away, _) = (
+        (here, here_weights, n_here, kept_here, bad_rows), (away, away_weights, n_away, kept_away, _) = (
             found[f"offload {stage} {dtype} {offload}"] for offload in (False, True)
         )
-        assert n_here == n_away == 2
+        assert n_here == n_away == 2 and kept_here and kept_away
+        # What is left of a bad gradient would make the next one bad too, or larger than at another stage.
+        assert here[2].grad_norm == pytest.approx(spread[0]["offload 1 float32 False"][0][2].grad_norm, rel=0.02)
         assert [stats.skipped for stats in away] == [False, True, False]
         assert [stats.bad_rows for stats in here] == [stats.bad_rows for stats in away] == [(), bad_rows, ()]
         assert [stats.grad_norm for stats in away] == pytest.approx([stats.grad_norm for stats in here], rel=1e-5)
