@@ -37,7 +37,7 @@ test-slow: setup
 	$(PY) -m pytest -m slow
 
 test-faults: setup
-	$(PY) -m pytest tests/test_faults.py
+	$(PY) -m pytest -s tests/test_faults.py tests/test_two_engines.py
 
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \

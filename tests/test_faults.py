@@ -188,6 +188,7 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_error(tmp_path: 
     assert processes_of(run.run) == []
 
 
+@pytest.mark.faults
 def test_after_a_killed_driver_the_same_command_finds_nothing_in_its_way(tmp_path: Path, model: Path) -> None:
     with started(tmp_path / "run", model, *SCRIPTED) as run:
         run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 import store
+import train
 from configs import Config
 from learner.batch import micro_batches
 from learner.engine import Engine
@@ -324,16 +325,31 @@ def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(tmp_p
         (["env.name=no_such_module:World"], ["no_such_module"]),
         (["model.path=models/nowhere"], ["models/nowhere", "config.json"]),
         (["max_staleness=-2"], ["max_staleness=-2"]),
-        (["learner.gpus_per_rank=1", "actors.gpus_per_worker=1"], ["2 GPUs", "0"]),
     ],
 )
-def test_a_users_mistake_is_one_line_and_starts_nothing(tmp_path: Path, overrides: Sequence[str], words: list[str]) -> None:
+def test_a_users_mistake_is_one_line_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: Sequence[str], words: list[str]
+) -> None:
+    (tmp_path / "key_room.yaml").write_text(CONFIG)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        code = train.main([str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    check_mistake(tmp_path / "run", code, "".join(capsys.readouterr()), words)
+
+
+def test_gpus_that_are_not_there_are_one_line_too(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = finish(start(run, *overrides), run)
-    assert done.code == 2
-    (line,) = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert all(word in line for word in words), done.output
-    assert "Traceback" not in done.output
+    done = finish(start(run, "learner.gpus_per_rank=1", "actors.gpus_per_worker=1"), run)
+    check_mistake(run, done.code, done.output, ["2 GPUs", "0"])
+
+
+def check_mistake(run: Path, code: int, output: str, words: list[str]) -> None:
+    assert code == 2
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words), output
+    assert "Traceback" not in output
     assert not (run / "base").exists()
 
 

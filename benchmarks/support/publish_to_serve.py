@@ -19,8 +19,9 @@ from actors.concurrency import RequestGate
 from actors.policy import Prompt
 from actors.vllm_policy import VLLMPolicy
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
+from learner.directories import SyncedBehind
 from learner.engine import Engine
-from learner.publish import wait_until_durable, write_weights
+from learner.publish import publish_weights
 
 PROMPT_TOKENS = 16
 PATIENCE_S = 120.0
@@ -79,16 +80,17 @@ def _ask(learner: Connection, path: Path | None) -> str:
 def _learn(base: Path, connection: Connection) -> None:
     """Writes the weights to each path it is sent. None is the time between two publishes: they change, the disk catches up."""
     engine = Engine(model_path=base, model=ModelConfig(), learner=LearnerConfig(), loss=LossConfig(), temperature=1.0, seed=0)
+    behind = SyncedBehind()
     last: Path | None = None
     while True:
         path = connection.recv()
         if path is None:
-            wait_until_durable()
+            behind.wait()
             for parameter in engine.policy.parameters():
                 parameter.data.mul_(CHANGE)
             if last is not None:
                 shutil.rmtree(last)
             connection.send("")
         else:
-            connection.send(write_weights(engine.weights(), path, source_dir=base))
+            connection.send(publish_weights(engine.weights(), path, source_dir=base, behind=behind))
             last = path
