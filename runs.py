@@ -34,12 +34,8 @@ DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stop
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
 
-# Those that were there at the newest sign of life of any: who left for good is still in the view, with waiting_on = 'gone'.
-COMPONENTS = """
-SELECT name, waiting_on, last_beat_at FROM components
-WHERE last_beat_at > (SELECT max(last_beat_at) FROM components) - INTERVAL 60 SECONDS
-ORDER BY name
-"""
+# Who left for good is still in the view.
+COMPONENTS = "SELECT name, waiting_on, last_beat_at FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ around `policy_model.py`) a process, minimising what `objective.py` reads off th
 `directories.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none.
 """
 
-from learner.guards import BadUpdatesError, CollapseError, StarvationError
-from learner.learner import LEARNER_STEP, Learner, LearnerActor, LearnerSetup
+from learner.guards import LEARNER_STEP, BadUpdatesError, CollapseError, StarvationError
+from learner.learner import Learner, LearnerActor, LearnerSetup
 from learner.objective import with_published
 from learner.publish import copy_weights, write_weights
 from learner.ranks import RankError

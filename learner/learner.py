@@ -32,6 +32,7 @@ from learner.guards import (
     BAD_IN_A_ROW,
     BAD_UPDATE,
     EMPTY_IN_A_ROW,
+    LEARNER_STEP,
     CollapseError,
     StarvationError,
     bad_update_line,
@@ -48,7 +49,6 @@ from learner.stats import UpdateStats
 from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
 
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
-LEARNER_STEP = "learner step"  # what it is said to be at while it trains: work, not a wait
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
@@ -75,8 +75,7 @@ class Learner:
         self.step = 0
         self.saved_step = 0  # of the newest checkpoint: an announced one is never written again
         self.version = 0
-        self.bad_updates = 0  # in a row
-        self.empty_batches = 0  # in a row
+        self.bad_updates = self.empty_batches = 0  # in a row
         self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
         self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
         self.at_work = threading.Lock()  # held by `start` and `run`
@@ -104,7 +103,7 @@ class Learner:
     def close(self) -> None:
         """Stops, waits until `start` or `run` has returned, or for `step_timeout_s`, and frees the devices and the ranks.
 
-        It waits because a rank that is killed while a checkpoint is saved would take the checkpoint with it.
+        A rank that is killed while a checkpoint is saved would take it with it.
         """
         self.stop()
         has_ended = self.at_work.acquire(timeout=self.config.learner.step_timeout_s)
