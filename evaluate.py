@@ -18,10 +18,11 @@ import configs
 import report
 import runs
 from causes import ComponentFailed
+from cluster import ray_cluster
 from configs import ConfigError
 from envs import EnvironmentFailed
 from progress import Progress
-from session import Session, ray_cluster
+from session import Session
 from store import RunLayout, StoreError, check_unowned
 
 

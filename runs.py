@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import store
-from store import StoreError
+from store import RunLayout, StoreError
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
@@ -68,6 +68,7 @@ def driving(run: Path) -> Iterator[int]:
     if other is not None and other.process() is not None and other.pid != os.getpid():
         raise StoreError(f"process {other.pid} drives {run}; stop it (python train.py --stop {run}), or choose another run_dir")
     n_removed = remove_leftovers(run)
+    is_new = not run.exists()
     for left in (WANTED_FILE, STOPPING_FILE):
         (run / left).unlink(missing_ok=True)
     me = psutil.Process()
@@ -77,8 +78,12 @@ def driving(run: Path) -> Iterator[int]:
     try:
         yield n_removed
     finally:
+        remove_leftovers(run)  # what environments started apart from everything else, which no component knows of
         for mine in (DRIVER_FILE, STOPPING_FILE):
             (run / mine).unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # there is something in it: the run has begun
+                run.rmdir()
 
 
 def own_ray_session(run: Path, directory: str) -> None:
@@ -106,6 +111,8 @@ def driver_of(run: Path) -> Driver | None:
 def stop(run: Path, console: Console) -> None:
     """Ends the run in order, or what is left of it. Raises StoreError if its driver is another machine's, or does not end."""
     driver = driver_of(run)
+    if driver is None:
+        RunLayout.open(run)  # raises for what is no run
     process = driver.process() if driver is not None else None
     if driver is not None and driver.host != socket.gethostname():
         raise StoreError(f"{run} is driven by process {driver.pid} of {driver.host}; stop it there")
@@ -117,7 +124,8 @@ def stop(run: Path, console: Console) -> None:
         _wait_until_ended(process, run, console)
     n_removed = remove_leftovers(run)
     left = f"; removed {n_removed} leftover processes" if n_removed else ""
-    console.print(f"{run} is stopped{left}. Its train.py command goes on from here")
+    how = "is stopped" if process is not None else "is driven by nobody, or by a process that has just begun"
+    console.print(f"{run} {how}{left}. Its train.py command goes on from here")
 
 
 def status(run: Path, console: Console) -> None:

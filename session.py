@@ -15,12 +15,8 @@ the others. So does the coordinator's death: the same command goes on from what 
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -34,7 +30,7 @@ from configs import Config
 from coordinator_calls import CoordinatorCalls
 from learner import RankError
 from parts import LEARNER, Part
-from runs import RUN_MARK, own_ray_session, wanted_workers
+from runs import wanted_workers
 from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
 from supervision import Restarts, Watch
 
@@ -44,33 +40,6 @@ PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all, at the start
 STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 
 Show = Callable[[Status], None]
-
-
-@contextmanager
-def ray_cluster(run_dir: str) -> Iterator[None]:
-    """Joins the cluster that RAY_ADDRESS names, else starts a private one and removes everything of it at the end.
-
-    All its processes carry RUN_MARK, by which `runs.py` knows them.
-    """
-    mark = {RUN_MARK: str(Path(run_dir).resolve())}
-    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
-        ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": mark})
-        yield
-        return
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, would starve a run on a busy machine
-    os.environ.update(mark)
-    context = ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", configure_logging=False)
-    own_ray_session(Path(run_dir), context.address_info["session_dir"])
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
-
-
-def available_gpus() -> int:
-    return int(ray.cluster_resources().get("GPU", 0))
 
 
 class Session:

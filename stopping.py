@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import ray
@@ -24,7 +26,26 @@ AT_ONCE = (
     "committed are played again; nothing that was committed is lost"
 )
 
+REPEAT_S = 1.0  # `timeout` and Slurm signal a process and then its group, which is one wish to stop, not two
+
 Say = Callable[[str], None]
+
+
+class Interrupt:
+    """Makes a KeyboardInterrupt of SIGINT and of SIGTERM. A signal within REPEAT_S of another is the same one."""
+
+    def __init__(self) -> None:
+        self._heard_at_s = float("-inf")
+
+    def listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._heard)
+
+    def _heard(self, signum: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        is_repeat, self._heard_at_s = now_s - self._heard_at_s < REPEAT_S, now_s
+        if not is_repeat:
+            raise KeyboardInterrupt
 
 
 def stop_in_order(parts: Collection[Part], *, status: Callable[[], Status], config: Config, say: Say) -> dict[str, str]:
@@ -84,7 +105,7 @@ def _wait(running: Mapping[Any, Part], *, status: Callable[[], Status], config: 
         for call, part in list(waiting.items()):
             patience_s = config.learner.step_timeout_s if part.name == LEARNER and part.started else STOP_TIMEOUT_S
             late = f"it took longer than {patience_s:g} s" if time.monotonic() - begun_s > patience_s else None
-            why = silent.get(LEARNER, late) if part.name == LEARNER else late  # a worker that stops promises nothing
+            why = silent.get(part.name, late)
             if why is not None:
                 unstopped[part.name] = why
                 del waiting[call]
@@ -95,5 +116,5 @@ def _wait(running: Mapping[Any, Part], *, status: Callable[[], Status], config: 
                 component = components.get(part.name)
                 doing = f" ({component.waiting_on}, {component.waits_s:.0f} s)" if component and component.waiting_on else ""
                 at.append(part.name + doing)
-            say(f"stopping: waiting for {', '.join(at)}; Ctrl-C once more ends it at once")
+            say(f"stopping for {said_s - begun_s:.0f} s: waiting for {', '.join(at)}; Ctrl-C once more ends it at once")
     return unstopped

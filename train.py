@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -28,13 +26,17 @@ import report
 import runs
 from actors import sample_chats
 from causes import ComponentFailed
+from cluster import available_gpus, ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, is_program, list_tasks, try_environment
 from gigpo import advantages_macro
 from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer, with_published
 from progress import Progress
-from session import Session, available_gpus, ray_cluster
+from session import Session
+from stopping import Interrupt
 from store import RunLayout, StoreError, check_unowned, write_open_sql
+
+INTERRUPT = Interrupt()
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
     parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
     options = parser.parse_intermixed_args(arguments)  # --dry-run may stand anywhere
-    signal.signal(signal.SIGTERM, interrupt)
+    INTERRUPT.listen()
     console = Console(highlight=False, soft_wrap=True)
     try:
         if answered(options, console):
@@ -94,23 +96,27 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
-    check_same_run(config)
-    check_tasks(config, console)
-    if report.finished(config):
-        report.show(config, console)
-        return
-    with runs.driving(Path(config.run_dir)) as n_leftovers, ray_cluster(config.run_dir):
+    with runs.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left behind")
-        signal.signal(signal.SIGTERM, interrupt)  # Ray has put its own handler there
-        check_gpus(config)
-        layout = open_run(config)  # only now: a run directory keeps the config it was made with
-        model_path = config.model.path or str(make_base_policy(config, console))
-        with session_of(config, model_path, config, console) as session, Progress(config, "training", console) as progress:
-            console.print(f"{layout.root}: {session.restored}")
-            session.train(progress.show)
-            session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
+        check_same_run(config)
+        check_tasks(config, console)
+        if not report.finished(config):
+            with ray_cluster(config.run_dir):
+                run_to_the_end(config, console)
     report.show(config, console)
+
+
+def run_to_the_end(config: Config, console: Console) -> None:
+    """On a cluster that is there."""
+    INTERRUPT.listen()  # Ray has put its own handler there
+    check_gpus(config)
+    layout = open_run(config)  # only now: a run directory keeps the config it was made with
+    model_path = config.model.path or str(make_base_policy(config, console))
+    with session_of(config, model_path, config, console) as session, Progress(config, "training", console) as progress:
+        console.print(f"{layout.root}: {session.restored}")
+        session.train(progress.show)
+        session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
 
 
 def check_same_run(config: Config) -> None:
@@ -146,7 +152,7 @@ def check_tasks(config: Config, console: Console) -> None:
                 f"env.name={config.env.name} is an agent program: it needs a model that can chat, from its first episode on; "
                 "set model.path, and leave actors.scripted=false"
             )
-        try_environment(config.env.name, config.env.options, splits["train"][0])
+        try_environment(config.env.name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
     console.print(
         f"{config.env.name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out",
     )
@@ -192,10 +198,6 @@ def session_of(config: Config, model_path: str, driven: Config, console: Console
     """`driven` is the config of the run that this process drives, of which another may be a part."""
     say_stopping = partial(runs.say_stopping, Path(driven.run_dir))
     return Session(config, model_path, learns=True, say=partial(console.print, markup=False), say_stopping=say_stopping)
-
-
-def interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

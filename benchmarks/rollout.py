@@ -33,9 +33,9 @@ from support.simulated_run import Pace, make_config
 import configs
 from actors import sample_chats
 from actors.doubles import Delay
+from cluster import ray_cluster
 from configs import Config
 from learner import make_tiny_model, train_tokenizer
-from session import ray_cluster
 
 QUICK_START = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 REQUIRED = {

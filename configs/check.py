@@ -164,6 +164,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError("loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true")
     if config.actors.scripted and config.loss.policy != "behaviour_cloning":
         raise ConfigError(f"actors.scripted=true needs loss.policy=behaviour_cloning, not {config.loss.policy!r}")
+    if config.actors.scripted and config.max_staleness < config.learner.steps - 1:
+        raise ConfigError(
+            f"actors.scripted=true plays at version 0 for ever, so with max_staleness={config.max_staleness} every group is "
+            f"too old from learner step {config.max_staleness + 2} on; use max_staleness={config.learner.steps}"
+        )
 
 
 def _check_read(algorithm: AlgorithmConfig) -> None:

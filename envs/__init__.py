@@ -7,8 +7,8 @@ Nothing here knows tokens, prompts or models. Worlds are reached by name, so tha
 """
 
 from envs.base import Environment, Observation, Task, Transition
-from envs.check import EnvironmentFailed, list_tasks, try_environment
-from envs.pool import EnvironmentPool, PooledEnvironment
+from envs.check import EnvironmentFailed, list_tasks
+from envs.pool import EnvironmentPool, PooledEnvironment, try_environment
 from envs.process import EnvironmentDied
 from envs.programs import ClientSettings, Outcome, Program, ProgramPool
 from envs.registry import ENVIRONMENTS, environment_class, is_program, program_class

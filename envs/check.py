@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,22 +39,6 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
             f"env.name={name}: task {min(both)!r} is in the train and in the heldout split; give each task one split"
         )
     return splits
-
-
-def try_environment(name: str, options: Mapping[str, object], task: Task) -> None:
-    """Starts the environment once and resets it to `task`. Raises EnvironmentFailed with its error."""
-    try:
-        if is_program(name):
-            program_class(name)(options)  # to run it takes a model
-            return
-        environment = environment_class(name)(options)
-        answer = environment.reset(task)
-        if inspect.iscoroutine(answer):
-            answer = asyncio.run(answer)
-        checked_answer("reset", answer)
-        environment.close()
-    except Exception as error:  # as above
-        raise EnvironmentFailed(f"env.name={name} does not start with task {task.id!r}: {_line(error)}") from error
 
 
 def checked_answer(method: str, answer: object) -> Observation | Transition:

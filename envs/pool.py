@@ -24,9 +24,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
-from envs.check import checked_answer
+from envs.check import EnvironmentFailed, checked_answer
 from envs.process import EnvironmentDied, EnvironmentProcess, close_safely
-from envs.registry import environment_class
+from envs.registry import environment_class, is_program, program_class
 from envs.waits import Waits, request_name
 
 
@@ -96,6 +96,27 @@ class EnvironmentPool:
     def close(self) -> None:
         for host in self._hosts:
             host.close()
+
+
+def try_environment(name: str, options: Mapping[str, object], task: Task, *, answer_timeout_s: float) -> None:
+    """Starts the environment once and resets it to `task`. Raises EnvironmentFailed with its error, or if it hangs."""
+
+    async def once() -> None:
+        pool = EnvironmentPool(name, options, processes=1, answer_timeout_s=answer_timeout_s)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(task)
+        finally:
+            pool.close()
+
+    try:
+        if is_program(name):
+            program_class(name)(options)  # to run it takes a model
+        else:
+            asyncio.run(once())
+    except Exception as error:  # the border to a user's own code
+        why = str(error) if isinstance(error, EnvironmentDied) else f"{type(error).__name__}: {error}"
+        raise EnvironmentFailed(f"env.name={name} does not start with task {task.id!r}: {' '.join(why.split())}") from error
 
 
 class _OnThisLoop:

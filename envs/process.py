@@ -24,10 +24,11 @@ from envs.child import end_child, end_with_parent, start_child
 from envs.registry import environment_class
 from envs.waits import Waits, request_name
 
-START_TIMEOUT_S = 300.0  # for the first answer of a process: some engines are slow to import
+START_TIMEOUT_S = 300.0  # for a process to import its world and make the first object of it: some engines are slow
 CLOSE_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0  # its socket closes a moment before it has an exit code
 MAX_SENT = 32  # requests in its socket; hundreds would fill it, and the event loop would stand still with a hung process
+IS_UP = -1  # number of no request: what a process sends when it has done that
 CHILD = "from envs.process import main; main()"  # with -m all classes would exist twice
 
 
@@ -45,8 +46,8 @@ class EnvironmentDied(RuntimeError):
 class EnvironmentProcess:
     """The parent's end: sends numbered requests, resolves one future per answer. Starts the process when it is needed.
 
-    `starts` is held from the start of a process to its first answer, as loading an engine is work for a core; whoever shares it
-    starts when the one before is done.
+    `starts` is held until a process is up, as loading an engine is work for a core; whoever shares it starts when the one
+    before is done.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EnvironmentProcess:
         self._unsent: deque[tuple[int, int, str, object]] = deque()  # the last of them
         self._here: set[int] = set()  # environments that were reset in the process of now
         self._timer: asyncio.TimerHandle | None = None
-        self._has_answered = False
+        self._is_up: asyncio.Future[None]
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
         if method != "reset" and environment_id not in self._here:
@@ -71,7 +72,7 @@ class EnvironmentProcess:
             async with self._starts:
                 if self._process is None:
                     self._start()
-                    return await self._ask(environment_id, method, argument)
+                    await asyncio.shield(self._is_up)
         return await self._ask(environment_id, method, argument)
 
     def close(self) -> None:
@@ -100,16 +101,20 @@ class EnvironmentProcess:
             arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name, json.dumps(dict(self._options))]
             self._process = start_child(arguments, channel=theirs)
         self._connection = Connection(ours.detach())
-        self._has_answered = False
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection.fileno(), self._read)
+        self._is_up = loop.create_future()
+        self._is_up.add_done_callback(lambda done: done.exception())  # also if nobody waits for it any more
+        self._waits.begin(self._is_up, "its process to start")
+        self._watch()
 
     def _watch(self) -> None:
         """The deadline of the request it is working on now; those behind it have not begun to wait."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
-        if self._futures:
-            patience_s = self._answer_timeout_s if self._has_answered else max(START_TIMEOUT_S, self._answer_timeout_s)
+        if self._futures or not self._is_up.done():
+            patience_s = self._answer_timeout_s if self._is_up.done() else max(START_TIMEOUT_S, self._answer_timeout_s)
             self._timer = asyncio.get_running_loop().call_later(patience_s, self._hangs, patience_s)
 
     def _hangs(self, patience_s: float) -> None:
@@ -121,23 +126,22 @@ class EnvironmentProcess:
         try:
             while self._connection.poll():
                 request, result, error = self._connection.recv()
-                future = self._futures.pop(request)
+                future = self._is_up if request == IS_UP else self._futures.pop(request)
                 self._waits.end(future)
-                self._has_answered = True
                 self._send()
+                if not future.done():  # else its episode was cancelled
+                    if error is None:
+                        future.set_result(result)
+                    else:
+                        future.set_exception(EnvironmentDied(error, at_fault=True))
                 self._watch()
-                if future.done():  # its episode was cancelled
-                    continue
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(EnvironmentDied(error, at_fault=True))
         except (EOFError, ConnectionResetError):
             self._fail_all("")
 
     def _fail_all(self, hung: str) -> None:
         """Ends the process. The first request is to blame, as it was the one being answered."""
-        futures, self._futures = list(self._futures.values()), {}
+        futures: list[asyncio.Future[Any]] = [*([] if self._is_up.done() else [self._is_up]), *self._futures.values()]
+        self._futures = {}
         self._unsent.clear()
         process = self._forget()
         code = end_child(process, patience_s=0.0 if hung else EXIT_TIMEOUT_S)
@@ -164,6 +168,10 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
     """The child's loop: consumes requests, produces answers, ends when the parent closes or dies."""
     make = environment_class(env_name)
     environments: dict[int, Environment] = {}
+    spare: list[Environment] = []
+    with contextlib.suppress(Exception):  # the first request makes one too, and is told what is wrong
+        spare.append(make(options))
+    connection.send((IS_UP, None, None))
     while True:
         try:
             request, environment_id, method, argument = connection.recv()
@@ -172,7 +180,7 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
         answer: tuple[int, object, str | None]
         try:
             if environment_id not in environments:
-                environments[environment_id] = make(options)
+                environments[environment_id] = spare.pop() if spare else make(options)
             answer = (request, checked_answer(method, getattr(environments[environment_id], method)(argument)), None)
         except Exception as error:  # noqa: BLE001 - a process border: the parent raises it with this text
             if environment_id in environments:
@@ -183,7 +191,7 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             break
-    for environment in environments.values():
+    for environment in (*environments.values(), *spare):
         close_safely(environment)
 
 

@@ -206,3 +206,10 @@ def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:
     assert (config.loss.dual_clip, config.loss.tis_cap) == (float("inf"), float("inf"))
     assert configs.from_yaml(configs.to_yaml(config)) == config
     assert configs.load(empty, ["loss.policy=dppo_tv", "loss.ratio_cap=.inf"]).loss.ratio_cap == float("inf")
+
+
+def test_a_scripted_player_whose_groups_would_all_become_too_old_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("actors: {scripted: true}\nloss: {policy: behaviour_cloning}\nlearner: {steps: 100}")
+    with pytest.raises(ConfigError, match=r"max_staleness=1 .* from learner step 3 on; use max_staleness=100"):
+        configs.load(tmp_path / "c.yaml", ["algorithm.estimator=grpo"])
+    configs.load(tmp_path / "c.yaml", ["max_staleness=99", "learner.keep_versions=101"])

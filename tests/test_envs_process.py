@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from envs import EnvironmentDied, EnvironmentPool, PooledEnvironment, Task
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, PooledEnvironment, Task, try_environment
 from tests.processes import wait_until_gone
 
 OPTIONS: Mapping[str, object] = {}
@@ -32,7 +33,9 @@ class Counted:
     def __init__(self, options): LIVE.add(self)
     @classmethod
     def tasks(cls, split, options): return []
-    def reset(self, task): return Observation(text=task.id)
+    def reset(self, task):
+        if task.id == "hang": time.sleep(3600)
+        return Observation(text=task.id)
     def step(self, action):
         if action == "raise": raise RuntimeError("it broke")
         if action == "wait": time.sleep(0.02)
@@ -253,3 +256,22 @@ def test_neither_a_hung_environment_nor_its_child_outlives_an_owner_that_was_kil
         owner.wait()
     wait_until_gone(environment)
     wait_until_gone(child)
+
+
+def test_a_reset_that_hangs_in_a_new_process_has_the_time_of_an_answer_not_of_a_start(counted: str) -> None:
+    async def play() -> None:
+        pool = EnvironmentPool(counted, OPTIONS, processes=1, answer_timeout_s=0.5)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(replace(TASK, id="hang"))
+        finally:
+            pool.close()
+
+    with pytest.raises(EnvironmentDied, match=r"did not answer within 0\.5 s and was killed"):
+        asyncio.run(asyncio.wait_for(play(), timeout=60.0))
+
+
+def test_an_environment_that_hangs_is_found_before_anything_is_started(counted: str) -> None:
+    try_environment(counted, OPTIONS, TASK, answer_timeout_s=60.0)
+    with pytest.raises(EnvironmentFailed, match=r"does not start with task 'hang'.*did not answer within 0\.5 s"):
+        try_environment(counted, OPTIONS, replace(TASK, id="hang"), answer_timeout_s=0.5)

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 import store
 import train
+from cluster import RAY_DIRECTORY
 from configs import Config
 from learner.batch import micro_batches
 from learner.engine import Engine
@@ -68,8 +69,8 @@ class Leftovers:
             shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir() if str(path) not in mapped_files()),
             sessions=frozenset(
                 path.name
-                for path in Path("/tmp/ray").glob("session_*_*")
-                if not psutil.pid_exists(int(path.name.rpartition("_")[2]))  # the name ends with the driver's pid
+                for path in Path("/tmp").glob(f"{RAY_DIRECTORY}*")
+                if not psutil.pid_exists(int(path.name.removeprefix(RAY_DIRECTORY).partition("-")[0]))  # the driver's pid
             ),
         )
 
@@ -331,11 +332,12 @@ def test_a_users_mistake_is_one_line_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: Sequence[str], words: list[str]
 ) -> None:
     (tmp_path / "key_room.yaml").write_text(CONFIG)
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = train.main([str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides])
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     check_mistake(tmp_path / "run", code, "".join(capsys.readouterr()), words)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import runs
 from runs import DRIVER_FILE, RUN_MARK, Driver, driver_of, driving, own_ray_session, remove_leftovers
+from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
 
@@ -63,6 +64,7 @@ def test_this_process_and_its_parents_are_no_leftovers(tmp_path: Path, monkeypat
 
 def test_one_process_drives_a_run_at_a_time(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
     run = tmp_path / "run"
+    run.mkdir()
     with driving(run) as n_removed:
         assert n_removed == 0
         driver = driver_of(run)
@@ -77,6 +79,7 @@ def test_one_process_drives_a_run_at_a_time(tmp_path: Path, sleepers: list[subpr
 
 def test_a_pid_that_is_another_process_by_now_drives_nothing(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
     run = tmp_path / "run"
+    run.mkdir()
     with driving(run):
         driver = driver_of(run)
     assert driver is not None
@@ -110,7 +113,7 @@ def test_only_the_ray_session_a_driver_started_is_removed(tmp_path: Path) -> Non
     """Ray's directories end with a process number, which may be somebody else's by now."""
     run, gone = tmp_path / "run", 2**22 + 1  # a number no process has
     mine, others = (tmp_path / "ray" / f"session_2026-01-0{day}_{gone}" for day in (1, 2))
-    for directory in (mine, others):
+    for directory in (run, mine, others):
         directory.mkdir(parents=True)
     with driving(run):
         own_ray_session(run, str(mine))
@@ -186,14 +189,14 @@ def test_the_status_shows_who_is_there(tmp_path: Path) -> None:
     write_open_sql(layout, macros=[], max_staleness=1)
     with Catalog.open(layout) as catalog:
         with mock.patch("store.catalog.database.now_us", return_value=now_us() - 600_000_000):
-            catalog.heartbeats({"worker-9": "gone", "worker-8": None})
+            catalog.heartbeats({"driver": None})
         catalog.heartbeats({"worker-0": None, "learner": "groups", "worker-1": "gone"})
         export(catalog, layout)
     with driving(run):
         shown = status_of(run)
-        assert "(works)" in shown and "groups" in shown and "gone" in shown
-        assert "worker-0" in shown and "worker-1" in shown
-        assert "worker-9" not in shown and "worker-8" not in shown, "they left long ago"
+        assert "(works)" in shown and "groups" in shown
+        assert "worker-0" in shown and "worker-1" not in shown, "it has left"
+        assert "driver" in shown, "also one that is stopped, and has not been heard of for long"
     ended = status_of(run)
     assert "nobody drives it" in ended and "(ended)" in ended and "(works)" not in ended
 
@@ -202,3 +205,39 @@ def status_of(run: Path) -> str:
     output = StringIO()
     runs.status(run, Console(file=output, width=200))
     return output.getvalue()
+
+
+def test_a_stop_of_what_is_no_run_is_an_error_and_of_one_that_nobody_drives_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="nowhere"):
+        runs.stop(tmp_path / "nowhere", Console(file=StringIO()))
+    RunLayout.create(tmp_path / "run", config_yaml="")
+    output = StringIO()
+    runs.stop(tmp_path / "run", Console(file=output, soft_wrap=True))
+    assert "is driven by nobody, or by a process that has just begun" in output.getvalue()
+
+
+def test_a_driver_that_fails_before_the_run_has_begun_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a typo"), driving(tmp_path / "run"):
+        raise ValueError("a typo")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_driver_ends_what_the_environments_of_its_run_started(
+    tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    with driving(tmp_path / "run"):
+        forked = sleep_with(tmp_path / "run", sleepers)
+    forked.wait(timeout=10)
+
+
+def test_signals_in_quick_succession_are_one_wish_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("stopping.time.monotonic", lambda: now_s[0])
+    interrupt = Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt._heard(signal.SIGTERM, None)
+    now_s[0] += REPEAT_S / 2
+    interrupt._heard(signal.SIGINT, None)  # the group's
+    now_s[0] += REPEAT_S
+    with pytest.raises(KeyboardInterrupt):
+        interrupt._heard(signal.SIGINT, None)

@@ -24,6 +24,7 @@ import train
 from actors import Component, Coordinator, EngineLostError, PromptForm
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from configs import PromptConfig
+from learner import RankError
 from parts import LEARNER, Part
 from session import Session
 from stopping import outcome, stop_in_order
@@ -187,17 +188,13 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
         session._failed(Part(name="worker-0", due_at_s=0.0), error)
 
 
-class RankDiedError(RuntimeError):
-    """As the learner's."""
-
-
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
         ("worker-0", ActorDiedError(), "worker-0 died: its process was killed"),
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [EngineLostError("it left")])), "lost its engine: it left"),
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [RayActorError()])), "lost touch with the coordinator"),
-        (LEARNER, as_ray_passes_it_on(RankDiedError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
+        (LEARNER, as_ray_passes_it_on(RankError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
     ],
 )
 def test_who_is_lost_is_started_again(session: Session, name: str, error: RayError, words: str) -> None:
@@ -215,7 +212,7 @@ def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_the
 
 
 def test_a_rank_that_is_lost_too_often_ends_the_run(session: Session) -> None:
-    error = as_ray_passes_it_on(RankDiedError("rank 1 of the learner died"))
+    error = as_ray_passes_it_on(RankError("rank 1 of the learner died"))
     for _ in range(session.config.supervision.max_restarts):
         session._failed(Part(name=LEARNER, due_at_s=0.0), error)
     with pytest.raises(ComponentFailed, match="learner lost a rank: rank 1 of the learner died, more than 5 times"):
@@ -281,8 +278,9 @@ def test_a_learner_may_finish_its_step_when_the_run_is_stopped(world: World, sai
     assert stop_in_order([learner, worker], status=coordinator.status, config=CONFIG, say=said.append) == {}
     assert learner.handle.asked == worker.handle.asked == ["stop", "close"]
     assert world.now_s >= 300.0
-    assert said[0].startswith("stopping: waiting for learner (learner step, 31 s), worker-0; Ctrl-C once more")
-    assert said[-1].startswith("stopping: waiting for learner (learner step, 31 s); ")
+    assert said[0].startswith("stopping for 0 s: waiting for learner (learner step, 31 s), worker-0; Ctrl-C once more")
+    assert "s: waiting for learner (learner step, 31 s); " in said[-1]
+    assert len(set(said)) == len(said), "who waits outside for news takes the same line again for silence"
 
 
 def test_who_does_not_stop_is_named_and_not_closed_beside_its_work(world: World, said: list[str]) -> None:
@@ -399,7 +397,7 @@ def test_ctrl_c_while_another_run_is_asked_about(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train.runs, "stop", interrupted)
-    monkeypatch.setattr(train.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(train.INTERRUPT, "listen", lambda: None)
     assert train.main(["--stop", "runs/a"]) == 130
     assert "interrupted" in capsys.readouterr().out
 
