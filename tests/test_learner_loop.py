@@ -14,7 +14,7 @@ import pytest
 
 from actors import Coordinator
 from configs import Config
-from learner import BadUpdatesError, Learner, StarvationError
+from learner import LEARNER_STEP, BadUpdatesError, Learner, StarvationError
 from learner.prefetch import Prefetch
 from learner.source import ready_batch
 from store import RunLayout
@@ -121,9 +121,10 @@ def test_who_is_stuck_in_reading_a_batch_promises_once(tmp_path: Path, monkeypat
     monkeypatch.setattr("learner.prefetch.ready_batch", read_slowly)
     loop.learner.run()
     loop.coordinator.close()
-    working = [promise for promise in loop.heart.promised if promise[0] is None and promise[1] != math.inf]
-    assert working == [(None, STEP_TIMEOUT_S)] * 3, "once while it reads, once to train, once to end"
-    assert loop.heart.promised[-3:] == [*working[:2], (None, math.inf)]
+    working = [promise for promise in loop.heart.promised if promise[0] in (None, LEARNER_STEP) and promise[1] != math.inf]
+    while_it_reads, to_train, to_end = ((what, STEP_TIMEOUT_S) for what in (None, LEARNER_STEP, None))
+    assert working == [while_it_reads, to_train, to_end], "once each"
+    assert loop.heart.promised[-3:] == [to_train, to_end, (None, math.inf)]
 
 
 def test_to_close_beside_a_run_waits_for_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
