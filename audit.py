@@ -34,7 +34,7 @@ from rich.table import Table
 
 import configs
 import store
-from configs import Config, ConfigError
+from configs import AlgorithmConfig, Config, ConfigError
 from gigpo import (
     WHITENED,
     AdvantageSettings,
@@ -43,12 +43,12 @@ from gigpo import (
     groups_without_signal,
     step_variance_share,
 )
-from learner import advantage_settings
 from store import RunLayout, StoreError
 
 QUERY_TIMEOUT_S = 3600.0
 STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; reads are by group, or by batch if that is whitened
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
+UNSTORED = {("anchor", "anchor_key"): "anchor_key", ("anchor_versions", "weighted"): "weight"}  # setting -> column it needs
 ANCHOR_COLUMNS = {"similar": "anchor_text", "similar_greedy": "anchor_text", "state_and_actions": "admissible_actions"}
 READ = """FROM (
     SELECT s.*, batch_id, coalesce(batch_id::VARCHAR, split) AS batch
@@ -78,10 +78,11 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = advantage_config(RunLayout.open(options.run).info.config_yaml)
-        own = advantage_settings(config)
+        own = advantage_settings(config.algorithm)
         named = {"a": changed(own, options.settings)}
         if options.against is not None:
             named["b"] = changed(own, options.against)
+        check_stored(named)
         check_output(options.output)
         with store.open(options.run) as reader:
             signal = config.algorithm.signal
@@ -128,6 +129,22 @@ def advantage_config(config_yaml: str) -> Config:
     if section.pop("penalty_is_signal", True) is False and section.get("signal", "advantages") == "advantages":
         section["signal"] = "rewards"  # what that knob of earlier runs meant
     return configs.from_yaml(yaml.safe_dump({"algorithm": section}))
+
+
+def advantage_settings(algorithm: AlgorithmConfig) -> AdvantageSettings:
+    """The settings of the same names. The learner has this too, but importing it takes seconds: it loads what trains."""
+    return AdvantageSettings(**{field.name: getattr(algorithm, field.name) for field in dataclasses.fields(AdvantageSettings)})
+
+
+def check_stored(named: dict[str, AdvantageSettings]) -> None:
+    """Refuses settings that read a column which no run has."""
+    for settings in named.values():
+        for (name, value), column in UNSTORED.items():
+            if getattr(settings, name) == value:
+                raise ValueError(
+                    f"{name}={value} reads a column {column}, and a stored run has none; in Python, read `steps` with "
+                    f"store.open, append a column {column} and call gigpo.compute_advantages"
+                )
 
 
 def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> AdvantageSettings:

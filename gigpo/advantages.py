@@ -49,17 +49,18 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       them: version_min int (anchor_versions 'window'), weight float from 1e-100 to 1e100 ('weighted'), won bool
       ('graphgpo'), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor 'anchor_key'),
       anchor_text or null (anchors 'similar', 'similar_greedy', which read no anchor_key). Uids, hashes and keys of any one
-      type that has one value a row; NaN in them is null.
+      type that has one value a row; NaN in them is null, -0.0 is 0.0. A trajectory is won if any of its rows says so.
     Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty), episode_advantage,
       step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for groups_without_signal
       episode_return (float64; of the trajectory, undiscounted, no penalty), episodes_differ (its group's, beyond rounding),
       steps_differ (returns of its anchor group, no penalty), has_penalties (some row of its group), all bool.
 
     A column that is missing or of another type raises ValueError with its name; a trajectory whose step_index is not 0..T-1,
-    or whose rewards are not finite or add up to sizes above 1e100, with its uid; what is no table, TypeError. The same rows in
-    the same order give the same bits; in another order, or beside other groups, the same numbers to rounding (but anchor
-    'similar_greedy', and estimators that whiten over the batch).
+    or whose rewards are not finite or add up to sizes above 1e100, with its uid; what is no table, or no AdvantageSettings,
+    TypeError. The same rows in the same order give the same bits; in another order, or beside other groups, the same numbers
+    to rounding (but anchor 'similar_greedy', and estimators that whiten over the batch).
     """
+    _check_settings(settings)
     table = _with_similarity_keys(table_of(steps), settings)
     narrow = columns_of(table, _columns(settings))
     results: dict[str, np.ndarray] = {name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()}
@@ -77,7 +78,15 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
 
 def prepare_advantages(settings: AdvantageSettings) -> None:
     """Plans the SQL for these settings, so that the first `compute_advantages` is as fast as all others: 0.1 s once."""
+    _check_settings(settings)
     _prepared(_of_the_sql(settings))
+
+
+def _check_settings(settings: object) -> None:
+    if not isinstance(settings, AdvantageSettings):
+        raise TypeError(
+            f"settings must be an AdvantageSettings, such as PUBLISHED_SETTINGS, and not of type {type(settings).__name__}"
+        )
 
 
 def _with_similarity_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:

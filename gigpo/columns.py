@@ -54,7 +54,7 @@ def table_of(steps: Columns) -> pa.Table:
 
 
 def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
-    """Those columns of `steps`: keys without Arrow's wrappings, NaN in them as null; all others of TYPES.
+    """Those columns of `steps`: keys without Arrow's wrappings, NaN in them as null, -0.0 as 0.0; all others of TYPES.
 
     Raises ValueError for a column that is missing, there twice, or of another type, with its name, its type and the one it
     should have.
@@ -66,7 +66,16 @@ def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
     twice = [name for name in names if table.column_names.count(name) > 1]
     if twice:
         raise ValueError(f"steps has the columns {twice} more than once; drop one of each")
-    return pa.table({name: (_key if name in KEYS else _value)(name, table[name]) for name in names})
+    return pa.table({name: (_key if name in KEYS else _value)(name, _without_views(table[name])) for name in names})
+
+
+def _without_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """polars' categories are views of text, which Arrow cannot decode."""
+    kind = column.type
+    if not types.is_dictionary(kind) or not (types.is_string_view(kind.value_type) or types.is_binary_view(kind.value_type)):
+        return column
+    plain = pa.large_string() if types.is_string_view(kind.value_type) else pa.large_binary()
+    return column.cast(pa.dictionary(kind.index_type, plain))
 
 
 def _key(name: str, column: pa.ChunkedArray) -> pa.Array:
@@ -76,7 +85,7 @@ def _key(name: str, column: pa.ChunkedArray) -> pa.Array:
     if isinstance(values, pa.DictionaryArray):
         values = values.dictionary_decode()
     if types.is_floating(values.type):
-        values = values.cast(pa.float64())
+        values = pc.add(values.cast(pa.float64()), 0.0)  # -0.0 + 0.0 is 0.0: codes tell apart what SQL's equality does not
         return pc.if_else(pc.is_nan(values), pa.scalar(None, pa.float64()), values)
     if types.is_string_view(values.type) or types.is_binary_view(values.type):
         return values.cast(pa.large_string() if types.is_string_view(values.type) else pa.large_binary())
@@ -105,8 +114,10 @@ def _is_text(kind: pa.DataType) -> bool:
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return any(is_one(kind) for is_one in (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view))
+def _is_list_of_text(kind: pa.DataType) -> bool:
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
+    # Of nothing but empty lists and nulls Arrow makes a list of null.
+    return any(is_one(kind) for is_one in lists) and (_is_text(kind.value_type) or types.is_null(kind.value_type))
 
 
 _Predicate = Callable[[pa.DataType], bool]
@@ -116,6 +127,6 @@ _WANTED: Final = MappingProxyType[pa.DataType, tuple[_Predicate, str]](
         pa.float64(): (_is_real, "a number"),
         pa.bool_(): (types.is_boolean, "bool"),
         pa.string(): (_is_text, "text"),
-        pa.list_(pa.string()): (_is_list, "a list of text"),
+        pa.list_(pa.string()): (_is_list_of_text, "a list of text"),
     }
 )

@@ -16,6 +16,7 @@ ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_gr
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
 _REALS: Final = ("gamma", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
+_INTEGER_LIMIT: Final = 2**62  # and for versions: their differences, and the window + 1, have to fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,8 @@ class AdvantageSettings:
             object.__setattr__(self, name, _python_number(name, getattr(self, name), whole=False))
         for name in _INTEGERS:
             object.__setattr__(self, name, _python_number(name, getattr(self, name), whole=True))
+            if getattr(self, name) >= _INTEGER_LIMIT:
+                raise ValueError(f"{name}={getattr(self, name)} must be less than 2^62")
         if not 0.0 <= self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} is outside [0, 1]: returns would grow with the episode's length")
         if not (math.isfinite(self.omega) and self.omega >= 0.0):

@@ -182,6 +182,8 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(tmp_path: Path, capsys: pyt
         (["--against", "omega=1", "omega=1"], "omega is given twice"),
         (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),  # before any work
         (["--where", "false"], "no step"),
+        (["anchor=anchor_key"], "reads a column anchor_key, and a stored run has none; in Python, "),
+        (["--against", "anchor_versions=weighted"], "reads a column weight, and a stored run has none; in Python, "),
         (["--where", "nothing = 1"], "nothing"),
     ],
 )
@@ -237,3 +239,15 @@ def test_steps_by_the_size_of_their_anchor_group(run: Path, capsys: pytest.Captu
 def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:
     config = audit.advantage_config("{}")
     assert config.algorithm == AlgorithmConfig()
+    assert audit.advantage_settings(config.algorithm) == PUBLISHED_SETTINGS
+    other = replace(PUBLISHED_SETTINGS, estimator="rloo", gamma=0.5, anchor_history=4, version_window=7)
+    given = AlgorithmConfig(estimator="rloo", gamma=0.5, anchor_history=4, version_window=7)
+    assert audit.advantage_settings(given) == other
+
+
+def test_an_audit_does_not_load_what_trains() -> None:
+    """It would take longer than most audits."""
+    imported = {
+        line.split()[1] for line in Path(audit.__file__).read_text().splitlines() if line.startswith(("import", "from"))
+    }
+    assert imported.isdisjoint({"learner", "actors"})

@@ -101,6 +101,8 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: settings(omega=True),
         lambda: settings(anchor_history=2.0),
         lambda: settings(version_window=2.5),
+        lambda: settings(version_window=2**62),
+        lambda: settings(anchor_history=2**62),
     ],
 }
 

@@ -43,6 +43,8 @@ FROM (
             WHEN anchor_versions <> 'window' THEN ''
             WHEN version_min IS NULL
                 THEN error('anchor_versions window needs a version_min for every step, and some have none')
+            WHEN version_min NOT BETWEEN -4611686018427387903 AND 4611686018427387903
+                THEN error(format('version_min is {}, and must be between -2^62 and 2^62', version_min))
             ELSE format('{} ', (MAX(version_min) OVER (PARTITION BY group_uid) - version_min) // (version_window::BIGINT + 1))
         END AS bucket
     FROM (

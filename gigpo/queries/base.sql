@@ -1,6 +1,7 @@
 -- The narrow relation every other query stands on: one row per step, only what the equations name.
 -- Whole numbers are of an integer type and flags BOOLEAN, or refused: a cast would make step 0 of 0.4, and true of 0.3.
--- A uid, hash or key that is NaN is NULL: that is how some tools write a missing value.
+-- A uid, hash or key that is NaN is NULL: that is how some tools write a missing value. A hash or key that is -0.0 is 0.0: the
+-- two are equal, and some queries compare the text. ('0.0' without a cast takes the type of the column, whatever it is.)
 -- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of any type that compares.
 --      Optional, NULL where the table lacks them: version_min, weight, won, anchor_key, admissible_actions
 -- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = this step has no anchor state),
@@ -20,7 +21,9 @@ SELECT
     CASE WHEN typeof(is_action_valid) IN ('BOOLEAN', '"NULL"') THEN is_action_valid::BOOLEAN
         ELSE error('is_action_valid is ' || typeof(is_action_valid) || ', and must be BOOLEAN; cast it where steps is made')
     END AS is_action_valid,
-    CASE WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = 'nan' THEN NULL ELSE state_hash
+    CASE WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = 'nan' THEN NULL
+        WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = '-0.0' THEN '0.0'
+        ELSE state_hash
     END AS state_hash,
     CASE WHEN typeof(version_min) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")' THEN version_min::BIGINT
         ELSE error('version_min is ' || typeof(version_min) || ', and must be an integer; cast it where steps is made')
@@ -29,7 +32,9 @@ SELECT
     CASE WHEN typeof(won) IN ('BOOLEAN', '"NULL"') THEN won::BOOLEAN
         ELSE error('won is ' || typeof(won) || ', and must be BOOLEAN; cast it where steps is made')
     END AS won,
-    CASE WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = 'nan' THEN NULL ELSE anchor_key::VARCHAR
+    CASE WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = 'nan' THEN NULL
+        WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = '-0.0' THEN '0.0'
+        ELSE anchor_key::VARCHAR
     END AS anchor_key,
     admissible_actions::VARCHAR[] AS admissible_actions
 FROM (

@@ -1,6 +1,7 @@
 -- Refuses parameters that make no sense, as AdvantageSettings does in Python. NULL is refused too: it would drop returns or
 -- fall through a comparison without a word. (Where a query chooses one relation or another it compares by IS DISTINCT FROM:
--- with neither chosen nothing would be read, and nothing refused.) Otherwise this is nothing but `steps`.
+-- with neither chosen nothing would be read, and nothing refused.) What casts to a number is one, as in all SQL: '0.5', true,
+-- and 2.0 for a whole one; but 2.5 and '2.5' are no whole ones. Otherwise this is nothing but `steps`.
 -- in:  steps; every parameter
 -- out: steps
 FROM steps
@@ -23,14 +24,16 @@ WHERE CASE
     WHEN (anchor IN ('state', 'state_and_actions', 'suffix', 'similar', 'similar_greedy', 'anchor_key')) IS NOT TRUE
         THEN error(format('anchor must be state, state_and_actions, suffix, similar, similar_greedy or anchor_key, not {}',
             COALESCE(anchor::VARCHAR, 'NULL')))
-    WHEN (TRY_CAST(anchor_history AS BIGINT) >= 1 AND anchor_history = TRY_CAST(anchor_history AS BIGINT)) IS NOT TRUE
-        THEN error(format('anchor_history must be a whole number of at least 1, not {}',
+    WHEN (TRY_CAST(anchor_history AS BIGINT) BETWEEN 1 AND 4611686018427387903
+        AND TRY_CAST(anchor_history AS DOUBLE) = TRY_CAST(anchor_history AS BIGINT)) IS NOT TRUE
+        THEN error(format('anchor_history must be a whole number of at least 1 and less than 2^62, not {}',
             COALESCE(anchor_history::VARCHAR, 'NULL')))
     WHEN (anchor_versions IN ('mixed', 'window', 'weighted')) IS NOT TRUE
         THEN error(format('anchor_versions must be mixed, window or weighted, not {}',
             COALESCE(anchor_versions::VARCHAR, 'NULL')))
-    WHEN (TRY_CAST(version_window AS BIGINT) >= 0 AND version_window = TRY_CAST(version_window AS BIGINT)) IS NOT TRUE
-        THEN error(format('version_window must be a whole number of at least 0, not {}',
+    WHEN (TRY_CAST(version_window AS BIGINT) BETWEEN 0 AND 4611686018427387903
+        AND TRY_CAST(version_window AS DOUBLE) = TRY_CAST(version_window AS BIGINT)) IS NOT TRUE
+        THEN error(format('version_window must be a whole number of at least 0 and less than 2^62, not {}',
             COALESCE(version_window::VARCHAR, 'NULL')))
     WHEN estimator = 'hgpo' AND anchor <> 'state'
         THEN error(format('anchor must be state with estimator hgpo, whose anchors are suffixes of states, not {}', anchor))

@@ -5,6 +5,7 @@
 -- rounding: how far a return (discounted or not) can be from that of the rewards as they were meant, in any order of
 -- addition: each of T rewards was rounded once and then takes part in at most 2 T - 1 rounded operations, so
 --   |R - R exact| <= 2 T u sum |r| + O(u^2),  u = 2^-53 the unit roundoff; T + 1 instead of T is for O(u^2).
+-- won: some row says so. Whoever writes it in the last row only, false in those before, means the same.
 -- Rewards are finite and so must be what is made of them: sums, and sums of squares. 1e100 leaves room for both.
 -- in:  base
 -- out: traj_uid, group_uid, n_steps BIGINT, n_invalid BIGINT, rounding DOUBLE, won BOOLEAN
