@@ -19,7 +19,8 @@ WHERE split = 'heldout' AND version_min = (SELECT max(version_min) FROM trajecto
 """
 TRAINING = f"""
 SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
-       avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {FIRST_AND_LAST_STEPS})
+       avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {FIRST_AND_LAST_STEPS}),
+       count(DISTINCT learner_step)
 FROM metrics WHERE name = 'train/success'
 """
 TIMES = """
@@ -43,12 +44,14 @@ def finished(config: Config) -> bool:
 def show(config: Config, console: Console) -> None:
     with store.open(config.run_dir) as reader:
         won, played = _row(reader, HELDOUT)
-        first, last = _row(reader, TRAINING)
+        first, last, learner_steps = _row(reader, TRAINING)
         step_s, advantages_s = _row(reader, TIMES)
         trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
     console.print()
     if first is not None:
-        console.print(f"success on training tasks: {first:.2f} at the start, {last:.2f} at the end")
+        is_one_window = learner_steps <= FIRST_AND_LAST_STEPS
+        figures = f"{first:.2f}" if is_one_window else f"{first:.2f} at the start, {last:.2f} at the end"
+        console.print(f"success on training tasks: {figures}")
     if played:
         low, high = wilson_interval(won, played)
         console.print(

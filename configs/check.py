@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.schema import AlgorithmConfig, Config, PromptConfig
+from configs.schema import AlgorithmConfig, Config, LearnerConfig, PromptConfig
 
 MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "seed": "",
@@ -69,6 +69,7 @@ def check(config: Config) -> None:
     _check_alarms(config)
     _check_algorithm(config)
     _check_cores(config)
+    _check_learning_rate(config.learner)
     _check_precision(config)
     _check_loss(config)
     _check_tiny_model(config)
@@ -189,6 +190,17 @@ def _check_cores(config: Config) -> None:
     cores = config.actors.cpu_cores
     if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
         raise ConfigError(f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'")
+
+
+def _check_learning_rate(learner: LearnerConfig) -> None:
+    if learner.learning_rate > 1.0:
+        raise ConfigError(f"learner.learning_rate={learner.learning_rate:g} would wreck any model at once; use e.g. 1e-6")
+    n_updates = learner.steps * learner.updates_per_step
+    if learner.warmup_updates > n_updates:
+        raise ConfigError(
+            f"learner.warmup_updates={learner.warmup_updates} would outlast the run's {n_updates} updates (learner.steps x "
+            f"learner.updates_per_step), so learner.learning_rate would never be reached; use at most {n_updates}"
+        )
 
 
 def _check_precision(config: Config) -> None:

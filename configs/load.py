@@ -28,6 +28,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "actors.engine_timeout_s",
     "actors.lease_s",
     "learner.steps",
+    "learner.learning_rate",
     "learner.ranks",
     "learner.gpus_per_rank",
     "learner.zero_stage",

@@ -7,6 +7,7 @@ around `policy_model.py`) a process, minimising what `objective.py` reads off th
 `directories.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none.
 """
 
+from learner.engine import WreckedPolicyError
 from learner.guards import LEARNER_STEP, BadUpdatesError, CollapseError, StarvationError
 from learner.learner import Learner, LearnerActor, LearnerSetup
 from learner.objective import with_published
@@ -24,6 +25,7 @@ __all__ = [
     "LearnerSetup",
     "RankError",
     "StarvationError",
+    "WreckedPolicyError",
     "advantage_settings",
     "copy_weights",
     "make_tiny_model",

@@ -96,6 +96,30 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool,
     ]
 
 
+def shortest_sequence(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with its shortest sequence only, the first of several: the smallest pass there is over real tokens.
+
+    Of the example above, whose sequences have 4 and 2 tokens: input_ids_T [3, 4], positions_N [0, 1], n_rows 1.
+    """
+    shortest = int(batch.bounds_S1.diff().argmin())
+    first, end = batch.bounds_S1[shortest : shortest + 2].tolist()
+    inside_N = (batch.positions_N >= first) & (batch.positions_N < end)
+    proximal_N = batch.proximal_logprobs_N
+    return MicroBatch(
+        input_ids_T=batch.input_ids_T[first:end],
+        position_ids_T=batch.position_ids_T[first:end],
+        bounds_S1=torch.tensor([0, end - first], dtype=torch.int32),
+        positions_N=batch.positions_N[inside_N] - first,
+        response_ids_N=batch.response_ids_N[inside_N],
+        behaviour_logprobs_N=batch.behaviour_logprobs_N[inside_N],
+        advantages_N=batch.advantages_N[inside_N],
+        staleness_N=batch.staleness_N[inside_N],
+        rows_N=batch.rows_N[inside_N],
+        n_rows=batch.rows_N[inside_N].unique().numel(),
+        proximal_logprobs_N=None if proximal_N is None else proximal_N[inside_N],
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Columns:
     prompts: Lists

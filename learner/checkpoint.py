@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -162,15 +162,16 @@ def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.
     return saved
 
 
-def prune_checkpoints(checkpoints_dir: Path, *, newest: int, keep: int, keep_every: int) -> list[str]:
+def prune_checkpoints(checkpoints_dir: Path, *, live: Collection[str], keep: int, keep_every: int) -> list[str]:
     """Removes all but the newest `keep` and those of every `keep_every`-th learner step (0: none); returns the names removed.
 
-    Keep 2, and every 10th: of steps 5, 10, 15, 20, 25, 30 step 5 and 15 are removed. Those after learner step `newest` go
-    first: the run fell back behind them, so they are not of its past, and must not count as two that could be loaded.
+    Keep 2, and every 10th: of steps 5, 10, 15, 20, 25, 30 step 5 and 15 are removed. Those whose names are not `live`, the
+    catalog's, go first: the run fell back behind them, or ended before it announced them, so no restart begins there, and they
+    must not count as two that could be loaded.
     """
     names = [path.name for path in checkpoints_dir.iterdir()]
     steps = {name: int(number[0]) for name in names if (number := re.search(r"\d+$", name))}
-    abandoned = sorted(name for name, step in steps.items() if step > newest)
+    abandoned = sorted(steps.keys() - set(live))
     for name in abandoned:
         shutil.rmtree(checkpoints_dir / name)
     kept = frozenset(name for name, step in steps.items() if keep_every and step % keep_every == 0)

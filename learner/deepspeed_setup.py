@@ -93,6 +93,15 @@ def whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[No
     return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
 
 
+def own_elements(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Those that this rank keeps, detached: at ZeRO 3 a part of them, flat, without what pads it; else all."""
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()
+    part: torch.Tensor = parameter.ds_tensor.detach()
+    begins_at = dist.get_rank(parameter.ds_process_group) * part.numel()
+    return part[: max(0, parameter.ds_numel - begins_at)]
+
+
 def forget_gradient(engine: Any) -> None:
     """After an update that DeepSpeed refused: offloaded bf16 gradients of ZeRO 1 and 2 would be added to the next ones.
 

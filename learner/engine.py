@@ -22,14 +22,19 @@ import torch
 
 from configs import LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
-from learner.batch import MicroBatch
-from learner.deepspeed_setup import forget_gradient, initialize, join_ranks
+from learner.batch import MicroBatch, shortest_sequence
+from learner.deepspeed_setup import forget_gradient, initialize, join_ranks, own_elements
+from learner.full_state import trainable
 from learner.lora import adapters_off, add_adapters, merged
 from learner.objective import objective_of
 from learner.policy_model import PolicyModel, load_policy
 from learner.stats import Pass, UpdateStats, from_all_ranks, gathered, token_values, update_stats
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
+
+
+class WreckedPolicyError(RuntimeError):
+    """Updates with finite gradients left a policy that has no finite log-probabilities, or will not have any."""
 
 
 class Engine:
@@ -75,8 +80,16 @@ class Engine:
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """One optimizer update for each list of micro-batches, in order: the updates of one learner step.
 
-        They have one proximal policy, that of before the first of them.
+        They have one proximal policy, that of before the first of them. Raises WreckedPolicyError, on every rank, if the
+        policy is no longer fit to be published.
         """
+        stats = self._train(updates)
+        applied = [batches for batches, stat in zip(updates, stats, strict=True) if not stat.skipped]
+        if applied and not self._is_sound(applied[0]):
+            raise WreckedPolicyError("the weights, or log-probabilities by them, are not finite or too large to compute with")
+        return stats
+
+    def _train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         if self.objective.proximal != "recomputed":
             return [self.update(batches) for batches in updates]
         scores = [self.score(batches) for batches in updates]
@@ -143,6 +156,20 @@ class Engine:
         self.n_updates += not skipped
         everyone = gathered(passes, micro_batches, ranks=self.ranks)
         return update_stats(micro_batches, everyone, grad_norm=grad_norm, learning_rate=learning_rate, skipped=skipped)
+
+    def _is_sound(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Whether the policy can be computed with: the norm of its weights, and the log-probabilities of a short sequence
+        on each rank, which were finite before an update of the `micro_batches`.
+
+        Where weights are so large that their squares overflow, the model's norms give 0 and the log-probabilities are
+        uniform: finite, though the policy is lost. So both are looked at.
+        """
+        weights_norm = torch.nn.utils.get_total_norm(map(own_elements, trainable(self.policy.causal_lm).values()))
+        short = shortest_sequence(self._mine(micro_batches)[0])
+        with torch.no_grad():
+            logprobs_N, _ = self.policy(short.to(self.deepspeed.device))
+        is_sound = bool(weights_norm.isfinite()) and bool(logprobs_N.isfinite().all())
+        return all(from_all_ranks(is_sound, ranks=self.ranks))
 
     def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """This rank's share. At ZeRO 3 a pass needs all ranks, so a rank with fewer of them would wait for ever."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from configs import Config
+from learner.engine import WreckedPolicyError
 from learner.metrics import LENGTH
 from learner.source import Update
 from learner.stats import UpdateStats
@@ -81,6 +82,25 @@ def too_many_bad_updates(in_a_row: int, *, learner_step: int, rows_named: bool, 
         f"finite, and learner.max_bad_updates={config.learner.max_bad_updates}; all were skipped. Look at what they have in "
         f"common, and lower learner.learning_rate if it is nothing: "
         f'python -m store sql {shlex.quote(config.run_dir)} "{query}"'
+    )
+
+
+def wrecked_policy(*, learner_step: int, checkpoint: int, config: Config) -> WreckedPolicyError:
+    """The error to end the run with; `checkpoint` is the learner step of the newest, 0 without one."""
+    rate = f"learner.learning_rate={config.learner.learning_rate:g}"
+    return WreckedPolicyError(
+        f"the updates of learner step {learner_step} had finite gradients, but with {rate} left weights that are not finite or "
+        f"give no finite log-probabilities. Nothing of this step was published or checkpointed: the same command goes on from "
+        f"{f'the checkpoint of learner step {checkpoint}' if checkpoint else 'the start'}. If it ends here again, use a lower "
+        "learner.learning_rate"
+    )
+
+
+def starved(config: Config, *, counts: object, waiting: Mapping[str, str]) -> StarvationError:
+    """The error to end the run with; `waiting` says which component waits for what."""
+    return StarvationError(
+        f"no {config.learner.groups_per_step} complete groups within {config.learner.starvation_timeout_s:g} s: "
+        f"{counts}; waiting: {waiting}"
     )
 
 

@@ -26,6 +26,7 @@ from ray.actor import ActorHandle
 from configs import Config
 from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
+from learner.engine import WreckedPolicyError
 from learner.guards import (
     ALARM,
     ALARM_ENDED,
@@ -34,11 +35,12 @@ from learner.guards import (
     EMPTY_IN_A_ROW,
     LEARNER_STEP,
     CollapseError,
-    StarvationError,
     bad_update_line,
     check_batches,
     collapse_alarms,
+    starved,
     too_many_bad_updates,
+    wrecked_policy,
 )
 from learner.metrics import Times, step_metrics
 from learner.prefetch import Prefetch
@@ -92,7 +94,7 @@ class Learner:
             return self._start()
 
     def run(self) -> int:
-        """Trains; returns the learner step it ended at. Raises StarvationError, BadUpdatesError, CollapseError."""
+        """Trains; returns the learner step it ended at. Raises the errors of `guards.py`."""
         with self.at_work:
             return self._run()
 
@@ -200,10 +202,7 @@ class Learner:
             if time.monotonic() > deadline and not batches.has_groups:
                 status = self._ask(self.coordinator.status.remote())
                 waiting = {name: one.waiting_on for name, one in status.components.items() if one.waiting_on is not None}
-                raise StarvationError(
-                    f"no {self.config.learner.groups_per_step} complete groups within "
-                    f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: {waiting}"
-                )
+                raise starved(self.config, counts=status.counts, waiting=waiting)
             if not batches.has_groups:
                 self.heart.promise("groups", within_s=POLL_PATIENCE_S)
             elif not is_reading:  # said once: a thread that is stuck in reading is not to look alive
@@ -212,13 +211,16 @@ class Learner:
         return None
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
-        """The optimizer updates of one learner step. Raises StarvationError after too many batches without any."""
+        """The optimizer updates of one learner step. Raises the errors of `guards.py`, before anything is published."""
         self.heart.promise(LEARNER_STEP, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
         check_batches(self.empty_batches, success=ready.success)
         if not ready.updates:
             return []
-        updates = self.ranks.train([update.micro_batches for update in ready.updates])
+        try:
+            updates = self.ranks.train([update.micro_batches for update in ready.updates])
+        except WreckedPolicyError as error:
+            raise wrecked_policy(learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config) from error
         self._guard_updates(ready, updates)
         return updates
 
@@ -268,12 +270,7 @@ class Learner:
         directory = self.layout.weights_dir(version)
         digest = self.ranks.publish(directory)
         publish_directory(self.layout, directory, keep=self.config.learner.keep_versions)
-        record = VersionRecord(
-            version=version,
-            path=self.layout.relative(directory),
-            digest=digest,
-            learner_step=self.step,
-        )
+        record = VersionRecord(version=version, path=self.layout.relative(directory), digest=digest, learner_step=self.step)
         self._ask(self.coordinator.publish.remote(record))
         self.version = version
         prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
@@ -285,8 +282,9 @@ class Learner:
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
         self._ask(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
         self.saved_step = self.step
+        live = {Path(record.path).name for record in self._ask(self.coordinator.checkpoints.remote())}
         keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
-        prune_checkpoints(self.layout.checkpoints, newest=self.step, keep=keep, keep_every=keep_every)
+        prune_checkpoints(self.layout.checkpoints, live=live, keep=keep, keep_every=keep_every)
         self.times.checkpoint_s = time.monotonic() - started
 
     def _notice(self, what: str, detail: str) -> None:

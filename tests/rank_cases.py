@@ -20,7 +20,7 @@ import torch
 from configs import LearnerConfig, LossConfig, ModelConfig
 from learner import deepspeed_setup
 from learner.batch import MicroBatch
-from learner.engine import Engine
+from learner.engine import Engine, WreckedPolicyError
 from learner.stats import UpdateStats
 from tests.engine_samples import CUT, WHOLE, copied, cut, far_rows, gradient, history_rows, random_rows
 
@@ -28,6 +28,8 @@ STAGES = (0, 1, 2, 3)
 CUTS = ((WHOLE, True), (WHOLE, False), (CUT, True), (1, False))  # tokens per micro-batch, merged steps
 SHARED = tuple((stage, dtype) for stage in (1, 2, 3) for dtype in ("float32", "bfloat16"))
 ADAPTED = (0, 3)  # ZeRO stages for LoRA
+# ZeRO stage, dtype, learning rate, rows: weights that overflow in products, in squares, and by themselves.
+WRECKED = ((0, "float32", 1e10, 8), (0, "float32", 1e30, 1), (3, "bfloat16", 1e10, 1), (3, "float32", 1e38, 8))
 LEARNER = LearnerConfig(learning_rate=1e-2, grad_clip=0.1)
 # Whatever a rank needs of the others' tokens: to rank them, to score them first, to average over sequences.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -75,7 +77,7 @@ def results(place: Place) -> dict[str, Any]:
     kept, deepspeed_setup.WHOLE_ELEMENTS = deepspeed_setup.WHOLE_ELEMENTS, 0
     try:
         found: dict[str, Any] = {}
-        for cases in (_cuts, _offloaded, _losses, _adapters, _skips, _few_rows, _ess_scaled):
+        for cases in (_cuts, _offloaded, _losses, _adapters, _skips, _wrecks, _few_rows, _ess_scaled):
             found |= cases(place)
         return found
     finally:
@@ -148,6 +150,25 @@ def _skips(place: Place) -> dict[str, Any]:
             (after,) = engine.train([good])
             bad_rows = tuple(sorted(set(bad[last].rows_N.tolist())))
             found[f"skip {stage}"] = (skipped, no_gradient, after, kept, bad_rows, gradient(engine))
+    return found
+
+
+def _wrecks(place: Place) -> dict[str, bool]:
+    """Whether the policy is refused after an update of so high a learning rate, though loss and gradient are finite.
+
+    A second update may be skipped then, which does not make up for the first. With one row a second rank has none.
+    """
+    found = {}
+    for stage, dtype, learning_rate, n_rows in WRECKED:
+        learner = replace(LEARNER, zero_stage=stage, learning_rate=learning_rate)
+        with place.engine(learner=learner, dtype=dtype) as engine:
+            try:
+                engine.train([cut(random_rows(n_rows), CUT, ranks=place.ranks)] * 2)
+            except WreckedPolicyError:
+                is_refused = True
+            else:
+                is_refused = False
+            found[f"wrecked {stage} {dtype} {learning_rate:g}"] = is_refused
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch import MicroBatch, micro_batches, split_updates
+from learner.batch import MicroBatch, micro_batches, shortest_sequence, split_updates
 from tests.learner_samples import sequences_of, table
 
 LONG = ([5, 6, 7], [8, 9], [-0.5, -1.0], 2.0)
@@ -46,6 +46,21 @@ def test_the_merged_example_of_the_docstring() -> None:
     assert batch.advantages_N.tolist() == [2.0, 2.0, -1.0, -1.0]
     assert batch.rows_N.tolist() == batch.staleness_N.tolist() == [1, 1, 0, 0], "a merged row is still a row of the loss"
     assert batch.n_rows == 2
+
+
+def test_the_shortest_sequence_is_what_it_would_be_alone() -> None:
+    for rows in ((SHORT, LONG), (CONTINUED, SHORT, LONG)):
+        (batch,) = cut(table(*rows))
+        (alone,) = cut(table(SHORT))
+        shortest = shortest_sequence(batch)
+        assert batch.bounds_S1.numel() > 2
+        for item in fields(alone):
+            found, expected = getattr(shortest, item.name), getattr(alone, item.name)
+            if item.name not in ("rows_N", "staleness_N"):  # they count in the table
+                assert found.tolist() == expected.tolist() if isinstance(found, torch.Tensor) else found == expected, item.name
+        assert shortest.rows_N.unique().numel() == 1
+    (empty,) = [batch for batch in cut(table(SHORT), ranks=2) if not batch.n_rows]
+    assert shortest_sequence(empty).input_ids_T.tolist() == empty.input_ids_T.tolist()
 
 
 def test_dtypes_and_what_a_device_gets() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -313,18 +313,21 @@ def test_an_interrupted_save_is_never_seen(
 
 
 def test_pruning_keeps_the_last_and_those_that_are_kept_for_ever(tmp_path: Path) -> None:
-    def left(*, keep: int, keep_every: int, newest: int = 30) -> list[int]:
-        for step in (5, 10, 15, 20, 25, 30):
+    steps = (5, 10, 15, 20, 25, 30)
+
+    def left(*, keep: int, keep_every: int, live: Iterable[int] = steps) -> list[int]:
+        for step in steps:
             (tmp_path / f"step{step:06d}").mkdir(exist_ok=True)
-        prune_checkpoints(tmp_path, newest=newest, keep=keep, keep_every=keep_every)
+        prune_checkpoints(tmp_path, live={f"step{step:06d}" for step in live}, keep=keep, keep_every=keep_every)
         return sorted(int(path.name.removeprefix("step")) for path in tmp_path.iterdir())
 
     assert left(keep=2, keep_every=0) == [25, 30]
     assert left(keep=2, keep_every=10) == [10, 20, 25, 30]
     assert left(keep=1, keep_every=25) == [25, 30]
     # 30 could not be loaded, 25 could not either: the run fell back to 20, which stays beside the one just written.
-    (tmp_path / "step000023").mkdir()
-    assert left(keep=2, keep_every=0, newest=23) == [20, 23]
-    (tmp_path / "step000023").rmdir()
+    for written in (23, 27, 33):
+        (tmp_path / f"step{written:06d}").mkdir()
+        assert left(keep=2, keep_every=25, live=(5, 10, 15, 20, written)) == [20, written]
+        (tmp_path / f"step{written:06d}").rmdir()
     (tmp_path / "step000035.tmp").mkdir()
     assert left(keep=6, keep_every=0) == [5, 10, 15, 20, 25, 30]

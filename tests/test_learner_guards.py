@@ -21,7 +21,7 @@ from rich.console import Console
 import configs
 from actors import Status
 from configs import Config, ConfigError
-from learner import BadUpdatesError, CollapseError
+from learner import BadUpdatesError, CollapseError, WreckedPolicyError
 from learner.checkpoint import CheckpointError
 from learner.guards import Alarms, collapse_alarms, length_at_start
 from progress import Progress
@@ -121,6 +121,29 @@ def test_several_updates_a_step_name_the_rows_of_their_own_part(tmp_path: Path, 
     named = [set(detail.partition("finite: ")[2].split(", ")) for (detail,) in events]
     assert [len(names) for names in named] == [4, 4]
     assert len(named[0] | named[1]) == 8  # the batch's rows, each once
+
+
+def test_a_policy_that_an_update_wrecked_is_not_published_and_the_same_command_goes_on_before_it(
+    tmp_path: Path, train: Callable[..., str]
+) -> None:
+    run = tmp_path / "run"
+    config = make_config(run, max_staleness=1, steps=4, checkpoint_every=2)
+
+    def wrecked_at_3(step: int, updates: Any) -> Any:
+        if step == 3:
+            raise WreckedPolicyError("weights")
+        return good(updates)
+
+    words = (
+        r"the updates of learner step 3 had .* learner\.learning_rate=1e-06 left weights .* Nothing of this step was "
+        r"published or checkpointed: the same command goes on from the checkpoint of learner step 2\. .* use a lower "
+    )
+    with pytest.raises(WreckedPolicyError, match=words):
+        train(config, wrecked_at_3)
+    assert rows(run, "SELECT max(learner_step) FROM versions") == [(2,)]
+    assert rows(run, "SELECT learner_step FROM checkpoints") == [(2,)]
+    assert "continues at learner step 2 as " in train(config, lambda step, updates: good(updates))
+    assert rows(run, "SELECT max(learner_step) FROM lineage WHERE live") == [(4,)]
 
 
 # Alarms
@@ -288,6 +311,22 @@ def test_a_damaged_checkpoint_is_left_out_and_what_the_older_one_lacks_is_traine
     assert rows(run, "SELECT learner_step FROM checkpoints WHERE live ORDER BY 1") == [(step,) for step in (1, 2, 3, 4, 5)]
 
 
+@pytest.mark.parametrize("next_at", [3, 7])
+def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(
+    tmp_path: Path, train: Callable[..., str], next_at: int
+) -> None:
+    """Left out at 4, it was of no use; the next one is written before or behind it."""
+    run = tmp_path / "run"
+    config = make_config(run, max_staleness=6, steps=4, checkpoint_every=2, keep_checkpoints=2)
+    train(config, lambda step, updates: good(updates))
+    damage(run, 4)
+    again = replace(config, learner=replace(config.learner, steps=next_at, checkpoint_every=100))
+    assert train(again, lambda step, updates: good(updates)).startswith("continues at learner step 2 as ")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step000002", f"step{next_at:06d}"]
+    damage(run, next_at)
+    assert train(again, lambda step, updates: good(updates)).startswith("continues at learner step 2 as ")
+
+
 def test_if_none_can_be_loaded_nothing_is_rolled_back_and_the_newest_ones_error_is_raised(
     tmp_path: Path, train: Callable[..., str]
 ) -> None:
@@ -341,6 +380,8 @@ def test_in_a_terminal_a_notice_stays_above_the_table(tmp_path: Path) -> None:
         ({"alarms": {"ess_below": 1.5}}, "alarms.ess_below=1.5 would"),
         ({"alarms": {"mismatch_kl_above": 0.0}}, "alarms.mismatch_kl_above=0.0 must be above 0"),
         ({"learner": {"max_bad_updates": -1}}, "learner.max_bad_updates=-1 is below 0; use 0 to end the run at the first"),
+        ({"learner": {"learning_rate": 1e30}}, r"learner.learning_rate=1e\+30 would wreck any model at once; use e.g. 1e-6"),
+        ({"learner": {"warmup_updates": 201, "updates_per_step": 2}}, "warmup_updates=201 would .* 200 updates .* at most 200"),
         ({"learner": {"keep_every": 15}}, "learner.keep_every=15 is no multiple of learner.checkpoint_every=10"),
     ],
 )
@@ -353,3 +394,7 @@ def test_a_config_that_could_not_warn_is_refused(changes: dict[str, dict[str, An
 def test_0_bad_updates_and_no_keeping_for_ever_are_allowed() -> None:
     configs.check(replace(Config(), learner=replace(Config().learner, max_bad_updates=0, keep_every=0)))
     configs.check(replace(Config(), learner=replace(Config().learner, keep_every=20)))
+
+
+def test_a_warm_up_may_take_the_whole_run() -> None:
+    configs.check(replace(Config(), learner=replace(Config().learner, warmup_updates=100, learning_rate=1.0)))

@@ -22,7 +22,7 @@ from learner.ranks import RankDiedError, RankError, Ranks
 from learner.stats import Pass, UpdateStats, gathered
 from store import RunLayout, files_digest
 from tests.engine_samples import CUT, assert_first_step_same, copied, cut, far_rows, make_base, random_rows
-from tests.rank_cases import ADAPTED, CUTS, LEARNER, LOSSES, SHARED, STAGES, Place, Result, results
+from tests.rank_cases import ADAPTED, CUTS, LEARNER, LOSSES, SHARED, STAGES, WRECKED, Place, Result, results
 
 DEADLINE_S = 600.0  # only for what hangs
 Found = dict[str, Any]
@@ -163,6 +163,11 @@ def test_adapters_learn_the_same_on_two_ranks(spread: tuple[Found, Found, Found]
             assert_same(one_stats, other_stats, tokens_computed=False)
         for name, tensor in other.weights.items():
             torch.testing.assert_close(tensor, first.weights[name], rtol=0, atol=1e-4, msg=name)
+
+
+def test_a_policy_that_an_update_wrecked_is_refused_on_every_rank(spread: tuple[Found, Found, Found]) -> None:
+    for found in spread:
+        assert [found[f"wrecked {stage} {dtype} {rate:g}"] for stage, dtype, rate, _ in WRECKED] == [True] * len(WRECKED)
 
 
 def test_the_learning_rate_is_scaled_by_the_effective_sample_size(spread: tuple[Found, Found, Found]) -> None:
