@@ -23,6 +23,7 @@ from configs import ConfigError
 from envs import EnvironmentFailed
 from progress import Progress
 from session import Session
+from stopping import Interrupt
 from store import RunLayout, StoreError, check_unowned
 
 
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="a run directory")
     options = parser.parse_args(arguments)
+    Interrupt().listen()
     console = Console(highlight=False, soft_wrap=True)
     try:
         layout = RunLayout.open(Path(options.run))

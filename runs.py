@@ -98,6 +98,11 @@ def say_stopping(run: Path, text: str) -> None:
     _write(run / STOPPING_FILE, text)
 
 
+def goes_on(run: Path) -> None:
+    """What the driver ended was a part of the run: it can be asked to stop again."""
+    (run / STOPPING_FILE).unlink(missing_ok=True)
+
+
 def driver_of(run: Path) -> Driver | None:
     """Who drives the run, or did when it was killed."""
     try:

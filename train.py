@@ -190,6 +190,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     ):
         session.train(progress.show)
         version = session.status().version
+    runs.goes_on(Path(config.run_dir))
     copy_weights(RunLayout.open(directory).weights_dir(version), policy)
     return policy
 

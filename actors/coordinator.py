@@ -7,7 +7,8 @@ Waits for nothing: every call is a short transaction on the catalog and returns;
 
 It keeps no counter of its own: what is outstanding, which task comes next and which version is the newest are queries on the
 catalog, so a restart has nothing to recover. What it remembers beside that dies with the processes it is about: who was heard
-of when (`pulse.py`), which groups are being played, notices for the screen (the catalog has them as events).
+of when (`pulse.py`), which groups are being played and how often they were given up, how many were abandoned in a row, notices
+for the screen (the catalog has all of it as events).
 """
 
 from __future__ import annotations

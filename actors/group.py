@@ -44,6 +44,7 @@ async def play_group(
     places = _Places(members)
     playing = {asyncio.ensure_future(play(number)) for number in (*members, *spares)}
     finished: list[Trajectory] = []
+    failed: list[BaseException] = []
     now_s = asyncio.get_running_loop().time
     commit_at_s = now_s() + COMMIT_EVERY_S
     try:
@@ -52,13 +53,15 @@ async def play_group(
             done, _ = await asyncio.wait(playing, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             playing -= done
             finished += places.take(_results(done))
-            failed = [error for task in done if (error := task.exception())]
-            if failed or not places.free or now_s() >= commit_at_s:
+            failed += [error for task in done if (error := task.exception())]
+            # A spare that fails, or makes good for a member that does, is no misfortune.
+            fatal = [error for error in failed if not isinstance(error, EpisodeFailed) or len(playing) < len(places.free)]
+            if fatal or not places.free or now_s() >= commit_at_s:
                 finished, portion = [], finished
                 commit_at_s = now_s() + COMMIT_EVERY_S
                 await _shielded(portion, commit)
-            if failed:
-                raise failed[0]
+            if fatal:
+                raise fatal[0]
         await _shielded(places.surplus, keep_surplus)
     except asyncio.CancelledError:
         finished += places.take(_results(task for task in playing if task.done()))

@@ -119,6 +119,10 @@ class VLLMPolicy:
     def errored(self) -> bool:
         return self._llm is None or self._llm.errored
 
+    @property
+    def is_loading(self) -> bool:
+        return self._one_load.locked()
+
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input

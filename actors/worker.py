@@ -146,10 +146,13 @@ class Worker:
     async def _watch_engine(self) -> None:
         patience_s = self.config.actors.engine_timeout_s
         while self.engine is not None:
+            was_loading = self.engine.is_loading
             try:
                 with self.player.waits.on("its engine"):
-                    await asyncio.wait_for(self.engine.answers(), timeout=patience_s)
+                    await asyncio.wait_for(self.engine.answers(), timeout=START_TIMEOUT_S if was_loading else patience_s)
             except TimeoutError:
+                if self.engine.is_loading and not was_loading:  # it answers nobody while it takes in weights
+                    continue
                 raise EngineLostError(f"the engine of {self.name} has not answered for {patience_s:g} s") from None
             await asyncio.sleep(ENGINE_QUESTION_S)
 

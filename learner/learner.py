@@ -91,7 +91,9 @@ class Learner:
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
         with self.at_work:
-            return self._start()
+            restored = self._start()
+            self.heart.promise(None, within_s=float("inf"))  # it waits for the others to be started
+            return restored
 
     def run(self) -> int:
         """Trains; returns the learner step it ended at. Raises the errors of `guards.py`."""

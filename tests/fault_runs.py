@@ -60,6 +60,7 @@ learner: {steps: 3000, groups_per_step: 4, keep_versions: 3002, learning_rate: 1
 evaluation: {every: 0, final_episodes_per_task: 1}
 supervision: {silent_s: 4, max_restarts: 20}
 """
+SETTLED = "SELECT DISTINCT batch_id FROM lineage WHERE trained_at IS NOT NULL"  # also those that were rolled back since
 SCRIPTED = ("actors.scripted=true", "loss.policy=behaviour_cloning", "max_staleness=3000", "algorithm.signal=advantages")
 
 
@@ -113,9 +114,9 @@ class FaultRun:
 
     def goes_on(self) -> None:
         """New trajectories are committed and new learner steps settled."""
-        trajectories, steps = self.trajectories(), len(self.sql("SELECT DISTINCT batch_id FROM lineage"))
+        trajectories, steps = self.trajectories(), len(self.sql(SETTLED))
         self.wait(lambda: self.trajectories() > trajectories, what="a new trajectory")
-        self.wait(lambda: len(self.sql("SELECT DISTINCT batch_id FROM lineage")) > steps + 1, what="a new learner step")
+        self.wait(lambda: len(self.sql(SETTLED)) > steps, what="a new learner step")
 
     def said(self) -> str:
         return self.output.read_text()

@@ -177,6 +177,37 @@ def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyP
     assert len({one.traj_uid for one in table.committed}) == 3
 
 
+@pytest.mark.parametrize("fails", [0, 2, 3])
+def test_of_a_group_with_spares_as_many_may_fail_as_there_are_spares(fails: int) -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 2, spares=(2, 3))
+        table.ends[fails].set_exception(EpisodeFailed("3 attempts failed"))
+        await asyncio.sleep(0.01)
+        table.end(*{0, 1, 2, 3} - {fails})
+        await task
+        return table
+
+    assert asyncio.run(play()).commits == [[0, 1]]
+
+
+def test_when_more_fail_than_there_are_spares_the_group_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 2, spares=(2,))
+        table.end(1)
+        await asyncio.sleep(0.01)
+        table.ends[2].set_exception(EpisodeFailed("3 attempts failed"))
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        table.ends[0].set_exception(EpisodeFailed("3 attempts failed"))
+        with pytest.raises(EpisodeFailed):
+            await task
+        return table
+
+    assert asyncio.run(play()).commits == [[1]]
+
+
 def test_what_ends_together_with_the_last_member_is_surplus_and_kept() -> None:
     async def play() -> Table:
         table = Table()

@@ -210,14 +210,14 @@ def test_a_full_disk_ends_the_run_with_the_file_it_could_not_write(tmp_path: Pat
     """Files that may not grow, which is the same error as a disk without room, and needs no disk of its own."""
     with started(tmp_path / "run", model, *SCRIPTED, "learner.checkpoint_every=3") as run:
         run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
-        learner = run.part("learner")
+        seen, learner = seen_now(run), run.part("learner")
         learner.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
         code, line = run.ended(within_s=90.0)
         time.sleep(0.5)
         assert code == 2
         assert "learner failed" in line and "File too large" in line, run.said()
         assert processes_of(run.run) == []
-    check_nothing_lost(run, set())
+    check_nothing_lost(run, seen)
 
 
 @pytest.mark.faults
@@ -236,4 +236,4 @@ def test_an_engine_that_is_killed_or_stopped_is_started_again_with_its_worker(tm
         run.goes_on()
         assert train("--stop", str(run.run)).returncode == 0, run.said()
         assert processes_of(run.run) == []
-        check_nothing_lost(run, set())
+        check_nothing_lost(run, seen)

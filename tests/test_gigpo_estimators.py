@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from configs.check import WITHOUT_STEP_TERM
+from configs.choices import WITHOUT_STEP_TERM
 from gigpo import (
     ESTIMATORS,
     PUBLISHED_SETTINGS,
