@@ -38,7 +38,7 @@ class Counted:
         return Observation(text=task.id)
     def step(self, action):
         if action == "raise": raise RuntimeError("it broke")
-        if action == "wait": time.sleep(0.02)
+        if action == "wait": time.sleep(0.2)
         if action == "hang": time.sleep(3600)
         if action == "child":
             child = os.fork()
