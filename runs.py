@@ -33,6 +33,7 @@ RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
+TRACKERS_END_WITHIN_S = 5.0
 
 # Who left for good is still in the view.
 COMPONENTS = "SELECT name, waiting_on, last_beat_at FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name"
@@ -179,17 +180,25 @@ def wanted_workers(run: Path) -> int | None:
 def remove_leftovers(run: Path) -> int:
     """Kills processes of this run that outlived their driver, and removes its Ray session; how many processes.
 
-    Call it only where no driver lives.
+    Call it only where no driver lives. Python's resource trackers remove the semaphores of those that are gone, then end by
+    themselves: killed first, they would leave them in /dev/shm.
     """
     mark = str(run.resolve())
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    leftovers = []
+    leftovers, trackers = [], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile, or is another user's
             if process.pid not in spared and process.environ().get(RUN_MARK) == mark:
-                process.kill()
-                leftovers.append(process)
+                if any("resource_tracker" in word for word in process.cmdline()):
+                    trackers.append(process)
+                else:
+                    process.kill()
+                    leftovers.append(process)
     psutil.wait_procs(leftovers, timeout=10.0)
+    _, stuck = psutil.wait_procs(trackers, timeout=TRACKERS_END_WITHIN_S)
+    for process in stuck:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     driver = driver_of(run)
     if driver is not None and driver.host == socket.gethostname():
         if driver.ray_session is not None:

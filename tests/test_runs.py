@@ -230,6 +230,22 @@ def test_a_driver_ends_what_the_environments_of_its_run_started(
     forked.wait(timeout=10)
 
 
+def test_semaphores_of_a_leftover_go_with_it(tmp_path: Path) -> None:
+    code = """
+import multiprocessing, time
+made = multiprocessing.get_context("spawn").Semaphore()
+print(made._semlock.name, flush=True)
+time.sleep(99)
+"""
+    environ = {**os.environ, RUN_MARK: str((tmp_path / "run").resolve())}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        semaphore = Path("/dev/shm") / f"sem.{process.stdout.readline().strip().removeprefix('/')}"
+        assert semaphore.exists()
+        assert remove_leftovers(tmp_path / "run") == 1
+    assert not semaphore.exists()
+
+
 def test_signals_in_quick_succession_are_one_wish_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("stopping.time.monotonic", lambda: now_s[0])
