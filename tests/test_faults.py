@@ -126,6 +126,7 @@ def test_a_stopped_driver_stops_nobody_else(broken: FaultRun) -> None:
     broken.goes_on()
 
 
+@pytest.mark.faults
 def test_workers_join_and_leave_a_running_job(broken: FaultRun) -> None:
     assert train("--workers", str(broken.run), "2").returncode == 0
     farewell = "SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'gone'"
@@ -157,11 +158,12 @@ def test_z_stopped_from_outside_it_ends_in_order_and_leaves_nothing(broken: Faul
     assert "nobody drives" in again.stderr
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         (signal.SIGKILL, "coordinator died"),
-        pytest.param(signal.SIGSTOP, "coordinator has not answered for 20 s", marks=pytest.mark.faults),
+        (signal.SIGSTOP, "coordinator has not answered for 20 s"),
     ],
 )
 def test_without_a_coordinator_the_run_ends_with_the_cause_as_its_last_line(
