@@ -38,7 +38,7 @@ class Counted:
         return Observation(text=task.id)
     def step(self, action):
         if action == "raise": raise RuntimeError("it broke")
-        if action == "wait": time.sleep(0.2)
+        if action == "wait": time.sleep(0.1)
         if action == "hang": time.sleep(3600)
         if action == "child":
             child = os.fork()
@@ -69,10 +69,11 @@ def a_pool(name: str, *, answer_timeout_s: float = 20.0, processes: int = 1) -> 
     return EnvironmentPool(name, OPTIONS, processes=processes, answer_timeout_s=answer_timeout_s)
 
 
-async def an_episode(pool: EnvironmentPool, action: str, begun: asyncio.Semaphore) -> None:
+async def an_episode(pool: EnvironmentPool, action: str, begun: asyncio.Semaphore, go: asyncio.Event) -> None:
     async with pool.environment() as environment:
         await environment.reset(TASK)
         begun.release()
+        await go.wait()
         await environment.step(action)
         if action == "overdue":
             raise TimeoutError
@@ -82,11 +83,13 @@ async def an_episode(pool: EnvironmentPool, action: str, begun: asyncio.Semaphor
 @pytest.mark.parametrize("how", ["raise", "wait", "overdue"])
 def test_however_episodes_end_there_are_never_more_objects_than_episodes_at_once(counted: str, kind: str, how: str) -> None:
     async def a_round(pool: EnvironmentPool) -> None:
-        begun = asyncio.Semaphore(0)
-        episodes = [asyncio.create_task(an_episode(pool, how, begun)) for _ in range(N_EPISODES)]
+        begun, go = asyncio.Semaphore(0), asyncio.Event()
+        episodes = [asyncio.create_task(an_episode(pool, how, begun, go)) for _ in range(N_EPISODES)]
         for _ in episodes:
             await begun.acquire()
+        go.set()
         if how == "wait":
+            await asyncio.sleep(0.01)  # the first step takes 0.1 s, the others wait for it
             for episode in episodes:  # in the middle of a step
                 episode.cancel()
         endings = await asyncio.gather(*episodes, return_exceptions=True)
