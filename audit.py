@@ -34,7 +34,7 @@ from rich.table import Table
 
 import configs
 import store
-from configs import AlgorithmConfig, Config, ConfigError
+from configs import Config, ConfigError
 from gigpo import (
     WHITENED,
     AdvantageSettings,
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = advantage_config(RunLayout.open(options.run).info.config_yaml)
-        own = advantage_settings(config.algorithm)
+        own = AdvantageSettings.of(config.algorithm)
         named = {"a": changed(own, options.settings)}
         if options.against is not None:
             named["b"] = changed(own, options.against)
@@ -129,11 +129,6 @@ def advantage_config(config_yaml: str) -> Config:
     if section.pop("penalty_is_signal", True) is False and section.get("signal", "advantages") == "advantages":
         section["signal"] = "rewards"  # what that knob of earlier runs meant
     return configs.from_yaml(yaml.safe_dump({"algorithm": section}))
-
-
-def advantage_settings(algorithm: AlgorithmConfig) -> AdvantageSettings:
-    """The settings of the same names. The learner has this too, but importing it takes seconds: it loads what trains."""
-    return AdvantageSettings(**{field.name: getattr(algorithm, field.name) for field in dataclasses.fields(AdvantageSettings)})
 
 
 def check_stored(named: dict[str, AdvantageSettings]) -> None:

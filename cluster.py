@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,14 @@ RAY_DIRECTORY = "gigpo-ray-"
 def ray_cluster(run_dir: str) -> Iterator[None]:
     """Joins the cluster that RAY_ADDRESS names, else starts a private one and removes everything of it at the end.
 
-    All its processes carry RUN_MARK, by which `runs.py` knows them.
+    All its processes carry RUN_MARK, by which `runs.py` knows them. SIGTERM means what it did before: Ray puts a handler of its
+    own there.
     """
+    handler = signal.getsignal(signal.SIGTERM)
     mark = {RUN_MARK: str(Path(run_dir).resolve())}
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
         ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": mark})
+        signal.signal(signal.SIGTERM, handler)
         yield
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -45,6 +49,7 @@ def ray_cluster(run_dir: str) -> Iterator[None]:
             )
         except SystemExit:  # what Ray makes of a SIGTERM while it starts
             raise KeyboardInterrupt from None
+        signal.signal(signal.SIGTERM, handler)
         yield
     finally:
         ray.shutdown()

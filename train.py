@@ -36,8 +36,6 @@ from session import Session
 from stopping import Interrupt
 from store import RunLayout, StoreError, check_unowned, write_open_sql
 
-INTERRUPT = Interrupt()
-
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Trains an agent; the same command continues a stopped run.")
@@ -48,7 +46,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
     parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
     options = parser.parse_intermixed_args(arguments)  # --dry-run may stand anywhere
-    INTERRUPT.listen()
+    Interrupt().listen()
     console = Console(highlight=False, soft_wrap=True)
     try:
         if answered(options, console):
@@ -109,7 +107,6 @@ def train(config: Config, console: Console) -> None:
 
 def run_to_the_end(config: Config, console: Console) -> None:
     """On a cluster that is there."""
-    INTERRUPT.listen()  # Ray has put its own handler there
     check_gpus(config)
     layout = open_run(config)  # only now: a run directory keeps the config it was made with
     model_path = config.model.path or str(make_base_policy(config, console))

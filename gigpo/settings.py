@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 ESTIMATORS: Final = ("gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "hgpo", "graphgpo")
@@ -52,6 +52,11 @@ class AdvantageSettings:
     similarity: float
     anchor_versions: str
     version_window: int
+
+    @classmethod
+    def of(cls, record: object) -> AdvantageSettings:
+        """Those of a record that has them among others under the same names, such as a config's `algorithm`."""
+        return cls(**{field.name: getattr(record, field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
         _check_name("estimator", self.estimator, known=ESTIMATORS)

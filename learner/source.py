@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -77,9 +77,8 @@ def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch
 
 
 def advantage_settings(config: Config) -> AdvantageSettings:
-    """What the config says about advantages: the settings of `algorithm` that gigpo has, under the same names."""
-    names = (field.name for field in fields(AdvantageSettings))
-    return AdvantageSettings(**{name: getattr(config.algorithm, name) for name in names})
+    """What the config says about advantages."""
+    return AdvantageSettings.of(config.algorithm)
 
 
 def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int) -> ReadyBatch:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from envs import (
 )
 from store import Trajectory, to_table
 from tests.chat_samples import IDS, TextPolicy, rules, served, tokenizer
-from tests.processes import wait_until_gone
+from tests.processes import end_with_their_owner, wait_until_gone
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs/examples"
 NUMBER_GAME: dict[str, object] = {"highest": 20, "guesses": 4}
@@ -313,18 +311,7 @@ def test_neither_a_program_nor_its_child_outlives_a_worker_that_was_killed(tmp_p
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER], cwd=root, env=dict(os.environ, PYTHONPATH=f"{tmp_path}{os.pathsep}{root}")
     )
-    try:
-        while not (pid_file.exists() and pid_file.read_text()):
-            assert worker.poll() is None
-            time.sleep(0.02)
-        program, child = map(int, pid_file.read_text().split())
-        if stopped:
-            os.kill(program, signal.SIGSTOP)
-    finally:
-        os.kill(worker.pid, signal.SIGKILL)
-        worker.wait()
-    wait_until_gone(program)
-    wait_until_gone(child)
+    end_with_their_owner(worker, pid_file=pid_file, stopped=stopped)
 
 
 def test_nothing_is_started_for_a_pool_that_is_not_used() -> None:

@@ -239,10 +239,10 @@ def test_steps_by_the_size_of_their_anchor_group(run: Path, capsys: pytest.Captu
 def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:
     config = audit.advantage_config("{}")
     assert config.algorithm == AlgorithmConfig()
-    assert audit.advantage_settings(config.algorithm) == PUBLISHED_SETTINGS
+    assert AdvantageSettings.of(config.algorithm) == PUBLISHED_SETTINGS
     other = replace(PUBLISHED_SETTINGS, estimator="rloo", gamma=0.5, anchor_history=4, version_window=7)
     given = AlgorithmConfig(estimator="rloo", gamma=0.5, anchor_history=4, version_window=7)
-    assert audit.advantage_settings(given) == other
+    assert AdvantageSettings.of(given) == other
 
 
 def test_an_audit_does_not_load_what_trains() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, PooledEnvironment, Task, try_environment
-from tests.processes import wait_until_gone
+from tests.processes import end_with_their_owner, wait_until_gone
 
 OPTIONS: Mapping[str, object] = {}
 ROOT = Path(__file__).resolve().parent.parent
@@ -247,18 +246,7 @@ def test_neither_a_hung_environment_nor_its_child_outlives_an_owner_that_was_kil
     (tmp_path / "hanging_world.py").write_text(HANGING.replace("PATH", str(written)))
     environ = dict(os.environ, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, env=environ)
-    try:
-        while not (written.exists() and written.read_text()):
-            assert owner.poll() is None
-            time.sleep(0.02)
-        environment, child = map(int, written.read_text().split())
-        if stopped:
-            os.kill(environment, signal.SIGSTOP)
-    finally:
-        os.kill(owner.pid, signal.SIGKILL)
-        owner.wait()
-    wait_until_gone(environment)
-    wait_until_gone(child)
+    end_with_their_owner(owner, pid_file=written, stopped=stopped)
 
 
 def test_a_reset_that_hangs_in_a_new_process_has_the_time_of_an_answer_not_of_a_start(counted: str) -> None:

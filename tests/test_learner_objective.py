@@ -184,7 +184,7 @@ def test_nothing_starts_with_a_loss_that_makes_no_sense(
 ) -> None:
     import train  # here, because it takes Ray along
 
-    monkeypatch.setattr(train.INTERRUPT, "listen", lambda: None)
+    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
     quickstart = str(ROOT / "configs/quickstart.yaml")
     assert train.main([quickstart, "loss.policy=gspo", "loss.corrections=[token_tis]", "--dry-run"]) == 2
     assert capsys.readouterr().err.startswith("error: loss.corrections=['token_tis']: token_tis on top of gspo")

@@ -397,7 +397,7 @@ def test_ctrl_c_while_another_run_is_asked_about(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train.runs, "stop", interrupted)
-    monkeypatch.setattr(train.INTERRUPT, "listen", lambda: None)
+    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
     assert train.main(["--stop", "runs/a"]) == 130
     assert "interrupted" in capsys.readouterr().out
 
