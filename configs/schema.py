@@ -72,7 +72,7 @@ class ActorsConfig:
     kv_cache_gib: float = 1.0  # CPU engines only; GPU engines use gpu_memory_utilization
     gpu_memory_utilization: float = 0.85
     cpu_cores: str = "auto"  # of a CPU engine: "0" or "0,2-3"; "auto" is all but the last, which the learner takes
-    turn_timeout_s: float = 300.0  # of one response; an episode that waits longer ends there, truncated
+    turn_timeout_s: float = 300.0  # of one response, its place in line included; an episode that waits longer ends, truncated
     episode_timeout_s: float = 3600.0  # likewise of a whole episode
     engine_timeout_s: float = 20.0  # an engine that says nothing for this long is taken for hung, and started again
     lease_s: float = 120.0  # groups of a worker nobody has heard of are played by another after this long
