@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from store.reading.bias import BiasReport, Comparison
 
 ALPHA = 0.05
-DESCRIPTION = """Are the trajectories that were dropped different from the trained ones in length, reward, success or task? Dropped
-are groups that are stale, no_signal or abandoned, and surplus of groups with spare members. The run may be training.
+DESCRIPTION = """Are the trajectories that were dropped different from the trained ones in length, reward, success or task?
+Dropped are groups that are stale, no_signal or abandoned, and surplus of groups with spare members. The run may be training.
 
 Groups are compared with trained ones of about the same policy versions (up to ten blocks of versions), surplus with the members
 of its own group. p is of a permutation test: 2,000 permutations of whole groups within each block (of the members within their
