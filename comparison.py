@@ -128,13 +128,14 @@ def plot(rows: pa.Table, descriptions: Sequence[str]) -> str:
     a, b = (" ".join(text.split()) for text in descriptions)
     parts = [_text(LEFT, 20, f"steps trained differently: a ({a}) and b ({b})", size=14)]
     for place, (name, colour) in enumerate(zip(FATES, COLOURS, strict=False)):
-        x = LEFT + place * LEGEND_WIDTH
-        parts += [f'<rect x="{x}" y="32" width="12" height="12" fill="{colour}"/>', _text(x + 17, 43, name)]
+        left = LEFT + place * LEGEND_WIDTH
+        parts += [f'<rect x="{left}" y="32" width="12" height="12" fill="{colour}"/>', _text(left + 17, 43, name)]
     for quarter in range(5):
         y = TOP + high * (1 - quarter / 4)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:g}" y2="{y:g}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{top * quarter / 4:.1%}", anchor="end"))
-    named = range(0, len(bars), -(-len(bars) // 10))  # ten names fit
+    apart = -(-len(bars) // 10)  # ten names fit
+    named = [*range(0, len(bars) - apart, apart), len(bars) - 1]
     for number, bar in enumerate(bars):
         x, y = LEFT + number * wide, float(TOP + high)
         title = f"{bar.name}: " + ", ".join(f"{name} {share:.1%}" for name, share in zip(FATES, bar.shares, strict=True))
@@ -145,7 +146,7 @@ def plot(rows: pa.Table, descriptions: Sequence[str]) -> str:
             parts.append(f'<rect {box} fill="{colour}"/>')
         parts.append("</g>")
         if number in named:
-            parts.append(_text(x + wide / 2, TOP + high + 16, bar.name, anchor="middle"))
+            parts.append(_text(x + wide / 2, TOP + high + 16, bar.name, anchor="end" if bar.name == NO_BATCH else "middle"))
     parts.append(_text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 12, "learner step", anchor="middle"))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
     return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', *parts, "</svg>\n"])

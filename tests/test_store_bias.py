@@ -49,13 +49,15 @@ def units(
     ).comparable()
 
 
-def played(group: GroupRecord, member: int, *, n_steps: int, paid: float) -> Trajectory:
-    steps = tuple(make_step(i, n_steps=n_steps, version=1, reward=paid * (i == n_steps - 1)) for i in range(n_steps))
+def played(group: GroupRecord, member: int, *, n_steps: int, paid: float, version: int = 1) -> Trajectory:
+    steps = tuple(make_step(i, n_steps=n_steps, version=version, reward=paid * (i == n_steps - 1)) for i in range(n_steps))
     return replace(make_trajectory(group, member), won=paid > 0, steps=steps)
 
 
 class Run:
-    """Writes groups whose members have the lengths it is told."""
+    """Writes groups whose members have the lengths it is told, under policy version `version`."""
+
+    version = 1
 
     def __init__(self, root: Path) -> None:
         self.layout = RunLayout.create(root, config_yaml="a: 1\n")
@@ -68,7 +70,7 @@ class Run:
 
     def commit(self, catalog: Catalog, groups: Sequence[tuple[GroupRecord, Sequence[int]]], *, paid: float) -> None:
         rows = [
-            played(group, member, n_steps=n_steps, paid=paid)
+            played(group, member, n_steps=n_steps, paid=paid, version=self.version)
             for group, lengths in groups
             for member, n_steps in enumerate(lengths)
         ]
@@ -89,10 +91,10 @@ class Run:
     ) -> list[GroupRecord]:
         opened = [(self.open(catalog, task, size=len(lengths)), lengths) for task, lengths in zip(tasks, groups, strict=True)]
         self.commit(catalog, opened, paid=0.0 if no_signal else 1.0)
-        batch = catalog.claim(n_groups=len(groups), current_version=1, max_staleness=1)
+        batch = catalog.claim(n_groups=len(groups), current_version=self.version, max_staleness=1)
         assert batch is not None
         silent = {group.group_uid: "alike" for group, _ in opened} if no_signal else {}
-        catalog.settle(batch.batch_id, learner_step=batch.batch_id, no_signal=silent, version_in=1)
+        catalog.settle(batch.batch_id, learner_step=batch.batch_id, no_signal=silent, version_in=self.version)
         return [group for group, _ in opened]
 
     def surplus(self, catalog: Catalog, group: GroupRecord, n_steps: int) -> None:
@@ -220,6 +222,21 @@ def test_members_of_a_group_are_not_independent(tmp_path: Path) -> None:
     assert alone.p < 0.005, "the case tests something"
 
 
+def test_what_a_policy_learnt_meanwhile_is_no_bias(tmp_path: Path) -> None:
+    """Episodes are of 6 steps by the time that groups get dropped, dropped or not."""
+    run = Run(tmp_path / "run")
+    with Catalog.open(run.layout) as catalog:
+        run.train(catalog, [(2,)] * 10, tasks=["a"] * 10)
+        run.version = 7
+        run.train(catalog, [(6,)] * 10, tasks=["a"] * 10)
+        run.drop(catalog, [(6,)] * 5, task="a", state="stale", size=2, paid=1.0)
+        export(catalog, run.layout)
+    report = bias_report(run.layout.root, as_of=None, where=None)
+    assert [kind.means[0] for kind in report.kinds[:2]] == [4.0, 6.0]
+    steps = report.comparisons[0].difference
+    assert (steps.dropped, steps.kept, steps.p) == (6.0, 6.0, 1.0)
+
+
 def t_by_hand(sums: Sequence[float], sizes: Sequence[int], dropped: Sequence[int]) -> float:
     """Difference of the means over trajectories, over the root of the squared sums of residuals of each side."""
     kept = [unit for unit in range(len(sums)) if unit not in dropped]
@@ -256,11 +273,11 @@ def test_each_is_compared_within_its_stratum_and_a_stratum_of_one_side_says_noth
 
 
 def random_groups(random: np.random.Generator, *, n_dropped: int, n_kept: int, small: bool) -> Units:
-    """Groups of 8, dropped ones of 1 to 3 if `small`: their members are alike, and nothing depends on being dropped."""
+    """Groups of 8, dropped ones of 1 to 3 if `small`: their members have something in common, nothing with being dropped."""
     sizes = np.full(n_dropped + n_kept, 8)
     if small:
         sizes[:n_dropped] = random.integers(1, 4, n_dropped)
-    mean = 10 + random.normal(size=len(sizes))
+    mean = 10 + 0.3 * random.normal(size=len(sizes))
     return units(sizes * mean + np.sqrt(sizes) * random.normal(size=len(sizes)), sizes=sizes, n_dropped=n_dropped)
 
 

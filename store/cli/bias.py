@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _kinds(report: BiasReport) -> list[str]:
-    rows = [HEAD]
+    rows: list[tuple[str, ...]] = [HEAD]
     for kind in report.kinds:
         means = [_number(measure, mean) for measure, mean in zip(LABELS, kind.means, strict=False)] or ["-"] * 4
         rows.append((kind.name, f"{kind.n_groups:,}", f"{kind.n_trajectories:,}", *means, f"{kind.n_tasks:,}"))
@@ -66,7 +66,7 @@ def _kinds(report: BiasReport) -> list[str]:
 
 
 def _comparisons(report: BiasReport) -> list[str]:
-    rows = [COMPARED]
+    rows: list[tuple[str, ...]] = [COMPARED]
     for row in report.comparisons:
         measure = LABELS[row.measure] if row.task is None else f"share of {row.task}"
         each = (_number(row.measure, row.difference.dropped), _number(row.measure, row.difference.kept))
