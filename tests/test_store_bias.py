@@ -25,7 +25,7 @@ from store import (
 )
 from store.__main__ import main
 from store.reading.bias import MEASURES, TASKS, BiasReport, bias_report
-from store.reading.permutation import Units, difference_of_tasks, differences_of_means, holm
+from store.reading.permutation import Units, _permuted, difference_of_tasks, differences_of_means, holm
 from tests.store_runs import copy_run
 from tests.store_samples import make_step, make_trajectory
 
@@ -253,7 +253,7 @@ def test_the_p_value_is_the_share_of_all_choices(monkeypatch: pytest.MonkeyPatch
     choices = [abs(t_by_hand(sums, sizes, chosen)) for chosen in itertools.combinations(range(8), 3)]
     exact = sum(value >= observed - 1e-9 for value in choices) / len(choices)
     assert 0.02 < exact < 0.5, "the case tests something"
-    for cells_at_once in (2**19, 1000):
+    for cells_at_once in (2**18, 100):
         monkeypatch.setattr("store.reading.permutation.CELLS_AT_ONCE", cells_at_once)
         (difference,) = differences_of_means(units(sums, sizes=sizes, n_dropped=3), seed=1, permutations=5000)
         assert difference.dropped == pytest.approx(20 / 6) and difference.kept == pytest.approx(24.5 / 11)
@@ -283,8 +283,8 @@ def random_groups(random: np.random.Generator, *, n_dropped: int, n_kept: int, s
 
 @pytest.mark.parametrize("small", [False, True])
 def test_p_values_are_uniform_where_there_is_no_difference(small: bool) -> None:
-    """Whatever the sizes of the dropped groups: 1,000 runs, the shares within four standard errors."""
-    random, n_runs = np.random.default_rng(3), 1000
+    """Whatever the sizes of the dropped groups: 500 runs, the shares within four standard errors."""
+    random, n_runs = np.random.default_rng(3), 500
     samples = [random_groups(random, n_dropped=10, n_kept=30, small=small) for _ in range(n_runs)]
     p_values = np.array([differences_of_means(sample, seed=5, permutations=99)[0].p for sample in samples])
     for level in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9):
@@ -308,6 +308,28 @@ def test_tasks_are_counted_by_group() -> None:
     task, difference = difference_of_tasks(given, seed=0, permutations=5000)
     assert (task, difference.dropped, difference.kept) == (0, 0.75, pytest.approx(1 / 3))
     assert difference.p == pytest.approx(exact, abs=0.02) and 0.05 < exact < 0.95
+
+
+@pytest.mark.parametrize("n_dropped", [[2, 2, 1, 3, 1], [4, 0, 5, 0, 0]])
+def test_every_choice_within_the_strata_is_as_likely(n_dropped: list[int]) -> None:
+    """Strata of 2 to 6 units, few dropped of many strata or many of few: how often each unit, and each pair, is drawn."""
+    sizes = [4, 3, 6, 5, 2]
+    stratum = np.repeat(np.arange(5), sizes)
+    dropped = np.concatenate([np.arange(size) < k for size, k in zip(sizes, n_dropped, strict=True)])
+    n = len(stratum)
+    given = Units(
+        stratum_U=stratum, dropped_U=dropped, sizes_U=np.ones(n), sums_UM=np.zeros((n, 1)), task_U=stratum
+    ).comparable()
+    drawn = np.zeros((5000, len(given.stratum_U)))
+    for row, chosen in enumerate(np.concatenate(list(_permuted(given, seed=0, permutations=5000)))):
+        drawn[row, chosen] = 1
+    together = drawn.T @ drawn / 5000
+    k_S, n_S = (np.bincount(values)[given.stratum_U] for values in (given.stratum_U[given.dropped_U], given.stratum_U))
+    assert np.diag(together) == pytest.approx(k_S / n_S, abs=0.03)
+    same = given.stratum_U[:, None] == given.stratum_U
+    pairs = np.where(same, (k_S * (k_S - 1) / np.maximum(1, n_S * (n_S - 1)))[:, None], np.outer(k_S / n_S, k_S / n_S))
+    np.fill_diagonal(pairs, k_S / n_S)
+    assert together == pytest.approx(pairs, abs=0.03)
 
 
 def test_a_correction_for_the_number_of_comparisons() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PERMUTATIONS = 2000  # the smallest p is 1 / 2001: 20 comparisons can still be told from chance
-CELLS_AT_ONCE = 2**19  # units times permutations; about 100 MB
+CELLS_AT_ONCE = 2**18  # dropped units times permutations; about 100 MB
 FLOOR = 1e-12  # of the variance, as a share of that of all sums: differences that rounding makes are none
 TIE = 1e-9  # relative; permutations that do the same may add up in another order
 
@@ -166,10 +166,35 @@ def _exceeding(
 def _permuted(units: Units, *, seed: int, permutations: int) -> Iterator[np.ndarray]:
     """As many dropped units in each stratum as there are, drawn anew: [P, D] indices, ordered by stratum."""
     random = np.random.default_rng(seed)
-    starts_S, n_dropped_S, _ = _layout(units)
-    rank_U = np.arange(len(units.stratum_U)) - starts_S[units.stratum_U]
-    places_D = np.flatnonzero(rank_U < n_dropped_S[units.stratum_U])  # the first of each stratum, once it is shuffled
-    at_once = max(1, CELLS_AT_ONCE // len(rank_U))
+    starts_S, n_dropped_S, chosen_D = _layout(units)
+    n_S = np.diff([*starts_S, len(units.stratum_U)])
+    draw = _by_stratum if len(n_S) < n_dropped_S.max() else _by_rank
+    draws = draw(random, starts_S=starts_S, n_S=n_S, n_dropped_S=n_dropped_S)
+    at_once = max(1, CELLS_AT_ONCE // len(chosen_D))
     for start in range(0, permutations, at_once):
-        n = min(at_once, permutations - start)
-        yield np.argsort(units.stratum_U + random.random((n, len(rank_U))), axis=1)[:, places_D]
+        yield np.stack([next(draws) for _ in range(min(at_once, permutations - start))])
+
+
+def _by_stratum(
+    random: np.random.Generator, *, starts_S: np.ndarray, n_S: np.ndarray, n_dropped_S: np.ndarray
+) -> Iterator[np.ndarray]:
+    """For few large strata, such as blocks of versions: one after the other."""
+    strata = list(zip(starts_S.tolist(), n_S.tolist(), n_dropped_S.tolist(), strict=True))
+    while True:
+        yield np.concatenate([start + random.choice(n, k, replace=False, shuffle=False) for start, n, k in strata])
+
+
+def _by_rank(
+    random: np.random.Generator, *, starts_S: np.ndarray, n_S: np.ndarray, n_dropped_S: np.ndarray
+) -> Iterator[np.ndarray]:
+    """For many small strata, such as groups with surplus: the first of every stratum, then the second, as in a shuffle."""
+    place_U = np.arange(n_S.sum())  # stays shuffled: a shuffle of any order is one
+    rank_U = place_U - np.repeat(starts_S, n_S)
+    drawn_D = np.flatnonzero(rank_U < np.repeat(n_dropped_S, n_S))
+    while True:
+        for rank in range(n_dropped_S.max()):
+            has_S = n_dropped_S > rank
+            at = starts_S[has_S] + rank
+            other = at + random.integers(0, n_S[has_S] - rank)
+            place_U[at], place_U[other] = place_U[other], place_U[at]
+        yield place_U[drawn_D]
