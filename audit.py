@@ -2,10 +2,12 @@
 
     python audit.py runs/a                                          # as the run itself computes them
     python audit.py runs/a estimator=rloo                           # another estimator, its figures
-    python audit.py runs/a gamma=0.9 --against gamma=1.0            # two settings side by side
+    python audit.py runs/a gamma=0.9 --against gamma=1.0            # two settings side by side, and what they train differently
+    python audit.py runs/a signal=returns --against --plot what.svg # another filter against the run's own
     python audit.py runs/a omega=0 --against --where "split = 'train'" --output omega.parquet
 
-Settings not named are the run's own. Names and values: gigpo/settings.py. The run may be training.
+Settings not named are the run's own. Names and values: gigpo/settings.py, and signal (which groups are trained on at all):
+gigpo/signal.py. Both are thought to train on the batches that the run had. The run may be training.
 
 --where selects the steps that are reported. What a step is compared with does not depend on it: advantages are computed from
 its whole group, and what is whitened over a batch (reinforce_pp, reinforce_pp_baseline) from the whole batch that was trained
@@ -19,8 +21,9 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,10 @@ from rich.table import Table
 
 import configs
 import store
+from comparison import plot, show_comparison
 from configs import Config, ConfigError
 from gigpo import (
+    SIGNALS,
     WHITENED,
     AdvantageSettings,
     anchor_size_histogram,
@@ -51,17 +56,29 @@ COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash,
 UNSTORED = {("anchor", "anchor_key"): "anchor_key", ("anchor_versions", "weighted"): "weight"}  # setting -> column it needs
 ANCHOR_COLUMNS = {"similar": "anchor_text", "similar_greedy": "anchor_text", "state_and_actions": "admissible_actions"}
 READ = """FROM (
-    SELECT s.*, batch_id, coalesce(batch_id::VARCHAR, split) AS batch
+    SELECT s.*, batch_id, learner_step, coalesce(batch_id::VARCHAR, split) AS batch
     FROM (SELECT {columns}, split, coalesce(({where}
     ), false) AS is_selected FROM steps) AS s
-    LEFT JOIN (SELECT group_uid, batch_id FROM lineage WHERE batch_state = 'trained' AND live) AS l USING (group_uid)
+    LEFT JOIN (SELECT group_uid, batch_id, learner_step FROM lineage WHERE batch_state = 'trained' AND live) AS l
+    USING (group_uid)
 )"""
 WHOLE = "{rows} WHERE {unit} IN (SELECT {unit} {rows} WHERE is_selected)"  # units with a selected step
 PART = "SELECT * {whole} AND hash({unit}) % {parts} = {part} ORDER BY batch_id, batch, group_uid, traj_uid, step_index"
-CHANGED = """SELECT any_value(s.task_id) AS task, any_value(s.anchor_text) AS state, any_value(s.action_text) AS action
-FROM steps s WHERE s.traj_uid = '{traj_uid}' AND s.step_index = {step_index}"""
-SHOWN_CHANGES = 10
-TEXT_WIDTH = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What decides which steps are trained on, and by how much."""
+
+    advantages: AdvantageSettings
+    signal: str
+
+    @classmethod
+    def of(cls, config: Config) -> Setting:
+        return cls(advantages=AdvantageSettings.of(config.algorithm), signal=config.algorithm.signal)
+
+    def fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.advantages), "signal": self.signal}
 
 
 def main(arguments: list[str]) -> int:
@@ -75,22 +92,26 @@ def main(arguments: list[str]) -> int:
         help="which steps to report, SQL over the columns of `steps`; computed from their whole groups; default: %(default)s",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as Parquet; FILE must not exist")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what is trained differently, by learner step")
     options = parser.parse_intermixed_args(arguments)
     try:
-        config = advantage_config(RunLayout.open(options.run).info.config_yaml)
-        own = AdvantageSettings.of(config.algorithm)
+        own = Setting.of(advantage_config(RunLayout.open(options.run).info.config_yaml))
         named = {"a": changed(own, options.settings)}
         if options.against is not None:
             named["b"] = changed(own, options.against)
         check_stored(named)
-        check_output(options.output)
+        check_new("--output", options.output)
+        check_plot(options.plot, named)
         with store.open(options.run) as reader:
-            signal = config.algorithm.signal
-            rows = advantages(reader, named, where=options.where, signal=signal)
-            show(reader, rows, named, signal=signal, console=Console(highlight=False))
+            rows = advantages(reader, named, where=options.where)
+            show(reader, rows, named, console=Console(highlight=False))
         if options.output is not None:
-            write_output(rows, options.output)
+            write_new("--output", options.output, lambda file: pq.write_table(rows, file, compression="zstd"))
             print(f"{len(rows)} rows in {options.output}")
+        if options.plot is not None:
+            drawing = plot(rows, descriptions(named))
+            write_new("--plot", options.plot, lambda file: file.write_text(drawing, encoding="utf-8"))
+            print(f"a plot in {options.plot}")
     except (ConfigError, StoreError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,25 +120,33 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check_output(file: Path | None) -> None:
+def check_new(option: str, file: Path | None) -> None:
     """Refuses, before the work, a file that is there or could not be written."""
     if file is not None and file.exists():
-        raise StoreError(f"--output {file} exists; name another file")
+        raise StoreError(f"{option} {file} exists; name another file")
     if file is not None and not file.parent.is_dir():
-        raise StoreError(f"--output {file}: there is no directory {file.parent}; make it first")
+        raise StoreError(f"{option} {file}: there is no directory {file.parent}; make it first")
 
 
-def write_output(rows: pa.Table, file: Path) -> None:
+def check_plot(file: Path | None, named: dict[str, Setting]) -> None:
+    check_new("--plot", file)
+    if file is not None and file.suffix != ".svg":
+        raise ValueError(f"--plot {file}: only SVG can be drawn; name it {file.with_suffix('.svg').name}")
+    if file is not None and "b" not in named:
+        raise ValueError(f"--plot {file} is of two settings; add --against, alone for the run's own")
+
+
+def write_new(option: str, file: Path, write: Callable[[Path], object]) -> None:
     """Aside first: `file` is absent or whole, so whoever was interrupted can ask again."""
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        pq.write_table(rows, aside, compression="zstd")
+        write(aside)
         with aside.open("rb") as written:
             os.fsync(written.fileno())  # else a power cut could leave the name without the bytes
-        check_output(file)  # the audit may have taken an hour
+        check_new(option, file)  # the audit may have taken an hour
         aside.rename(file)
     except OSError as error:
-        raise StoreError(f"--output {file} could not be written: {error}; free space, or name another file") from error
+        raise StoreError(f"{option} {file} could not be written: {error}; free space, or name another file") from error
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
@@ -131,21 +160,21 @@ def advantage_config(config_yaml: str) -> Config:
     return configs.from_yaml(yaml.safe_dump({"algorithm": section}))
 
 
-def check_stored(named: dict[str, AdvantageSettings]) -> None:
+def check_stored(named: dict[str, Setting]) -> None:
     """Refuses settings that read a column which no run has."""
-    for settings in named.values():
+    for setting in named.values():
         for (name, value), column in UNSTORED.items():
-            if getattr(settings, name) == value:
+            if getattr(setting.advantages, name) == value:
                 raise ValueError(
                     f"{name}={value} reads a column {column}, and a stored run has none; in Python, read `steps` with "
                     f"store.open, append a column {column} and call gigpo.compute_advantages"
                 )
 
 
-def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> AdvantageSettings:
-    """`settings` with name=value assignments applied; ValueError for a name unknown or given twice, a value of another type."""
+def changed(setting: Setting, assignments: Sequence[str]) -> Setting:
+    """`setting` with name=value assignments applied; ValueError for a name unknown or given twice, a value of another type."""
     values: dict[str, Any] = {}
-    known = dataclasses.asdict(settings)
+    known = setting.fields()
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or name not in known:
@@ -156,16 +185,20 @@ def changed(settings: AdvantageSettings, assignments: Sequence[str]) -> Advantag
             values[name] = type(known[name])(text)
         except ValueError as error:
             raise ValueError(f"{name}={text!r} is not a {type(known[name]).__name__}") from error
-    return dataclasses.replace(settings, **values)
+    signal = values.pop("signal", setting.signal)
+    if signal not in SIGNALS:
+        raise ValueError(f"signal={signal!r} is unknown; it is one of {', '.join(SIGNALS)}")
+    return Setting(advantages=dataclasses.replace(setting.advantages, **values), signal=signal)
 
 
-def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, where: str, signal: str) -> pa.Table:
-    """One row per selected step, computed from whole groups (whitened: whole batches): uids, step_index, and with the suffix
-    _a (and _b) the columns of `compute_advantages` and has_signal, bool, of the step's group.
+def advantages(reader: store.Reader, named: dict[str, Setting], *, where: str) -> pa.Table:
+    """One row per selected step, computed from whole groups (whitened: whole batches): uids, step_index, learner_step (null:
+    in no batch that was trained), and with the suffix _a (and _b) the columns of `compute_advantages` and has_signal, bool, of
+    the step's group.
     """
-    whitens = any(settings.estimator in WHITENED for settings in named.values())
+    whitens = any(setting.advantages.estimator in WHITENED for setting in named.values())
     unit = "batch" if whitens else "group_uid"
-    anchors = {settings.anchor for settings in named.values()}
+    anchors = {setting.advantages.anchor for setting in named.values()}
     more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
     whole = WHOLE.format(rows=READ.format(columns=COLUMNS + more, where=where), unit=unit)
     n_steps = reader.sql(f"SELECT count(*) AS n {whole}", timeout_s=QUERY_TIMEOUT_S)["n"][0].as_py()
@@ -176,10 +209,11 @@ def advantages(reader: store.Reader, named: dict[str, AdvantageSettings], *, whe
     for part in range(parts):
         query = PART.format(whole=whole, unit=unit, parts=parts, part=part)
         steps = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
-        table = steps.select(["group_uid", "traj_uid", "step_index"])
-        for suffix, settings in named.items():
-            computed = by_batch(steps, settings) if settings.estimator in WHITENED else compute_advantages(steps, settings)
-            silent = groups_without_signal(computed, signal=signal)
+        table = steps.select(["group_uid", "traj_uid", "step_index", "learner_step"])
+        for suffix, setting in named.items():
+            compute = by_batch if setting.advantages.estimator in WHITENED else compute_advantages
+            computed = compute(steps, setting.advantages)
+            silent = groups_without_signal(computed, signal=setting.signal)
             computed = computed.append_column("has_signal", pc.invert(is_one_of(computed["group_uid"], silent)))
             for name in computed.column_names[3:]:
                 table = table.append_column(f"{name}_{suffix}", computed[name])
@@ -199,29 +233,16 @@ def by_batch(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
     return pa.concat_tables([compute_advantages(part, settings) for part in parts])
 
 
-def show(reader: store.Reader, rows: pa.Table, named: dict[str, AdvantageSettings], *, signal: str, console: Console) -> None:
-    """The figures of each setting, and where two of them differ most."""
+def show(reader: store.Reader, rows: pa.Table, named: dict[str, Setting], *, console: Console) -> None:
+    """The figures of each setting, and how two of them differ."""
     console.print(f"{len(rows)} steps at lsn {reader.lsn}")
-    figures = Table("", *(description(settings, named) for settings in named.values()))
-    summaries = [summary(of(rows, suffix), signal=signal) for suffix in named]
+    figures = Table("", *descriptions(named))
+    summaries = [summary(of(rows, suffix), signal=setting.signal) for suffix, setting in named.items()]
     for name in summaries[0]:
         figures.add_row(name, *(each[name] for each in summaries))
     console.print(figures)
-    if "b" not in named:
-        return
-    a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
-    difference = np.abs(a - b)
-    alike = np.corrcoef(a, b)[0, 1] if np.std(a) > 0 and np.std(b) > 0 else float("nan")
-    console.print(
-        f"correlation {alike:.4f}; another sign in {np.mean(np.sign(a) != np.sign(b)):.2%} of the steps, "
-        f"mean difference {difference.mean():.4g}, largest {difference.max():.4g}"
-    )
-    changes = Table("task", "state", "action", "a", "b", title="what changed most")
-    for row in np.argsort(-difference, kind="stable")[:SHOWN_CHANGES]:
-        step = CHANGED.format(traj_uid=rows["traj_uid"][row].as_py(), step_index=rows["step_index"][row].as_py())
-        texts = [str(column[0].as_py())[:TEXT_WIDTH] for column in reader.sql(step).columns]
-        changes.add_row(*texts, f"{a[row]:.3f}", f"{b[row]:.3f}")
-    console.print(changes)
+    if "b" in named:
+        show_comparison(reader, rows, console=console)
 
 
 def of(rows: pa.Table, suffix: str) -> pa.Table:
@@ -237,7 +258,7 @@ def summary(computed: pa.Table, *, signal: str) -> dict[str, str]:
     groups = len(computed["group_uid"].unique())
     return {
         "mean, deviation of A": f"{advantage.mean():.4f}, {advantage.std():.4f}",
-        f"groups without a signal ({signal})": f"{len(silent)} of {groups}",
+        "groups without a signal": f"{len(silent)} of {groups} ({signal})",
         "steps by the size of their anchor group": by_doubling(anchor_size_histogram(computed)),
         "step term's share of the variance": f"{step_variance_share(computed):.1%}",
     }
@@ -254,12 +275,12 @@ def by_doubling(sizes: dict[int, int]) -> str:
     return "\n".join(lines)
 
 
-def description(settings: AdvantageSettings, named: dict[str, AdvantageSettings]) -> str:
-    """What distinguishes it from the others, all of it if there is no other."""
-    fields = dataclasses.asdict(settings)
-    differing = {name for name in fields if len({getattr(each, name) for each in named.values()}) > 1}
-    shown = differing or ("estimator", "gamma", "omega", "normalise")
-    return "\n".join(f"{name}={value}" for name, value in fields.items() if name in shown)
+def descriptions(named: dict[str, Setting]) -> list[str]:
+    """What distinguishes each from the other, most of it if there is no other."""
+    fields = [setting.fields() for setting in named.values()]
+    differing = {name for name in fields[0] if len({each[name] for each in fields}) > 1}
+    shown = differing or ("estimator", "gamma", "omega", "normalise", "signal")
+    return ["\n".join(f"{name}={value}" for name, value in each.items() if name in shown) for each in fields]
 
 
 if __name__ == "__main__":

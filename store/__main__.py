@@ -11,12 +11,13 @@ from store import cli
 from store.cli._arguments import Parser
 from store.errors import StoreError
 
+ELSEWHERE = "What other settings (gamma, omega, anchor, signal) would have trained on: python audit.py RUN name=value --against"
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: list[str]) -> int:
-    parser = Parser(prog="python -m store", description="Asks and tends a run, also while it is training.")
+    parser = Parser(prog="python -m store", description="Asks and tends a run, also while it is training.", epilog=ELSEWHERE)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     names = [module.name for module in pkgutil.iter_modules(cli.__path__) if not module.name.startswith("_")]
     wanted = arguments[0] if arguments and arguments[0] in names else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import audit
+import comparison
 import configs
 import store
 from configs import AlgorithmConfig, Config
@@ -108,10 +110,10 @@ def test_what_is_whitened_is_so_over_each_batch_that_was_trained_on(
 @pytest.mark.parametrize("where", ["reward > 0", f"{IN_GROUPS.format('0')} AND NOT is_action_valid -- a comment"])
 def test_what_a_step_is_compared_with_does_not_depend_on_the_selection(run: Path, estimator: str, where: str) -> None:
     """Neither its numbers nor whether its group has a signal: trajectories are not cut, groups and batches are whole."""
-    settings = {"a": replace(PUBLISHED_SETTINGS, estimator=estimator)}
+    named = {"a": audit.Setting(advantages=replace(PUBLISHED_SETTINGS, estimator=estimator), signal="returns")}
     with store.open(run) as reader:
-        everything = audit.advantages(reader, settings, where="true", signal="returns")
-        selected = audit.advantages(reader, settings, where=where, signal="returns")
+        everything = audit.advantages(reader, named, where="true")
+        selected = audit.advantages(reader, named, where=where)
         wanted = reader.sql(f"SELECT traj_uid, step_index FROM steps WHERE {where}\n")
     by_step = {(row["traj_uid"], row["step_index"]): row for row in everything.to_pylist()}
     assert len(by_step) == 42, "15 training and 3 held-out trajectories"
@@ -124,7 +126,8 @@ def test_what_a_step_is_compared_with_does_not_depend_on_the_selection(run: Path
 def test_groups_that_no_batch_has_had_are_whitened_by_split(run: Path) -> None:
     settings = replace(PUBLISHED_SETTINGS, estimator="reinforce_pp")
     with store.open(run) as reader:
-        rows = audit.advantages(reader, {"a": settings}, where=IN_GROUPS.format("0, 4"), signal="returns")
+        named = {"a": audit.Setting(advantages=settings, signal="returns")}
+        rows = audit.advantages(reader, named, where=IN_GROUPS.format("0, 4"))
     # Held-out group 0 by itself, as training group 4; training group 0 in the batch of groups 0 and 1.
     held, waiting = stored(run, "split = 'heldout'"), stored(run, "split = 'train' AND ordinal = 4")
     alone = pa.concat_tables([held, waiting])["group_uid"].unique().to_pylist()
@@ -150,11 +153,11 @@ def test_the_run_itself_and_a_selection(run: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ("algorithm: {signal: advantages}", "(advantages) │ 0 of 5"),
-        ("algorithm: {signal: returns}", "(returns) │ 1 of 5"),
+        ("algorithm: {signal: advantages}", "0 of 5 (advantages)"),
+        ("algorithm: {signal: returns}", "1 of 5 (returns)"),
         # Group 0 won sooner or later and was paid the same; as the run was told, penalties do not count.
-        ("algorithm: {penalty_is_signal: false, gamma: 1.0}", "(rewards) │ 1 of 5"),
-        ("algorithm: {penalty_is_signal: true, gamma: 1.0}\nlearner: {gpus: 0}", "(advantages) │ 0 of 5"),
+        ("algorithm: {penalty_is_signal: false, gamma: 1.0}", "1 of 5 (rewards)"),
+        ("algorithm: {penalty_is_signal: true, gamma: 1.0}\nlearner: {gpus: 0}", "0 of 5 (advantages)"),
     ],
 )
 def test_a_groups_signal_is_what_the_run_says_it_is(
@@ -163,6 +166,34 @@ def test_a_groups_signal_is_what_the_run_says_it_is(
     """Also where another version of this code wrote the config: penalty_is_signal=false is signal=rewards."""
     assert audit.main([str(make_run(tmp_path / "run", config_yaml=algorithm))]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_another_filter_says_which_groups_it_would_have_trained_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of group 0 was paid the same. Of 35 steps 7 are in it, with 7 of group 1 in the first learner step."""
+    rows = rows_of(run, tmp_path, "signal=returns", "--against", "signal=advantages")
+    silent = stored(run, "split = 'train' AND ordinal = 0")["group_uid"].unique().to_pylist()
+    assert {row["group_uid"] for row in rows.to_pylist() if not row["has_signal_a"]} == set(silent)
+    assert all(rows["has_signal_b"].to_pylist()) and rows["advantage_a"] == rows["advantage_b"]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "│ 1 │ 14 │ 50.0% │ 0.0% │ 0.0% │ 0.0% │ 50.0% │",
+        "│ 2 │ 14 │ 0.0% │ 0.0% │ 0.0% │ 0.0% │ 100.0% │",
+        "│ all │ 35 │ 20.0% │ 0.0% │ 0.0% │ 0.0% │ 80.0% │",
+        "b alone trains on 1 groups, a alone on 0",
+        f"│ 1 │ {silent[0]} │ task-0 │ b │",
+    ):
+        assert line in lines, line
+    assert rows["learner_step"].null_count == 7, "the last group is in no batch"
+
+
+def test_a_plot_is_written_beside_the_rows(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "what.svg"
+    rows_of(run, tmp_path, "gamma=0.5", "signal=returns", "--against", "--plot", str(file))
+    texts = [text.text for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+    assert "steps trained differently: a (gamma=0.5 signal=returns) and b (gamma=0.95 signal=advantages)" in texts
+    assert {"1", "2", "in no batch", "learner step", *comparison.FATES[:-1]} <= set(texts)
 
 
 def test_a_run_of_a_setting_that_is_gone_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +213,10 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(tmp_path: Path, capsys: pyt
         (["--against", "omega=1", "omega=1"], "omega is given twice"),
         (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),  # before any work
         (["--where", "false"], "no step"),
+        (["signal=loud"], "signal='loud' is unknown; it is one of advantages, rewards, returns"),
+        (["--plot", "plot.svg"], "--plot plot.svg is of two settings; add --against"),
+        (["--plot", "plot.png", "--against"], "--plot plot.png: only SVG can be drawn; name it plot.svg"),
+        (["--plot", "no/where.svg", "--against"], "there is no directory no;"),
         (["anchor=anchor_key"], "reads a column anchor_key, and a stored run has none; in Python, "),
         (["--against", "anchor_versions=weighted"], "reads a column weight, and a stored run has none; in Python, "),
         (["--where", "nothing = 1"], "nothing"),
@@ -223,7 +258,7 @@ def test_an_output_is_whole_or_absent(
 def test_an_output_of_another_process_meanwhile_is_not_written_over(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(StoreError, match="mine exists; name another file"):
-        audit.write_output(pa.table({"a": [1]}), tmp_path / "mine")
+        audit.write_new("--output", tmp_path / "mine", lambda file: file.write_text("theirs"))
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 
 
@@ -247,7 +282,6 @@ def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:
 
 def test_an_audit_does_not_load_what_trains() -> None:
     """It would take longer than most audits."""
-    imported = {
-        line.split()[1] for line in Path(audit.__file__).read_text().splitlines() if line.startswith(("import", "from"))
-    }
+    lines = [line for module in (audit, comparison) for line in Path(module.__file__).read_text().splitlines()]
+    imported = {line.split()[1] for line in lines if line.startswith(("import", "from"))}
     assert imported.isdisjoint({"learner", "actors"})
