@@ -45,7 +45,7 @@ learner.learning_rate, for example. The exit status is 0 if all is identical, 1 
 steps cannot be replayed, because a stored file was changed, for example, which is then named."""
 
 SAME, DIFFERENT = 0, 1
-LEARNING_RATE = "loss/learning_rate"
+LEARNING_RATE = "loss/learning_rate"  # the first to look at
 SHOWN_FIGURES = 5
 SHOWN_DIGITS = 12  # of a digest
 LEAST_WIDTH = 140  # characters, of the explanation
@@ -60,7 +60,7 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """A learner step that was trained again. Learner step 0 is what it all began with, loaded and not trained."""
+    """A learner step that was trained again; or the one it began after, loaded and not trained."""
 
     learner_step: int
     published: VersionRecord
@@ -122,7 +122,7 @@ def replayed(
     layout: RunLayout, config: Config, *, first: int, last: int, explained: Explained | None, say: Say
 ) -> Iterator[Replayed]:
     """Every learner step from the one after the starting point to `last`, as soon as it is trained; ends at the first that
-    differs. `explained` is given what learner step `first` is about to learn.
+    differs. Of the starting point only that it differs. `explained` is given what learner step `first` is about to learn.
 
     Raises ReplayError, and what reading raises: StoreError, CheckpointError, FileNotFoundError, with the name of the file.
     """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import store
 from learner.__main__ import main
@@ -158,6 +159,21 @@ def test_adapters_are_replayed(replay: Replay) -> None:
         for first, n in ((1, 5), (5, 1)):
             status, output, _ = replay(directory / "run", "--step", first, "--to", 5, "--explain")
             assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--set", "learner.gpus_per_rank=1"), "the run's learner had GPUs (learner.gpus_per_rank=1), there is none here"),
+        (("--set", "learner.zero_stage=3", "--explain"), "learner.zero_stage=3 spreads the gradient over the ranks"),
+        (("--set", "learner.rate=3"), "unknown key 'learner.rate'"),
+        (("--to", "0"), "--step 1 --to 0: steps count from 1"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU")
+def test_what_cannot_be_replayed_is_refused_in_a_line(run: Path, replay: Replay, arguments: tuple[str, ...], said: str) -> None:
+    status, _, errors = replay(run, "--step", 1, *arguments)
+    assert (status, said in errors, errors.count("\n")) == (2, True, 1)
 
 
 @pytest.mark.slow
