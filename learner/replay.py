@@ -153,7 +153,7 @@ def replayed(
                 digest=_digest(ranks, scratch),
                 changed={name: pair for name, pair in known.items() if pair[0] != pair[1]},
                 n_figures=len(known),
-                what=f"{len(recorded.batch.groups)} groups, {ready.rows.num_rows} rows, {len(updates)} updates",
+                what=f"groups {len(recorded.batch.groups)}, rows {ready.rows.num_rows}, updates {len(updates)}",
                 seconds=time.monotonic() - began_at_s,
             )
             same = f"identical to version {step.published.version}" if step.same else "DIFFERENT"
