@@ -116,6 +116,28 @@ class Engine:
             joined[rank :: self.ranks] = scores_N.split([batch.n_response_tokens for batch in of_rank])
         return joined
 
+    def batch_wide_factors(self, batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The corrections' factors of each micro-batch, from the scores of the whole update.
+
+        A correction that ranks the update's tokens would, by micro-batch or rank, drop others with every other cut.
+        """
+        scored = [self._tokens(batch, score_N) for batch, score_N in zip(batches, scores, strict=True)]
+        return list(self.objective.factor(_joined(scored)).split([batch.n_response_tokens for batch in batches]))
+
+    def loss(
+        self, batch: MicroBatch, policy: torch.nn.Module, *, factor_N: torch.Tensor | None, totals: BatchTotals
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The share of a micro-batch, which is on the device, in the loss of an update of `totals`, and its `token_values`.
+
+        `policy` computes it: `self.deepspeed` to learn from it, `self.policy` to look at it.
+        """
+        reference_logprobs_N = self._reference_logprobs(batch) if self.objective.kl_coef > 0.0 else None
+        logprobs_N, entropy_N = policy(batch)
+        tokens = self._tokens(batch, logprobs_N)
+        terms = self.objective(tokens, reference_logprobs_N=reference_logprobs_N, entropy_N=entropy_N, factor_N=factor_N)
+        loss = self.objective.aggregation(terms.loss_N, tokens.sequence_N, totals)
+        return loss, token_values(terms, logprobs_N=logprobs_N, entropy_N=entropy_N)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights of the loss by Hugging Face names, each once: a tied output layer has no entry of its own. Adapters are
         merged into the weights they adapt.
@@ -144,7 +166,7 @@ class Engine:
             learning_rate *= _ess_fraction(micro_batches, scores)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
-        factors = self._batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks] if self.objective.batch_wide else []
+        factors = self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks] if self.objective.batch_wide else []
         passes = []
         for index, batch in enumerate(mine):
             # By hand, because the number of micro-batches differs from update to update: the last one reduces.
@@ -181,14 +203,6 @@ class Engine:
             )
         return micro_batches[self.rank :: self.ranks]
 
-    def _batch_wide_factors(self, batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The corrections' factors of each micro-batch, from the scores of the whole update.
-
-        A correction that ranks the update's tokens would, by micro-batch or rank, drop others with every other cut.
-        """
-        scored = [self._tokens(batch, score_N) for batch, score_N in zip(batches, scores, strict=True)]
-        return list(self.objective.factor(_joined(scored)).split([batch.n_response_tokens for batch in batches]))
-
     def _tokens(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> Tokens:
         proximal_N = batch.proximal_logprobs_N
         if self.objective.proximal == "interpolated":
@@ -202,16 +216,12 @@ class Engine:
         )
 
     def _backward(self, batch: MicroBatch, *, factor_N: torch.Tensor | None, totals: BatchTotals) -> Pass:
-        reference_logprobs_N = self._reference_logprobs(batch) if self.objective.kl_coef > 0.0 else None
-        logprobs_N, entropy_N = self.deepspeed(batch)
-        tokens = self._tokens(batch, logprobs_N)
-        terms = self.objective(tokens, reference_logprobs_N=reference_logprobs_N, entropy_N=entropy_N, factor_N=factor_N)
-        loss = self.objective.aggregation(terms.loss_N, tokens.sequence_N, totals)
+        loss, values_6N = self.loss(batch, self.deepspeed, factor_N=factor_N, totals=totals)
         # A non-finite loss may have a finite gradient. Made NaN, it cannot be overlooked, on no rank, in `_step`.
         # The totals are the whole update's, so ranks add up to its loss; DeepSpeed takes their mean.
         scale = torch.where(torch.isfinite(loss.detach()), float(self.ranks), math.nan)
         self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
-        return Pass(loss=loss.detach(), values_6N=token_values(terms, logprobs_N=logprobs_N, entropy_N=entropy_N))
+        return Pass(loss=loss.detach(), values_6N=values_6N)
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import configs
 import store
-from configs import Config
+from learner.base_model import base_model
 from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
 from learner.directories import UNFINISHED_SUFFIX, visible_last
 from learner.full_state import MASTER, trainable
@@ -142,7 +142,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
     config = configs.from_yaml(layout.info.config_yaml)
     content = read_content(source)
     check_whole(source, content)
-    base = _base_model(layout, config).resolve()  # an adapter names it, for readers that are elsewhere
+    base = base_model(layout, config).resolve()  # an adapter names it, for readers that are elsewhere
     disable_progress_bar()  # the answer is one line
     model = load_policy(base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0).causal_lm
     if config.model.lora_rank:
@@ -165,16 +165,6 @@ def _versions(layout: RunLayout) -> list[VersionRecord]:
 
 def _whose_files_are_there(layout: RunLayout, versions: Iterable[VersionRecord]) -> list[VersionRecord]:
     return [version for version in versions if layout.storage.exists(f"{version.path}/config.json")]
-
-
-def _base_model(layout: RunLayout, config: Config) -> Path:
-    base = Path(config.model.path) if config.model.path else layout.root / "base" / "policy"
-    if not (base / "config.json").is_file():
-        raise ExportError(
-            f"{base}, the base model of {layout.root}, is not here; a checkpoint needs its configuration and tokenizer. "
-            "Bring it back, or export a version"
-        )
-    return base
 
 
 def _what_there_is(layout: RunLayout, there: list[VersionRecord]) -> str:

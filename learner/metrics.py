@@ -32,9 +32,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
     """The figures of a learner step, by the names the store has them under."""
     n_computed = sum(update.n_tokens_computed for update in updates)
     return {
-        "train/success": ready.success,
         "learner/idle_fraction": times.groups_wait_s / times.step_s,
-        "staleness/max": float(ready.version - min(group.version_min for group in ready.batch.groups)),
         "time/read_s": ready.read_s,
         "time/advantages_s": ready.advantages_s,
         "time/advantages_cpu_s": ready.advantages_cpu_s,
@@ -46,6 +44,15 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "time/step_s": times.step_s,
         "tokens/generated_per_s": ready.n_response_tokens / times.step_s,
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
+        **timeless_metrics(ready, updates),
+    }
+
+
+def timeless_metrics(ready: ReadyBatch, updates: list[UpdateStats]) -> dict[str, float]:
+    """Those without a clock in them: the same batch at the same weights has the same."""
+    return {
+        "train/success": ready.success,
+        "staleness/max": float(ready.version - min(group.version_min for group in ready.batch.groups)),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "groups/no_signal": float(len(ready.no_signal)),
         "anchor/singleton_fraction": singleton_fraction(ready.rows),

@@ -28,6 +28,7 @@ from store.reading.manifest import export
 from store.reading.query import write_open_sql
 from store.reading.reader import Reader, SqlTimeout
 from store.reading.reader import open_run as open
+from store.reading.trained import TrainedStep, published_version, restart_points, trained_step
 from store.records import SEGMENT_SCHEMA, Step, Trajectory, from_table, to_table, uid_text
 from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
 from store.transfer import local_directory, publish_directory
@@ -60,6 +61,7 @@ __all__ = [
     "SqlTimeout",
     "Step",
     "StoreError",
+    "TrainedStep",
     "Trajectory",
     "TrajectoryMeta",
     "UnavailableError",
@@ -74,10 +76,13 @@ __all__ = [
     "now_us",
     "open",
     "publish_directory",
+    "published_version",
     "read_segment",
     "read_segments",
+    "restart_points",
     "state_hash",
     "to_table",
+    "trained_step",
     "uid",
     "uid_text",
     "write_open_sql",

@@ -54,7 +54,7 @@ def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness
     return Batch(
         batch_id=batch_id,
         groups=tuple(ClaimedGroup(**row) for row in rows),
-        segments=_segments_of_batch(tx, batch_id),
+        segments=segments_of_batch(tx, batch_id),
         claimed_us=tx.now_us,
     )
 
@@ -188,7 +188,7 @@ def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) ->
     )
 
 
-def _segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]:
+def segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]:
     rows = tx.rows(
         """SELECT t.*, s.path, s.digest, s.n_steps AS file_steps, s.n_bytes, s.worker
            FROM batch_group b JOIN trajectory t USING (group_uid) JOIN segment s USING (segment_id)
