@@ -79,6 +79,12 @@ class FaultRun:
 
     def part(self, name: str) -> psutil.Process:
         """The process of that component: "coordinator", "learner", "worker-0", "worker-0 environment", "worker-0 engine"."""
+        process = self.find(name)
+        assert process is not None, f"no process {name} in {self.run}"
+        return process
+
+    def find(self, name: str) -> psutil.Process | None:
+        """The same; None while there is none."""
         component, _, child = name.partition(" ")
         log = str((self.run / "logs" / f"{component}.log").resolve())
         for process in psutil.process_iter():
@@ -92,7 +98,7 @@ class FaultRun:
                 wanted = {"environment": "envs.process", "engine": "EngineCore"}.get(child)
                 if wanted is not None and wanted in command and self._belongs(process, log):
                     return process
-        raise AssertionError(f"no process {name} in {self.run}")
+        return None
 
     def wait(self, condition: Callable[[], bool], *, what: str, within_s: float = PATIENCE_S) -> float:
         """Seconds until it held."""

@@ -208,28 +208,40 @@ def test_after_a_killed_driver_the_same_command_finds_nothing_in_its_way(tmp_pat
 
 
 @pytest.mark.faults
-def test_a_full_disk_ends_the_run_with_the_file_it_could_not_write(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("part", ["learner", "worker-0"])
+def test_a_full_disk_ends_the_run_with_the_file_it_could_not_write(tmp_path: Path, model: Path, part: str) -> None:
     """Files that may not grow, which is the same error as a disk without room, and needs no disk of its own."""
     with started(tmp_path / "run", model, *SCRIPTED, "learner.checkpoint_every=3") as run:
         run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
-        seen, learner = seen_now(run), run.part("learner")
-        learner.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
+        seen, component = seen_now(run), run.part(part)
+        component.rlimit(psutil.RLIMIT_FSIZE, (1024, 1024))
         code, line = run.ended(within_s=90.0)
         time.sleep(0.5)
         assert code == 2
-        assert "learner failed" in line and "File too large" in line, run.said()
+        assert f"{part} failed" in line and "File too large" in line, run.said()
         assert processes_of(run.run) == []
     check_nothing_lost(run, seen)
 
 
+def out_of_memory(engine: psutil.Process) -> None:
+    """Every allocation from now on fails, as on a machine that has no more."""
+    engine.rlimit(psutil.RLIMIT_AS, (1, 1))
+
+
 @pytest.mark.faults
-def test_an_engine_that_is_killed_or_stopped_is_started_again_with_its_worker(tmp_path: Path, model: Path) -> None:
+def test_an_engine_that_is_killed_stopped_or_out_of_memory_is_started_again(tmp_path: Path, model: Path) -> None:
     """The real engine. Also its weights may vanish: the next version serves."""
     with started(tmp_path / "run", model, "algorithm.signal=advantages") as run:
         run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
-        for how, words in ((signal.SIGKILL, "lost its engine"), (signal.SIGSTOP, "has not answered for 3 s")):
+        for how, words in (
+            (signal.SIGKILL, "lost its engine"),
+            (signal.SIGSTOP, "has not answered for 3 s"),
+            (out_of_memory, "lost its engine"),
+        ):
             before, seen = len(run.events("started again")), seen_now(run)
-            run.part("worker-0 engine").send_signal(how)
+            run.wait(lambda: run.find("worker-0 engine") is not None, what="an engine")
+            engine = run.part("worker-0 engine")
+            how(engine) if callable(how) else engine.send_signal(how)
             run.wait(is_named(run, "started again", "worker-0", words, before=before), what=words, within_s=NAMED_WITHIN_S)
             run.goes_on()
             check_nothing_lost(run, seen)
