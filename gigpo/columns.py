@@ -60,10 +60,11 @@ def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
     should have.
     """
     table = table_of(steps)
-    missing = [name for name in names if name not in table.column_names]
+    there = table.column_names
+    missing = [name for name in names if name not in there]
     if missing:
-        raise ValueError(f"steps lacks the columns {missing}; it has {table.column_names}")
-    twice = [name for name in names if table.column_names.count(name) > 1]
+        raise ValueError(f"steps lacks the columns {missing}; it has {there}")
+    twice = [name for name in names if there.count(name) > 1]
     if twice:
         raise ValueError(f"steps has the columns {twice} more than once; drop one of each")
     return pa.table({name: (_key if name in KEYS else _value)(name, _without_views(table[name])) for name in names})

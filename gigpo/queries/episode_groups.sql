@@ -2,39 +2,34 @@
 --   mean = sum(u x) / n,   var = sum(u (x - mean)^2) / (n - 1),   u = units,   n = sum(u)
 -- And whether there is anything to learn from, see gigpo/signal.py: episode returns (no penalty) differ if they are further
 -- apart than rounding can put them; one lone trajectory differs from nothing.
+-- Its lines are kept as two lists: to read `episodes` a second time for the deviation is a second aggregate and two joins.
 -- in:  episodes; weighting, invalid_penalty
 -- out: group_uid, n DOUBLE (rows or trajectories), mean DOUBLE, deviation DOUBLE (NULL for n = 1), all_equal BOOLEAN,
 --      rounding DOUBLE (two returns of the group this close may be the same), episodes_differ BOOLEAN,
 --      has_penalties BOOLEAN (some row has lost a penalty)
-WITH sums AS (
-    SELECT
-        group_uid,
-        SUM(units) AS n_steps,
-        SUM(is_counted)::DOUBLE AS n_trajectories, -- counted: the units of one need not add up to exactly 1
-        SUM(units * score) AS total,
-        MIN(score) = MAX(score) AS all_equal,
-        2 * MAX(rounding) AS rounding,
-        MAX(episode_return) - MIN(episode_return) > 2 * MAX(rounding) AS episodes_differ,
-        BOOL_OR(NOT is_action_valid AND invalid_penalty::DOUBLE > 0) AS has_penalties
-    FROM episodes
-    GROUP BY group_uid
-),
-means AS (
+SELECT
+    * EXCLUDE (all_units, scores),
+    SQRT(
+        list_sum(list_transform(list_zip(all_units, scores), lambda line: line[1] * (line[2] - mean) ** 2)) / NULLIF(n - 1, 0)
+    ) AS deviation
+FROM (
     SELECT
         * EXCLUDE (n_steps, n_trajectories, total),
         CASE weighting WHEN 'steps' THEN n_steps ELSE n_trajectories END AS n,
         total / n AS mean
-    FROM sums
+    FROM (
+        SELECT
+            group_uid,
+            LIST(units) AS all_units,
+            LIST(score) AS scores,
+            SUM(units) AS n_steps,
+            SUM(is_counted)::DOUBLE AS n_trajectories, -- counted: the units of one need not add up to exactly 1
+            SUM(units * score) AS total,
+            MIN(score) = MAX(score) AS all_equal,
+            2 * MAX(rounding) AS rounding,
+            MAX(episode_return) - MIN(episode_return) > 2 * MAX(rounding) AS episodes_differ,
+            BOOL_OR(NOT is_action_valid AND invalid_penalty::DOUBLE > 0) AS has_penalties
+        FROM episodes
+        GROUP BY group_uid
+    )
 )
-SELECT
-    group_uid,
-    ANY_VALUE(means.n) AS n,
-    ANY_VALUE(means.mean) AS mean,
-    ANY_VALUE(all_equal) AS all_equal,
-    ANY_VALUE(means.rounding) AS rounding,
-    ANY_VALUE(episodes_differ) AS episodes_differ,
-    ANY_VALUE(has_penalties) AS has_penalties,
-    SQRT(SUM(units * (score - means.mean) ** 2) / NULLIF(ANY_VALUE(means.n) - 1, 0)) AS deviation
-FROM episodes
-JOIN means USING (group_uid)
-GROUP BY group_uid
