@@ -105,7 +105,7 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
     if where is not None:
-        _check_condition(where)
+        check_condition(where)
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
@@ -115,7 +115,7 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
         if not chosen.num_rows:
             raise StoreError(f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written")
         n_steps = pc.sum(chosen["n_steps"]).as_py()
-        parts = tuple(_write_parts(layout, storage, _selected(layout, reader, _uids(chosen["traj_uid"]))))
+        parts = tuple(_write_parts(layout, storage, selected_rows(layout, reader, uid_array(chosen["traj_uid"]))))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
         raise StoreError(f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck")
@@ -143,7 +143,7 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
     was lost. Raises LockedError if the run has an owner, DigestError or FormatError if the dataset is not as it was written.
     """
     storage = open_storage(str(source))
-    dataset = _read_dataset(storage)
+    dataset = read_dataset(storage)
     layout = RunLayout.open(run)
     n_trajectories = n_steps = n_known = 0
     with Catalog.open(layout) as catalog:
@@ -178,7 +178,7 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     return storage
 
 
-def _check_condition(where: str) -> None:
+def check_condition(where: str) -> None:
     """It must parse without the parentheses of SELECTION too: then it closes none of them."""
     try:
         duckdb.extract_statements(f"SELECT 1 WHERE {where}")
@@ -186,7 +186,7 @@ def _check_condition(where: str) -> None:
         raise StoreError(f"the condition {where!r} is no SQL expression; write it as after WHERE") from error
 
 
-def _selected(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
+def selected_rows(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
     """The rows of the selected trajectories, file by file, from the very files the reader sees."""
     files = reader.sql("SELECT unnest(getvariable('segments')) AS file")["file"].to_pylist()
     excluded: dict[str, list[bytes]] = {}
@@ -215,14 +215,14 @@ def _may_hold(path: Path, uids: pa.Array) -> bool:
 
 def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]) -> Iterator[Part]:
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}  # so that a part is a segment like others
-    for number, table in enumerate(_together(tables)):
+    for number, table in enumerate(in_large_tables(tables)):
         data = encode(table, metadata=metadata)
         path = f"data/part-{number:05d}.parquet"  # apart from the other files, so that every tool takes the directory
         storage.write(path, data)
         yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
 
 
-def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The same rows in tables of about PART_BYTES."""
     waiting: list[pa.Table] = []
     for table in tables:
@@ -234,7 +234,7 @@ def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def _read_dataset(storage: Storage) -> Dataset:
+def read_dataset(storage: Storage) -> Dataset:
     name = storage.locate(DATASET_JSON)
     if not storage.exists(DATASET_JSON):
         raise FormatError(f"{name} is not there: no dataset, or one that was not written to its end; export it again")
@@ -267,7 +267,7 @@ def _import_part(
         uids = pa.array([trajectory.meta.traj_uid for trajectory in new], UID_TYPE)
         segment = write_rows(
             layout,
-            _relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=dataset.run_id == layout.info.run_id),
+            relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=dataset.run_id == layout.info.run_id),
             trajectories=tuple(trajectory.meta for trajectory in new),
             worker=WORKER,
             epoch=catalog.epoch,
@@ -277,7 +277,7 @@ def _import_part(
     return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
 
 
-def _relabelled(table: pa.Table, *, own: bool) -> pa.Table:
+def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
     """Another run's rows say so in `split`, as their groups do: `split = 'train'` is what this run trains on."""
     if own:
         return table
@@ -296,5 +296,5 @@ def _groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[ImportedGr
     )
 
 
-def _uids(texts: pa.ChunkedArray) -> pa.Array:
+def uid_array(texts: pa.ChunkedArray) -> pa.Array:
     return pa.array([uuid.UUID(text).bytes for text in texts.to_pylist()], UID_TYPE)
