@@ -31,10 +31,11 @@ class Times:
 def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> dict[str, float]:
     """The figures of a learner step, by the names the store has them under."""
     n_computed = sum(update.n_tokens_computed for update in updates)
+    live = [group for group in ready.batch.groups if group.source is None]
     return {
         "train/success": ready.success,
         "learner/idle_fraction": times.groups_wait_s / times.step_s,
-        "staleness/max": float(ready.version - min(group.version_min for group in ready.batch.groups)),
+        **({"staleness/max": float(ready.version - min(group.version_min for group in live))} if live else {}),
         "time/read_s": ready.read_s,
         "time/advantages_s": ready.advantages_s,
         "time/advantages_cpu_s": ready.advantages_cpu_s,
@@ -48,6 +49,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "groups/no_signal": float(len(ready.no_signal)),
+        "groups/stored": float(len(ready.batch.groups) - len(live)),
         "anchor/singleton_fraction": singleton_fraction(ready.rows),
         **{f"anchor/{name}": share for name, share in anchor_size_shares(ready.rows).items()},
         "anchor/step_variance_share": step_variance_share(ready.rows),

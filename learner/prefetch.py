@@ -3,7 +3,7 @@
     with Prefetch(source) as batches:
         batches.start(version=7, learner_step=8)           # the version it will be trained at
         while (ready := batches.take(timeout_s=0.05)) is None: ...
-        batches.start(version=8, learner_step=9)           # unless max_staleness is 0
+        batches.start(version=8, learner_step=9)           # unless max_staleness is 0 and something is played
         train(ready)                                       # publishes version 8
 
 The thread consumes complete groups, produces one ReadyBatch, waits for "groups" (the workers unblock it by committing), ended

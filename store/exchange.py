@@ -130,8 +130,8 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
         groups={uuid.UUID(row["group_uid"]).hex: row["size"] for row in chosen.select(["group_uid", "size"]).to_pylist()},
         parts=parts,
     )
-    facts = {**dataclasses.asdict(dataset), "where": where or "none, all of it", "here": storage.locate("").rstrip("/")}
-    storage.write("README.md", README.format(**facts).encode())
+    facts = {"where": where or "none, all of it", "here": storage.locate("").rstrip("/")}
+    storage.write("README.md", README.format(**{**dataclasses.asdict(dataset), **facts}).encode())
     storage.write(DATASET_JSON, json.dumps(dataclasses.asdict(dataset), indent=1).encode())
     return dataset
 
@@ -142,9 +142,8 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
     What the run has already stays as it is, so a second import changes nothing; into the run it came from it brings back what
     was lost. Raises LockedError if the run has an owner, DigestError or FormatError if the dataset is not as it was written.
     """
-    storage = open_storage(str(source))
+    storage, layout = open_storage(str(source)), RunLayout.open(run)
     dataset = read_dataset(storage)
-    layout = RunLayout.open(run)
     n_trajectories = n_steps = n_known = 0
     with Catalog.open(layout) as catalog:
         for part in dataset.parts:
@@ -206,7 +205,7 @@ def selected_rows(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator
 
 
 def _may_hold(path: Path, uids: pa.Array) -> bool:
-    """Whether to read the file, from one narrow column of it. A damaged one is read, and so found out by its digest."""
+    """Whether to read the file, from one narrow column of it. A damaged one is read: its digest finds it out."""
     try:
         return bool(pc.any(pc.is_in(pq.read_table(path, columns=["traj_uid"])["traj_uid"], value_set=uids)).as_py())
     except (OSError, pa.ArrowException):
@@ -248,14 +247,19 @@ def read_dataset(storage: Storage) -> Dataset:
         raise FormatError(f"{name} is damaged ({error!r}); export it again") from error
 
 
+def read_part(storage: Storage, part: Part) -> pa.Buffer:
+    """The bytes of one file of a dataset. DigestError if it is not as it was written."""
+    data = storage.read(part.path)
+    if file_digest(data) != part.digest:
+        raise DigestError(f"{storage.locate(part.path)} is not the file that was exported; copy it again, or export again")
+    return data
+
+
 def _import_part(
     catalog: Catalog, layout: RunLayout, storage: Storage, *, dataset: Dataset, part: Part
 ) -> tuple[int, int, int]:
     """Trajectories and steps that are new, and trajectories that were known."""
-    name = storage.locate(part.path)
-    data = storage.read(part.path)
-    if file_digest(data) != part.digest:
-        raise DigestError(f"{name} is not the file that was exported; copy it again, or export again")
+    name, data = storage.locate(part.path), read_part(storage, part)
     held = rows.open_rows(data, path=Path(name))
     for _, detail in rows.malformed(held):
         raise FormatError(f"{name}: {detail}; export it again")
@@ -265,20 +269,16 @@ def _import_part(
     if new:
         table = decode(data, path=name)
         uids = pa.array([trajectory.meta.traj_uid for trajectory in new], UID_TYPE)
-        segment = write_rows(
-            layout,
-            relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=dataset.run_id == layout.info.run_id),
-            trajectories=tuple(trajectory.meta for trajectory in new),
-            worker=WORKER,
-            epoch=catalog.epoch,
-        )
         own = dataset.run_id == layout.info.run_id
+        kept = relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=own)
+        metas = tuple(trajectory.meta for trajectory in new)
+        segment = write_rows(layout, kept, trajectories=metas, worker=WORKER, epoch=catalog.epoch)
         catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=f"run {dataset.run_id}", own=own)
     return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
 
 
 def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
-    """Another run's rows say so in `split`, as their groups do: `split = 'train'` is what this run trains on."""
+    """Another run's rows say so in `split`, as their groups do."""
     if own:
         return table
     place = table.schema.get_field_index("split")

@@ -24,9 +24,17 @@ import pyarrow.compute as pc
 from store.catalog.catalog import Catalog
 from store.catalog.imports import ImportedGroup
 from store.catalog.stored import StoredGroup
-from store.errors import DigestError, FormatError, StoreError
-from store.exchange import DATASET_JSON, SELECT_TIMEOUT_S, Dataset, check_condition, read_dataset, relabelled, selected_rows
-from store.hashing import file_digest
+from store.errors import FormatError, StoreError
+from store.exchange import (
+    DATASET_JSON,
+    SELECT_TIMEOUT_S,
+    Dataset,
+    check_condition,
+    read_dataset,
+    read_part,
+    relabelled,
+    selected_rows,
+)
 from store.layout import RunLayout
 from store.reading.manifest import export
 from store.reading.reader import open_run
@@ -110,7 +118,8 @@ def take_sources(run: Path, sources: Sequence[StoredSource], *, order: str) -> t
     with Catalog.open(layout) as catalog, ExitStack() as opened:
         taken: tuple[TakenSource, ...] = ()
         if not catalog.stored.taken():
-            selections = [_select(source, layout, opened) for source in sources]
+            selections = [_select(source, opened) for source in sources]
+            _refuse_own(selections, layout)
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
@@ -118,6 +127,12 @@ def take_sources(run: Path, sources: Sequence[StoredSource], *, order: str) -> t
             catalog.stored.take(chosen, detail="; ".join(map(str, taken)))
         export(catalog, layout)
     return taken
+
+
+def find_sources(sources: Sequence[StoredSource], *, order: str) -> None:
+    """Raises what `take_sources` would raise before it takes anything."""
+    with ExitStack() as opened:
+        in_order([_select(source, opened) for source in sources], order=order)
 
 
 def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGroup]:
@@ -147,15 +162,19 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
             raise StoreError(f"the order {order!r} cannot be used ({why}); it is SQL over a group's columns") from error
 
 
-def _select(source: StoredSource, layout: RunLayout, opened: ExitStack) -> _Selection:
+def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
+    for one in selections:
+        if one.run_id == layout.info.run_id:
+            raise StoreError(f"source {one.source.place!r} is this very run; train from it in a new run_dir")
+
+
+def _select(source: StoredSource, opened: ExitStack) -> _Selection:
     if not RunLayout.exists(Path(source.place)):
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(f"source {source.place!r} is neither a run directory nor one that `python -m store export` wrote")
         return _select_of_dataset(source, storage)
     theirs = RunLayout.open(source.place)
-    if theirs.info.run_id == layout.info.run_id:
-        raise StoreError(f"source {source.place!r} is this very run; train from it in a new run_dir")
     if source.where is not None:
         check_condition(source.where)
     reader = opened.enter_context(open_run(theirs.root, warn=False))  # its files stay until all is read
@@ -201,10 +220,7 @@ def _record(group_uid: bytes, members: Sequence[rows.Played], *, size: int) -> d
 
 def _parts(storage: Storage, dataset: Dataset) -> Iterator[pa.Table]:
     for part in dataset.parts:
-        data = storage.read(part.path)
-        if file_digest(data) != part.digest:
-            raise DigestError(f"{storage.locate(part.path)} is not the file that was exported; copy it again, or export again")
-        yield decode(data, path=storage.locate(part.path))
+        yield decode(read_part(storage, part), path=storage.locate(part.path))
 
 
 def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
