@@ -53,7 +53,8 @@ def show(config: Config, console: Console) -> None:
     if first is not None:
         is_one_window = learner_steps <= FIRST_AND_LAST_STEPS
         figures = f"{first:.2f}" if is_one_window else f"{first:.2f} at the start, {last:.2f} at the end"
-        console.print(f"success on training tasks: {figures}")
+        whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
+        console.print(f"success {whose}: {figures}")
     if played:
         low, high = wilson_interval(won, played)
         console.print(
