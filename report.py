@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import store
-from configs import Config
+from configs import Config, is_offline
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 FIRST_AND_LAST_STEPS = 5  # learner steps averaged at either end of the training curve
@@ -26,6 +26,7 @@ FROM metrics WHERE name = 'train/success'
 TIMES = """
 SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_cpu_s') FROM metrics
 """
+LAST_STEP = "SELECT count(*) FROM checkpoints WHERE live AND learner_step >= {}"
 FINISHED = """
 SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
@@ -33,12 +34,13 @@ WHERE v.learner_step >= {} AND m.name = 'heldout/success'
 
 
 def finished(config: Config) -> bool:
-    """Whether the run is at its last learner step and its held-out evaluation is done."""
+    """Whether the run is at its last learner step and its held-out evaluation is done; one that plays nothing has none."""
     run = Path(config.run_dir)
     if not (run / "open.sql").is_file():
         return False
     with store.open(run) as reader:
-        return bool(_row(reader, FINISHED.format(config.learner.steps))[0])
+        query = LAST_STEP if is_offline(config) else FINISHED
+        return bool(_row(reader, query.format(config.learner.steps))[0])
 
 
 def show(config: Config, console: Console) -> None:
@@ -51,13 +53,16 @@ def show(config: Config, console: Console) -> None:
     if first is not None:
         is_one_window = learner_steps <= FIRST_AND_LAST_STEPS
         figures = f"{first:.2f}" if is_one_window else f"{first:.2f} at the start, {last:.2f} at the end"
-        console.print(f"success on training tasks: {figures}")
+        whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
+        console.print(f"success {whose}: {figures}")
     if played:
         low, high = wilson_interval(won, played)
         console.print(
             f"success on held-out tasks: {won / played:.2f}  "
             f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)",
         )
+    else:
+        console.print(f"nothing was played on held-out tasks yet:  python evaluate.py {config.run_dir}")
     if step_s:
         share = advantages_s / step_s
         console.print(

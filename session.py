@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 import parts
 from actors import EngineLostError, Status
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
-from configs import Config
+from configs import Config, is_offline, n_workers
 from coordinator_calls import CoordinatorCalls
 from learner import RankError
 from parts import LEARNER, Part
@@ -59,8 +59,8 @@ class Session:
         self.coordinator = CoordinatorCalls(self.config, learns=self.learns)
         try:
             self.coordinator.wait_until_up()
-            names = [LEARNER] * self.learns + [f"worker-{number}" for number in range(self.config.actors.workers)]
-            self._add(names)
+            wanted = n_workers(self.config) if self.learns else self.config.actors.workers
+            self._add([LEARNER] * self.learns + [f"worker-{number}" for number in range(wanted)])
             while not all(part.started for part in self.parts.values()):
                 self._look(lambda status: None)
         except BaseException as error:  # also Ctrl-C: what was started is stopped
@@ -232,7 +232,7 @@ class Session:
     def _follow_wanted_workers(self) -> None:
         """Somebody may have asked for more workers, or fewer: `python train.py --workers RUN N`."""
         wanted = wanted_workers(Path(self.config.run_dir))
-        if wanted is None or not self.is_up:
+        if wanted is None or not self.is_up or (self.learns and is_offline(self.config)):
             return
         names = [f"worker-{number}" for number in range(wanted)]
         self._add([name for name in names if name not in self.parts])

@@ -1,5 +1,7 @@
 """Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --status RUN, --stop RUN, --workers RUN N
 
+Without playing anything, from what other runs have stored: python train.py CONFIG source=RUN[@where] ...
+
      configs ── read once ──┐
                             ▼
      envs ──► actors ──► store ──► gigpo ──► learner
@@ -24,6 +26,7 @@ from rich.console import Console
 import configs
 import report
 import runs
+import sources
 from actors import sample_chats
 from causes import ComponentFailed
 from cluster import available_gpus, ray_cluster
@@ -98,7 +101,10 @@ def train(config: Config, console: Console) -> None:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left behind")
         check_same_run(config)
-        check_tasks(config, console)
+        if not configs.is_offline(config):
+            check_tasks(config, console)
+        if config.source and not RunLayout.exists(Path(config.run_dir)):
+            sources.check_sources(config)
         if not report.finished(config):
             with ray_cluster(config.run_dir):
                 run_to_the_end(config, console)
@@ -110,10 +116,15 @@ def run_to_the_end(config: Config, console: Console) -> None:
     check_gpus(config)
     layout = open_run(config)  # only now: a run directory keeps the config it was made with
     model_path = config.model.path or str(make_base_policy(config, console))
+    if config.source:
+        sources.take(config, console)
     with session_of(config, model_path, config, console) as session, Progress(config, "training", console) as progress:
         console.print(f"{layout.root}: {session.restored}")
-        session.train(progress.show)
-        session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
+        learner_step = session.train(progress.show)
+        if learner_step < config.learner.steps:
+            console.print(f"stored rollouts are used up after learner step {learner_step}; raise stored.uses to go on")
+        if not configs.is_offline(config):
+            session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
 
 
 def check_same_run(config: Config) -> None:
@@ -158,7 +169,7 @@ def check_tasks(config: Config, console: Console) -> None:
 def check_gpus(config: Config) -> None:
     """Ray would wait for ever for a GPU that is not there. Raises ConfigError."""
     actors, learner = config.actors, config.learner
-    wanted, there = actors.workers * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank, available_gpus()
+    wanted, there = configs.n_workers(config) * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank, available_gpus()
     if wanted > there:
         raise ConfigError(
             f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.ranks x "
@@ -167,9 +178,14 @@ def check_gpus(config: Config) -> None:
 
 
 def make_base_policy(config: Config, console: Console) -> Path:
-    """A tiny model that plays random but valid commands: cloned, in a run of its own, from a scripted player."""
+    """A tiny model that plays random but valid commands: cloned, in a run of its own, from a scripted player.
+
+    A run that trains from others has theirs.
+    """
     directory = Path(config.run_dir) / "base"
     policy = directory / "policy"
+    if config.source:
+        return sources.base_policy(config, policy)
     if policy.is_dir():
         return policy
     console.print(

@@ -3,16 +3,18 @@
 `prompt.py` (observation to token ids and back, by `template.py`, `chat.py` and `parsing.py`), `rollout.py` (one episode) and
 `group.py` (all of a group) know no Ray; `policy.py` is what an agent needs of a model, `vllm_policy.py` the real one with
 `weight_transfer.py`; `worker.py` (Ray) plays leased groups, `coordinator.py` (Ray) owns the catalog and hands them out as
-`admission.py` allows, remembering what is played (`plays.py`) and who is alive (`pulse.py`). `program.py` and `endpoint.py`
-play agents that call a chat model by themselves. `simulation.py` has doubles of all of it that take time instead of working.
+`admission.py` allows, knowing which task is next (`tasks.py`), what is played (`plays.py`) and who is alive (`pulse.py`).
+`program.py` and `endpoint.py` play agents that call a chat model by themselves. `simulation.py` has doubles of all of it that
+take time instead of working.
 """
 
 from actors.admission import free_groups, task_index
-from actors.coordinator import Coordinator, CoordinatorActor, ResumePoint
+from actors.coordinator import Coordinator, CoordinatorActor
 from actors.plays import Lease
 from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
 from actors.prompt import TEMPLATES, Answer, PromptForm, Template, Turn, parse_action, render
 from actors.pulse import Component, Status
+from actors.resume import ResumePoint
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.texts import sample_chats
 from actors.vllm_policy import EngineLostError

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
-from actors.admission import free_groups, task_index
+from actors.admission import free_groups
 from actors.maintenance import maintainer_settings
 from actors.plays import Lease, Plays, Turn
 from actors.pulse import Pulse, Status
-from configs import Config
-from envs import EnvironmentFailed, list_tasks
+from actors.resume import ResumePoint
+from actors.tasks import Tasks
+from configs import Config, groups_of_a_step, is_offline
+from envs import EnvironmentFailed
 from store import (
     Batch,
     Catalog,
@@ -46,13 +47,6 @@ MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the ru
 NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumePoint:
-    latest_version: int | None  # None in a new run
-    groups_available_again: int
-    metrics: Mapping[str, float]  # newest value of each name, up to the learner step resumed from
-
-
 class Coordinator:
     """A plain class, so that tests drive it without Ray; `CoordinatorActor` is the same as a Ray actor."""
 
@@ -60,8 +54,9 @@ class Coordinator:
         self.config, self.learns = config, learns
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
-        self.tasks = list_tasks(config.env.name, config.env.options)
-        self._by_id = {task.id: task for tasks in self.tasks.values() for task in tasks}
+        self.tasks = Tasks(config, learns=learns)
+        self._n_live, self._n_stored = groups_of_a_step(config)
+        self._last_step = config.learner.steps  # less where stored groups do not last so long
         self._exported_at = 0.0
         self._pulse = Pulse()
         self._plays, self._turn = Plays(), Turn()
@@ -90,13 +85,13 @@ class Coordinator:
         lease_s = self.config.actors.lease_s
         group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
         if group is None and split is None and self._free_groups() > 0:
-            self._open_next_train_group()
+            self.tasks.open_next_group(self.catalog)
             group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
         if group is None:
             return None
         heldout = group.split == "heldout"
         temperature = self.config.evaluation.temperature if heldout else self.config.actors.temperature
-        task = self._by_id[group.task_id]
+        task = self.tasks[group.task_id]
         lease = Lease(group=group, task=task, version=version, worker=worker, temperature=temperature, epoch=self.catalog.epoch)
         if not heldout:
             self._plays.begin(lease)
@@ -170,15 +165,18 @@ class Coordinator:
     # learner
 
     def claim(self, current_version: int) -> Batch | None:
-        """The oldest complete groups; None if they are too few. `current_version` is the one they will be trained at.
+        """The oldest complete groups, and the least used stored ones; None if they are too few. `current_version` is the one
+        they will be trained at.
 
         None too while a group is played that the next version would make too old, if `stragglers` says to wait for those.
         """
         oldest = current_version - self.config.max_staleness
         if self.config.stragglers == "wait" and self._plays.begun_at(oldest):
             return None
-        return self.catalog.claim(
-            n_groups=self.config.learner.groups_per_step,
+        return self.catalog.stored.claim(
+            n_live=self._n_live,
+            n_stored=self._n_stored,
+            uses=self.config.stored.uses,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
         )
@@ -194,7 +192,14 @@ class Coordinator:
         """
         newest = self.catalog.latest_version()
         again = self.catalog.roll_back(learner_step)
+        if self._n_stored:
+            n_left = self.catalog.stored.batches_left(self._n_stored, uses=self.config.stored.uses)
+            self._last_step = min(self.config.learner.steps, learner_step + n_left)
+            if self._last_step < self.config.learner.steps:
+                until = f"they last until learner step {self._last_step} of {self.config.learner.steps}, where the run ends"
+                self.notice("stored rollouts", f"{until} in order; raise stored.uses={self.config.stored.uses} for more")
         return ResumePoint(
+            last_step=self._last_step,
             latest_version=newest.version if newest else None,
             groups_available_again=again.groups,
             metrics=self.catalog.latest_metrics(),
@@ -236,15 +241,14 @@ class Coordinator:
             version=version.version, path=version.path, digest=version.digest, learner_step=version.learner_step
         )
         every, step = self.config.evaluation.every, version.learner_step
-        if every and step and step % every == 0 and step < self.config.learner.steps:
+        if every and step and step % every == 0 and step < self._last_step and not is_offline(self.config):
             self.evaluate(version.version, self.config.evaluation.episodes_per_task)
 
     # evaluation and the driver
 
     def evaluate(self, version: int, episodes_per_task: int) -> None:
-        """Puts every held-out task into the queue, `episodes_per_task` episodes each, before any train task."""
-        task_ids = [task.id for task in self.tasks["heldout"]]
-        self.catalog.open_round(task_ids, episodes_per_task=episodes_per_task, version=version)
+        """Puts every held-out task into the queue, before any train task."""
+        self.tasks.open_round(self.catalog, version, episodes_per_task=episodes_per_task)
 
     def status(self) -> Status:
         self._pulse.beat("driver", None)  # it is the driver that asks
@@ -269,20 +273,14 @@ class Coordinator:
         self.maintainer.check()
 
     def _learner_has_steps_to_go(self) -> bool:
-        return self.learns and self.catalog.learner_step() < self.config.learner.steps
+        return self.learns and self.catalog.learner_step() < self._last_step
 
     def _free_groups(self) -> int:
         return free_groups(
             outstanding=self.catalog.outstanding(),
-            groups_per_step=self.config.learner.groups_per_step,
+            groups_per_step=self._n_live,
             max_staleness=self.config.max_staleness,
         )
-
-    def _open_next_train_group(self) -> None:
-        ordinal = self.catalog.next_ordinal("train", purpose_version=None)
-        task = self.tasks["train"][task_index(ordinal, len(self.tasks["train"]), seed=self.config.seed)]
-        size = self.config.algorithm.group_size
-        self.catalog.open_group(ordinal=ordinal, task_id=task.id, split="train", size=size, purpose_version=None)
 
     def _record_finished_evaluations(self) -> None:
         for result in self.catalog.finished_evaluations():

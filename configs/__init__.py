@@ -1,5 +1,5 @@
 """`schema.py` holds every knob with its default, `check.py` refuses what would fail later, `load.py` reads YAML and
-`key=value`, `plan.py` says what would run where; one YAML per run we vouch for.
+`key=value`, `plan.py` says what would run where, `stored.py` what of it is played; one YAML per run we vouch for.
 """
 
 from configs.check import ConfigError, check, check_is_list, check_model_path, hint
@@ -16,9 +16,11 @@ from configs.schema import (
     ModelConfig,
     PromptConfig,
     StoreConfig,
+    StoredConfig,
     SupervisionConfig,
     TinyModelConfig,
 )
+from configs.stored import groups_of_a_step, is_offline, n_workers
 
 __all__ = [
     "ActorsConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "PromptConfig",
     "StoreConfig",
+    "StoredConfig",
     "SupervisionConfig",
     "TinyModelConfig",
     "check",
@@ -41,8 +44,11 @@ __all__ = [
     "describe_plan",
     "differences",
     "from_yaml",
+    "groups_of_a_step",
     "hint",
+    "is_offline",
     "load",
     "model_billions",
+    "n_workers",
     "to_yaml",
 ]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES
-from configs.schema import AlgorithmConfig, Config, LearnerConfig, PromptConfig
+from configs.schema import AlgorithmConfig, Config, LearnerConfig, PromptConfig, StoredConfig
+from configs.stored import groups_of_a_step, is_offline
 
 
 class ConfigError(ValueError):
@@ -32,6 +33,7 @@ def check(config: Config) -> None:
     _check_lengths(config)
     _check_prompt(config)
     _check_store(config)
+    _check_stored(config)
 
 
 def _check_choices(config: Config) -> None:
@@ -117,8 +119,11 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, so no advantage "
             "would be meaningful; use at least 2 (the paper: 8)"
         )
-    if config.loss.policy == "behaviour_cloning" and not config.actors.scripted:
-        raise ConfigError("loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true")
+    if config.loss.policy == "behaviour_cloning" and not config.actors.scripted and not is_offline(config):
+        raise ConfigError(
+            "loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true, or clone a stored run: "
+            "source=RUN with stored.share=1"
+        )
     if config.actors.scripted and config.loss.policy != "behaviour_cloning":
         raise ConfigError(f"actors.scripted=true needs loss.policy=behaviour_cloning, not {config.loss.policy!r}")
     if config.actors.scripted and config.max_staleness < config.learner.steps - 1:
@@ -223,6 +228,30 @@ def _check_store(config: Config) -> None:
         raise ConfigError(
             f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that the learner was just told to "
             f"read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
+        )
+
+
+def _check_stored(config: Config) -> None:
+    stored, usual = config.stored, StoredConfig()
+    if not config.source:
+        changed = [key for key, value in flat(stored) if value != getattr(usual, key)]
+        if changed:
+            raise ConfigError(f"stored.{changed[0]}={getattr(stored, changed[0])} does nothing without source=RUN; add that")
+        return
+    if stored.share > 1.0:
+        raise ConfigError(f"stored.share={stored.share:g} is more than all of a batch; use 1 for stored groups only")
+    n_live, n_stored = groups_of_a_step(config)
+    if n_stored == 0 or (n_live == 0 and not is_offline(config)):
+        raise ConfigError(
+            f"stored.share={stored.share:g} of learner.groups_per_step={config.learner.groups_per_step} is {n_stored} stored "
+            f"and {n_live} live groups; use 1 for stored ones only, leave source out for live ones only, or take more groups"
+        )
+    if is_offline(config) and config.actors.scripted:
+        raise ConfigError("actors.scripted=true plays nothing with stored.share=1; leave it out")
+    if config.loss.proximal == "interpolated":
+        raise ConfigError(
+            "loss.proximal='interpolated' needs the staleness of every token, and the versions of a stored group are another "
+            "run's; use 'recomputed' or 'none'"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.check import ConfigError, check, check_is_list, flat, hint
@@ -43,6 +43,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "store.snapshot_window_s",
     "store.keep_days",
     "store.keep_versions",
+    "stored.uses",
 }
 
 
@@ -56,7 +57,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
     try:
-        layers = [OmegaConf.load(path), OmegaConf.from_dotlist([_checked_override(text) for text in overrides])]
+        layers = [OmegaConf.load(path), _overrides([_checked_override(text) for text in overrides])]
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
     if any(text.startswith("env.options=") for text in overrides):  # another environment's options are not added to
@@ -64,7 +65,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for layer in layers:
         for key in _leaves(OmegaConf.to_container(layer)):
             _check_key(key)
-        check_is_list("loss.corrections", OmegaConf.select(layer, "loss.corrections"))
+        for key in ("source", "loss.corrections"):
+            check_is_list(key, OmegaConf.select(layer, key))
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), *layers))
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section is wanted
@@ -102,6 +104,15 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def _may_change(key: str) -> bool:
     return key in MAY_CHANGE or key.startswith(("alarms.", "supervision."))
+
+
+def _overrides(texts: Sequence[str]) -> DictConfig:
+    """`source=RUN@where` as it is, since a condition is no YAML: several are several sources. A list in brackets is YAML."""
+    given = [text for text in texts if text.startswith("source=") and not text.startswith("source=[")]
+    layer = OmegaConf.from_dotlist([text for text in texts if text not in given])
+    if given:
+        OmegaConf.update(layer, "source", [text.removeprefix("source=") for text in given])
+    return layer
 
 
 def _checked_override(text: str) -> str:

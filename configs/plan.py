@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.check import ConfigError
-from configs.schema import AlgorithmConfig, Config, LossConfig
+from configs.schema import AlgorithmConfig, Config, LossConfig, StoredConfig
+from configs.stored import groups_of_a_step, is_offline, n_workers
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,6 +25,8 @@ def cloning_config(config: Config) -> Config:
     tiny = config.model.tiny
     return replace(
         config,
+        source=[],
+        stored=StoredConfig(),
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step, spare_members=0),
@@ -48,7 +51,7 @@ def describe_plan(config: Config) -> str:
     """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be told."""
     actors, learner = config.actors, config.learner
     billions = model_billions(config)
-    gpus = actors.workers * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank
+    gpus = n_workers(config) * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank
     weight = BYTES[config.model.dtype]
     reference = bool(config.loss.kl_coef) and not config.model.lora_rank
     learner_gib = billions * 1e9 * _learner_bytes(config, reference=reference) / GIB
@@ -59,19 +62,26 @@ def describe_plan(config: Config) -> str:
         if actors.gpus_per_worker
         else f"{actors.kv_cache_gib:g} GiB KV cache"
     )
+    workers = (
+        f"{actors.workers} x {actors.gpus_per_worker or 'no'} GPU, one vLLM engine each, "
+        f"{config.env.processes} environment processes beside each"
+    )
+    if is_offline(config):
+        workers = "none: nothing is played"
+    n_stored = groups_of_a_step(config)[1]
+    stored = f"  {n_stored} of them stored, from {', '.join(config.source)}; each used {config.stored.uses} times at most\n"
     return (
         f"\nplacement ({gpus} GPU{'' if gpus == 1 else 's'} in all)\n"
         f"  coordinator  1 process, CPU\n"
-        f"  workers      {actors.workers} x {actors.gpus_per_worker or 'no'} GPU, one vLLM engine each, "
-        f"{config.env.processes} environment processes beside each\n"
+        f"  workers      {workers}\n"
         f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x {learner.gpus_per_rank or 'no'} GPU, "
         f"DeepSpeed ZeRO {learner.zero_stage}\n"
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
-        f"  each engine  {engine_gib:.1f} GiB weights; {cache}\n"
+        f"  each engine  {f'{engine_gib:.1f} GiB weights; {cache}' if n_workers(config) else 'none'}\n"
         f"  each rank    {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "
         f"activations on top, for micro-batches of {learner.micro_batch_tokens} tokens\n"
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} episodes x "
-        f"at most {config.env.max_steps} steps\n"
+        f"at most {config.env.max_steps} steps\n" + stored * bool(n_stored)
     )
 
 

@@ -208,6 +208,18 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredConfig:
+    """How a run with a `source` trains on groups that other runs have played; docs/stored_rollouts.md."""
+
+    share: float = 1.0  # of each batch's groups; 1 plays nothing: no workers, no engine, no environment
+    uses: int = 1  # learner steps that may train on one group; when all are used up the run ends
+    order: str = ""  # which come first: SQL, as after ORDER BY, over columns of a group; empty: as they were played
+    # SQL condition over a step's columns and its advantage: stored steps where it does not hold are not trained on, but their
+    # group is compared with them as ever; empty: all are
+    train_on: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     run_dir: str = "runs/default"
     seed: int = 0
@@ -215,6 +227,9 @@ class Config:
     # groups that are still played when they reach that limit: "drop" plays them again or leaves them out, "wait" has the
     # learner wait for them
     stragglers: str = "drop"
+    # runs, or directories that `python -m store export` wrote, whose training groups are trained on: "RUN" or "RUN@where", an
+    # SQL condition on trajectories; a group is taken whole if it holds for one of them
+    source: list[str] = field(default_factory=list)
     env: EnvConfig = field(default_factory=EnvConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -226,3 +241,4 @@ class Config:
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    stored: StoredConfig = field(default_factory=StoredConfig)

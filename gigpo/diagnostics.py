@@ -10,7 +10,7 @@ import torch
 
 from gigpo.tokens import Tokens, policy_log_ratio, sequence_ratio
 
-# Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy".
+# Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy", below 0 "stored".
 _STALENESS_CLASSES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, math.inf))
 # Steps by the size of their anchor group, (first, last) of each class.
 _ANCHOR_SIZE_CLASSES = ((1, 1), (2, 3), (4, 7), (8, math.inf))
@@ -28,6 +28,7 @@ def token_diagnostics(
     mismatch_kl_on_policy              the same over tokens of staleness 0: the two engines' numerics and nothing else, in the
                                        first update of a learner step (later ones find pi moved)
     mismatch_kl_stale_1, _2, _3_4, _5_8, _9_up   over tokens sampled so many versions ago
+    mismatch_kl_stored                 over tokens that another run sampled (staleness below 0: there is none)
     clip_fraction         tokens that the loss's own trust region leaves without gradient
     masked_fraction       tokens that a correction drops (factor 0)
     dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or A < 0, rho < 1 or rho > 1
@@ -48,7 +49,7 @@ def token_diagnostics(
     for suffix, weights in (("", ratio_N), ("_sequence", sequence_ratio(log_ratio_N, tokens.sequence_N)[0])):
         found[f"ess{suffix}"] = ess(weights)
         found[f"chi2{suffix}"] = weights.square().mean() - 1.0
-    classes = {"on_policy": staleness_N == 0} | {
+    classes = {"on_policy": staleness_N == 0, "stored": staleness_N < 0} | {
         f"stale_{_class_name(low, high)}": (staleness_N >= low) & (staleness_N <= high) for low, high in _STALENESS_CLASSES
     }
     found |= {f"mismatch_kl_{name}": kl_N[members_N].mean() for name, members_N in classes.items() if members_N.any()}

@@ -1,11 +1,12 @@
 """The learner turns claimed groups into numbered weights.
 
-`learner.py` is the loop. `source.py` makes rows with advantages of a claimed batch, `batch.py` (with `sequences.py` and
-`packing.py`) tensors of the rows, `prefetch.py` does both beside the training. `ranks.py` trains: one `engine.py` (DeepSpeed
-around `policy_model.py`) a process, minimising what `objective.py` reads off the config. `guards.py` looks at the outcome,
-`metrics.py` and `stats.py` name it. `publish.py` writes weights, `checkpoint.py` what a restart needs, both with
-`directories.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none. `export.py` and `replay.py` are
-`python -m learner`: what was learned for other programs, and learner steps again, which `explain.py` shows by group.
+`learner.py` is the loop. `source.py` makes rows with advantages of a claimed batch (of stored ones, those that `selection.py`
+picks), `batch.py` (with `sequences.py` and `packing.py`) tensors of the rows, `prefetch.py` does both beside the training.
+`ranks.py` trains: one `engine.py` (DeepSpeed around `policy_model.py`) a process, minimising what `objective.py` reads off the
+config. `guards.py` looks at the outcome, `metrics.py` and `stats.py` name it. `publish.py` writes weights, `checkpoint.py` what
+a restart needs, both with `directories.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none.
+`export.py` and `replay.py` are `python -m learner`: what was learned for other programs, and learner steps again, which
+`explain.py` shows by group.
 """
 
 from learner.engine import WreckedPolicyError
@@ -14,6 +15,7 @@ from learner.learner import Learner, LearnerActor, LearnerSetup
 from learner.objective import with_published
 from learner.publish import copy_weights, write_weights
 from learner.ranks import RankError
+from learner.selection import check_train_on
 from learner.source import advantage_settings
 from learner.tiny_model import make_tiny_model, train_tokenizer
 
@@ -28,6 +30,7 @@ __all__ = [
     "StarvationError",
     "WreckedPolicyError",
     "advantage_settings",
+    "check_train_on",
     "copy_weights",
     "make_tiny_model",
     "train_tokenizer",

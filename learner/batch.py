@@ -46,7 +46,7 @@ class MicroBatch:
     response_ids_N: torch.Tensor  # int64, the token predicted there
     behaviour_logprobs_N: torch.Tensor  # float32, natural log, as recorded at sampling
     advantages_N: torch.Tensor  # float32, the row's advantage on each of its tokens
-    staleness_N: torch.Tensor  # int64, versions: the learner's at consumption minus the oldest that sampled the row
+    staleness_N: torch.Tensor  # int64, versions: the learner's at consumption minus the oldest that sampled the row; stored: -1
     rows_N: torch.Tensor  # int64, row of the table; one step, the unit of the loss, never cut in two
     n_rows: int  # distinct ones
     proximal_logprobs_N: torch.Tensor | None = None  # float32, of the policy before the learner step's first update

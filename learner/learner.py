@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from configs import Config
+from configs import Config, is_offline
 from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.engine import WreckedPolicyError
@@ -123,6 +123,7 @@ class Learner:
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
         self.figures = point.metrics
+        self.last_step = point.last_step  # before `learner.steps` if stored groups are used up there
         self.bad_updates = int(self.figures.get(BAD_IN_A_ROW, 0))
         self.empty_batches = int(self.figures.get(EMPTY_IN_A_ROW, 0))
         if point.latest_version is None:
@@ -143,13 +144,13 @@ class Learner:
     def _run(self) -> int:
         self.times = Times(began_at_s=time.monotonic())
         with Prefetch(self.source) as batches:
-            while self.step < self.config.learner.steps and not self.stopping:
+            while self.step < self.last_step and not self.stopping:
                 started = time.monotonic()
                 ready = self._wait_for_batch(batches)
                 if ready is None:
                     break
                 waited_s = time.monotonic() - started
-                if self.config.max_staleness > 0 and self.step + 1 < self.config.learner.steps:
+                if (self.config.max_staleness > 0 or is_offline(self.config)) and self.step + 1 < self.last_step:
                     batches.start(version=self.version + 1, learner_step=self.step + 2)
                 updates = self._train(ready)
                 self.times.groups_wait_s = min(max(0.0, ready.claimed_at_s - started), waited_s)
@@ -161,7 +162,7 @@ class Learner:
         if self.step != self.saved_step:
             self._checkpoint()
         self.heart.promise(None, within_s=float("inf"))  # all that is left to it is to be closed
-        if self.collapse is not None and self.step < self.config.learner.steps:
+        if self.collapse is not None and self.step < self.last_step:
             raise CollapseError(f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same command goes on")
         return self.step
 
@@ -248,14 +249,9 @@ class Learner:
         alarms = collapse_alarms(metrics, before=self.figures, learner_step=self.step, config=self.config)
         in_a_row = {BAD_IN_A_ROW: float(self.bad_updates), EMPTY_IN_A_ROW: float(self.empty_batches)}
         self.figures = {**metrics, **alarms.values, **in_a_row}
-        call = self.coordinator.settle.remote(
-            ready.batch.batch_id,
-            learner_step=self.step,
-            no_signal=ready.no_signal,
-            version_in=ready.version,
-            metrics=self.figures,
-        )
-        self._ask(call)
+        step = {"learner_step": self.step, "version_in": ready.version}
+        settled = {"no_signal": ready.no_signal, "metrics": self.figures}
+        self._ask(self.coordinator.settle.remote(ready.batch.batch_id, **step, **settled))
         for what, lines in ((ALARM, alarms.began), (ALARM_ENDED, alarms.ended)):
             for line in lines:
                 self._notice(what, line)

@@ -50,11 +50,13 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
 
 def timeless_metrics(ready: ReadyBatch, updates: list[UpdateStats]) -> dict[str, float]:
     """Those without a clock in them: the same batch at the same weights has the same."""
+    live = [group for group in ready.batch.groups if group.source is None]
     return {
         "train/success": ready.success,
-        "staleness/max": float(ready.version - min(group.version_min for group in ready.batch.groups)),
+        **({"staleness/max": float(ready.version - min(group.version_min for group in live))} if live else {}),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "groups/no_signal": float(len(ready.no_signal)),
+        "groups/stored": float(len(ready.batch.groups) - len(live)),
         "anchor/singleton_fraction": singleton_fraction(ready.rows),
         **{f"anchor/{name}": share for name, share in anchor_size_shares(ready.rows).items()},
         "anchor/step_variance_share": step_variance_share(ready.rows),

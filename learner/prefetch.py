@@ -3,7 +3,7 @@
     with Prefetch(source) as batches:
         batches.start(version=7, learner_step=8)           # the version it will be trained at
         while (ready := batches.take(timeout_s=0.05)) is None: ...
-        batches.start(version=8, learner_step=9)           # unless max_staleness is 0
+        batches.start(version=8, learner_step=9)           # unless max_staleness is 0 and something is played
         train(ready)                                       # publishes version 8
 
 The thread consumes complete groups, produces one ReadyBatch, waits for "groups" (the workers unblock it by committing), ended
@@ -12,7 +12,8 @@ by `close`. While it works two batches are claimed: A, which trains at version v
 Staleness. A learner step publishes exactly one version, also where it learns nothing and where an update is skipped. So the
     batch after A trains at v + 1, and B is claimed with v + 1: what would be too old then is stale now, and cannot be in B.
     `ReadyBatch.version` says so, and the loop refuses to train at another. What was sampled by v itself has staleness 1 in
-    B, so at max_staleness 0 there is nothing that could be prefetched, and the loop does not try.
+    B, so at max_staleness 0 there is nothing that could be prefetched, and the loop does not try. Stored groups have no
+    staleness: where nothing is played it always does.
 Admission. It bounds open + complete + claimed. Claiming moves groups from complete to claimed, so workers are handed out
     neither more nor less: B is made of groups that would have waited, complete, until A was settled. Nor can that stop the
     run: B needs no group that is not handed out already, and settling A makes room for the batch after B.

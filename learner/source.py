@@ -18,8 +18,10 @@ import pyarrow.compute as pc
 from configs import Config, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, groups_without_signal
 from learner.batch import MicroBatch, micro_batches, split_updates
+from learner.selection import IMPORTED, trained_on
 from store import Batch, RunLayout, read_segments
 
+STORED_STALENESS = -1  # of rows that another run played: its versions are not this run's, so there is nothing to count
 ADVANTAGE_COLUMNS = ("step_return", "episode_advantage", "step_advantage", "advantage", "anchor_size")
 
 
@@ -31,6 +33,7 @@ class Source:
     layout: RunLayout
     advantages: AdvantageSettings
     signal: str | None  # what a group's episodes have to differ in, else it is left out; None keeps all groups
+    train_on: str  # SQL condition on stored rows; those where it does not hold are left out; empty keeps all
     learner: LearnerConfig
     seed: int
 
@@ -49,9 +52,9 @@ class ReadyBatch:
 
     batch: Batch
     version: int  # the policy version it has to be trained at: the staleness in `updates` is counted from it
-    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS, only groups with a signal
+    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS, only those that are trained on
     updates: list[Update]  # of `rows`; none without a signal
-    no_signal: Mapping[bytes, str]  # group uid -> why it is left out
+    no_signal: Mapping[bytes, str]  # group uid -> why nothing of it is trained on
     n_rows: int  # of all claimed groups, with or without a signal
     n_response_tokens: int  # of the same
     success: float  # fraction of their trajectories that won
@@ -59,7 +62,7 @@ class ReadyBatch:
     read_s: float
     advantages_s: float  # of `compute_advantages`, waiting for a core included
     advantages_cpu_s: float  # the same without the waiting: it runs in this thread alone
-    signal_s: float  # of finding the groups without a signal
+    signal_s: float  # of finding the groups without a signal, and the rows to train on
     pack_s: float  # of cutting the rows into updates and micro-batches
 
 
@@ -71,6 +74,7 @@ def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch
         layout=layout,
         advantages=advantage_settings(config),
         signal=None if clones else config.algorithm.signal,
+        train_on=config.stored.train_on,
         learner=config.learner,
         seed=config.seed,
     )
@@ -97,6 +101,9 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
     if source.signal is not None:
         silent = groups_without_signal(advantages, signal=source.signal)
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))))
+    if source.train_on:
+        kept, unwanted = _select(kept, source.train_on)
+        silent = {**silent, **unwanted}
     judged_at_s = time.monotonic()
     updates = cut_updates(kept, learner=source.learner, version=version, seed=source.seed + learner_step)
     return ReadyBatch(
@@ -122,8 +129,10 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
 
     Parts without a single response token have nothing to learn and are left out. Five rows of versions 6, 6, 7, 7, 7, for
     two updates at version 7: one of three rows and one of two, the rows of version 6 with staleness 1, wherever they are.
+    Stored rows have STORED_STALENESS.
     """
-    rows = rows.append_column("staleness", pc.subtract(version, rows["version_min"]))
+    is_stored = pc.equal(rows["split"], IMPORTED)
+    rows = rows.append_column("staleness", pc.if_else(is_stored, STORED_STALENESS, pc.subtract(version, rows["version_min"])))
     updates = []
     for part in split_updates(rows, learner.updates_per_step, seed=seed):
         batches = micro_batches(
@@ -132,6 +141,14 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
         if batches:
             updates.append(Update(rows=part, micro_batches=batches))
     return updates
+
+
+def _select(rows: pa.Table, condition: str) -> tuple[pa.Table, dict[bytes, str]]:
+    """The rows to train on, and the groups of which there are none. What they were compared with is already in them."""
+    kept = rows.filter(trained_on(rows, condition))
+    left = set(kept["group_uid"].unique().to_pylist())
+    why = f"no step of it is one of stored.train_on={condition}"
+    return kept, {group_uid: why for group_uid in rows["group_uid"].unique().to_pylist() if group_uid not in left}
 
 
 def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:

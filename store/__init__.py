@@ -2,7 +2,8 @@
 
 `records.py` (Step, Trajectory, the Arrow schema) and `hashing.py` say what is stored, `layout.py` where, `segments.py` how
 (immutable Parquet). `catalog/` is the truth about what counts, `reading/` shows it to outside readers as SQL, `upkeep/`
-keeps it small and whole (compaction, retention, fsck, rebuild), `cli/` is `python -m store`, `errors.py` what can go wrong.
+keeps it small and whole (compaction, retention, fsck, rebuild), `cli/` is `python -m store`, `exchange.py` and `stored.py`
+take trajectories from run to run, `errors.py` says what can go wrong.
 """
 
 from store.catalog.catalog import Catalog
@@ -31,6 +32,7 @@ from store.reading.reader import open_run as open
 from store.reading.trained import TrainedStep, published_version, restart_points, trained_step
 from store.records import SEGMENT_SCHEMA, Step, Trajectory, from_table, to_table, uid_text
 from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
+from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
 from store.transfer import local_directory, publish_directory
 from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
 from store.upkeep.maintainer import Maintainer, MaintainerSettings
@@ -61,6 +63,8 @@ __all__ = [
     "SqlTimeout",
     "Step",
     "StoreError",
+    "StoredSource",
+    "TakenSource",
     "TrainedStep",
     "Trajectory",
     "TrajectoryMeta",
@@ -70,17 +74,20 @@ __all__ = [
     "check_unowned",
     "export",
     "files_digest",
+    "find_sources",
     "from_table",
     "live_files",
     "local_directory",
     "now_us",
     "open",
+    "parse_source",
     "publish_directory",
     "published_version",
     "read_segment",
     "read_segments",
     "restart_points",
     "state_hash",
+    "take_sources",
     "to_table",
     "trained_step",
     "uid",

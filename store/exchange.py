@@ -105,7 +105,7 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
     if where is not None:
-        _check_condition(where)
+        check_condition(where)
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
@@ -115,7 +115,7 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
         if not chosen.num_rows:
             raise StoreError(f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written")
         n_steps = pc.sum(chosen["n_steps"]).as_py()
-        parts = tuple(_write_parts(layout, storage, _selected(layout, reader, _uids(chosen["traj_uid"]))))
+        parts = tuple(_write_parts(layout, storage, selected_rows(layout, reader, uid_array(chosen["traj_uid"]))))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
         raise StoreError(f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck")
@@ -130,8 +130,8 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
         groups={uuid.UUID(row["group_uid"]).hex: row["size"] for row in chosen.select(["group_uid", "size"]).to_pylist()},
         parts=parts,
     )
-    facts = {**dataclasses.asdict(dataset), "where": where or "none, all of it", "here": storage.locate("").rstrip("/")}
-    storage.write("README.md", README.format(**facts).encode())
+    facts = {"where": where or "none, all of it", "here": storage.locate("").rstrip("/")}
+    storage.write("README.md", README.format(**{**dataclasses.asdict(dataset), **facts}).encode())
     storage.write(DATASET_JSON, json.dumps(dataclasses.asdict(dataset), indent=1).encode())
     return dataset
 
@@ -142,9 +142,8 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
     What the run has already stays as it is, so a second import changes nothing; into the run it came from it brings back what
     was lost. Raises LockedError if the run has an owner, DigestError or FormatError if the dataset is not as it was written.
     """
-    storage = open_storage(str(source))
-    dataset = _read_dataset(storage)
-    layout = RunLayout.open(run)
+    storage, layout = open_storage(str(source)), RunLayout.open(run)
+    dataset = read_dataset(storage)
     n_trajectories = n_steps = n_known = 0
     with Catalog.open(layout) as catalog:
         for part in dataset.parts:
@@ -178,7 +177,7 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     return storage
 
 
-def _check_condition(where: str) -> None:
+def check_condition(where: str) -> None:
     """It must parse without the parentheses of SELECTION too: then it closes none of them."""
     try:
         duckdb.extract_statements(f"SELECT 1 WHERE {where}")
@@ -186,7 +185,7 @@ def _check_condition(where: str) -> None:
         raise StoreError(f"the condition {where!r} is no SQL expression; write it as after WHERE") from error
 
 
-def _selected(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
+def selected_rows(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
     """The rows of the selected trajectories, file by file, from the very files the reader sees."""
     files = reader.sql("SELECT unnest(getvariable('segments')) AS file")["file"].to_pylist()
     excluded: dict[str, list[bytes]] = {}
@@ -206,7 +205,7 @@ def _selected(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.
 
 
 def _may_hold(path: Path, uids: pa.Array) -> bool:
-    """Whether to read the file, from one narrow column of it. A damaged one is read, and so found out by its digest."""
+    """Whether to read the file, from one narrow column of it. A damaged one is read: its digest finds it out."""
     try:
         return bool(pc.any(pc.is_in(pq.read_table(path, columns=["traj_uid"])["traj_uid"], value_set=uids)).as_py())
     except (OSError, pa.ArrowException):
@@ -215,14 +214,14 @@ def _may_hold(path: Path, uids: pa.Array) -> bool:
 
 def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]) -> Iterator[Part]:
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}  # so that a part is a segment like others
-    for number, table in enumerate(_together(tables)):
+    for number, table in enumerate(in_large_tables(tables)):
         data = encode(table, metadata=metadata)
         path = f"data/part-{number:05d}.parquet"  # apart from the other files, so that every tool takes the directory
         storage.write(path, data)
         yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
 
 
-def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The same rows in tables of about PART_BYTES."""
     waiting: list[pa.Table] = []
     for table in tables:
@@ -234,7 +233,7 @@ def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def _read_dataset(storage: Storage) -> Dataset:
+def read_dataset(storage: Storage) -> Dataset:
     name = storage.locate(DATASET_JSON)
     if not storage.exists(DATASET_JSON):
         raise FormatError(f"{name} is not there: no dataset, or one that was not written to its end; export it again")
@@ -248,14 +247,19 @@ def _read_dataset(storage: Storage) -> Dataset:
         raise FormatError(f"{name} is damaged ({error!r}); export it again") from error
 
 
+def read_part(storage: Storage, part: Part) -> pa.Buffer:
+    """The bytes of one file of a dataset. DigestError if it is not as it was written."""
+    data = storage.read(part.path)
+    if file_digest(data) != part.digest:
+        raise DigestError(f"{storage.locate(part.path)} is not the file that was exported; copy it again, or export again")
+    return data
+
+
 def _import_part(
     catalog: Catalog, layout: RunLayout, storage: Storage, *, dataset: Dataset, part: Part
 ) -> tuple[int, int, int]:
     """Trajectories and steps that are new, and trajectories that were known."""
-    name = storage.locate(part.path)
-    data = storage.read(part.path)
-    if file_digest(data) != part.digest:
-        raise DigestError(f"{name} is not the file that was exported; copy it again, or export again")
+    name, data = storage.locate(part.path), read_part(storage, part)
     held = rows.open_rows(data, path=Path(name))
     for _, detail in rows.malformed(held):
         raise FormatError(f"{name}: {detail}; export it again")
@@ -265,20 +269,16 @@ def _import_part(
     if new:
         table = decode(data, path=name)
         uids = pa.array([trajectory.meta.traj_uid for trajectory in new], UID_TYPE)
-        segment = write_rows(
-            layout,
-            _relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=dataset.run_id == layout.info.run_id),
-            trajectories=tuple(trajectory.meta for trajectory in new),
-            worker=WORKER,
-            epoch=catalog.epoch,
-        )
         own = dataset.run_id == layout.info.run_id
+        kept = relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=own)
+        metas = tuple(trajectory.meta for trajectory in new)
+        segment = write_rows(layout, kept, trajectories=metas, worker=WORKER, epoch=catalog.epoch)
         catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=f"run {dataset.run_id}", own=own)
     return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
 
 
-def _relabelled(table: pa.Table, *, own: bool) -> pa.Table:
-    """Another run's rows say so in `split`, as their groups do: `split = 'train'` is what this run trains on."""
+def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
+    """Another run's rows say so in `split`, as their groups do."""
     if own:
         return table
     place = table.schema.get_field_index("split")
@@ -296,5 +296,5 @@ def _groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[ImportedGr
     )
 
 
-def _uids(texts: pa.ChunkedArray) -> pa.Array:
+def uid_array(texts: pa.ChunkedArray) -> pa.Array:
     return pa.array([uuid.UUID(text).bytes for text in texts.to_pylist()], UID_TYPE)

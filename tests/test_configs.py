@@ -24,6 +24,44 @@ def empty(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["stored.share=1.5"], ["stored.share=1.5", "use 1"]),
+        (["stored.share=0.01"], ["0 stored and 8 live"]),
+        (["stored.share=0.99"], ["8 stored and 0 live"]),
+        (["stored.share=0"], ["above 0"]),
+        (["stored.uses=0"], ["above 0"]),
+        (["stored.share=0.5", "loss.policy=behaviour_cloning"], ["stored.share=1"]),
+        (
+            ["loss.policy=behaviour_cloning", "actors.scripted=true", "max_staleness=200", "learner.keep_versions=300"],
+            ["plays nothing"],
+        ),
+        (["loss.proximal=interpolated"], ["another run's"]),
+    ],
+)
+def test_what_makes_no_sense_with_stored_rollouts_is_refused(empty: Path, overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configs.load(empty, ["source=runs/a", *overrides])
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
+    condition = "runs/a@won AND task_id = 'a: b' -- [x], #y"
+    config = configs.load(empty, [f"source={condition}", "source=runs/b", "loss.policy=behaviour_cloning"])
+    assert config.source == [condition, "runs/b"]
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.load(empty, ["source=[runs/a, runs/b]"]).source == ["runs/a", "runs/b"]
+    assert configs.is_offline(config) and configs.n_workers(config) == 0 and configs.groups_of_a_step(config) == (0, 8)
+    mixed = configs.load(empty, ["source=runs/b", "stored.share=0.25"])
+    assert (configs.is_offline(mixed), configs.n_workers(mixed), configs.groups_of_a_step(mixed)) == (False, 1, (6, 2))
+    assert "nothing is played" in configs.describe_plan(config) and "2 of them stored" in configs.describe_plan(mixed)
+    empty.write_text("source: runs/a\n")
+    with pytest.raises(ConfigError, match="not a list"):
+        configs.load(empty)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_config_loads_and_has_a_plan(path: Path) -> None:
     config = configs.load(path)
@@ -74,6 +112,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("store.snapshot_window_s=5", ["store.snapshot_window_s=5", "60"]),
         ("learner.learning_rate=nan", ["learner.learning_rate=nan"]),
         ("nonsense", ["'nonsense'", "key=value"]),
+        ("stored.uses=2", ["stored.uses=2", "source=RUN"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_value(empty: Path, override: str, words: list[str]) -> None:

@@ -114,6 +114,7 @@ def make_rows(versions: list[int], lengths: list[int]) -> pa.Table:
             "response_logprobs": pa.array([[-0.5] * length for length in lengths], pa.list_(pa.float32())),
             "advantage": pa.array([float(row) for row in range(n)], pa.float64()),
             "version_min": pa.array(versions, pa.int64()),
+            "split": pa.array(["train"] * n, pa.string()),
         }
     )
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from store import (
+    FORMAT_VERSION,
     SEGMENT_SCHEMA,
     Catalog,
     DigestError,
@@ -64,7 +65,7 @@ def test_an_export_is_the_stored_rows_of_whole_trajectories(tmp_path: Path) -> N
     assert (dataset.n_trajectories, dataset.n_steps, len(dataset.groups)) == (2, 6, 2)
     metadata = pq.read_schema(tmp_path / "out" / dataset.parts[0].path).metadata
     assert metadata[b"run_id"].decode() == layout.info.run_id
-    assert metadata[b"format_version"] == b"2"
+    assert metadata[b"format_version"] == str(FORMAT_VERSION).encode()
     written = json.loads((tmp_path / "out/dataset.json").read_text())
     assert written["run_id"] == layout.info.run_id
     assert written["where"] == "won AND version_min >= 1"

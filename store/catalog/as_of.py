@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from store.catalog.database import in_todays_format
 from store.catalog.snapshot import EXPORTS, arrow_table
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
@@ -19,7 +20,7 @@ QUERIES: Mapping[str, str] = {
         SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.purpose_version, g.size, count(t.traj_uid),
                coalesce(sum(t.n_steps), 0), coalesce(sum(t.won), 0), coalesce(sum(t.episode_return), 0.0),
                s.state, s.reason, min(t.version_min), max(t.version_max), g.opened_us,
-               CASE WHEN g.completed_lsn <= :lsn THEN g.completed_us END, s.lsn
+               CASE WHEN g.completed_lsn <= :lsn THEN g.completed_us END, s.lsn, g.source
         FROM grp g
         JOIN group_state s ON s.seq = (SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid AND lsn <= :lsn)
         LEFT JOIN trajectory t ON t.group_uid = g.group_uid AND t.lsn <= :lsn
@@ -32,8 +33,8 @@ QUERIES: Mapping[str, str] = {
                CASE WHEN b.trained_lsn <= :lsn THEN l.outcome ELSE 'claimed' END,
                coalesce(b.rolled_back_lsn > :lsn, 1), l.group_uid, g.task_id, l.version_min, l.version_max,
                iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version),
-               iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version) - l.version_min,
-               b.claimed_us, CASE WHEN b.trained_lsn <= :lsn THEN b.trained_us END, l.changed_lsn
+               iif(g.source IS NULL, iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version) - l.version_min, NULL),
+               b.claimed_us, CASE WHEN b.trained_lsn <= :lsn THEN b.trained_us END, l.changed_lsn, l.use, g.source
         FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
         WHERE b.claimed_lsn <= :lsn ORDER BY b.batch_id, g.ordinal""",
     "versions": """
@@ -63,7 +64,10 @@ class AsOf:
 def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
     """What readers would have seen at `lsn`. StoreError if that is in the future, or so old that files of it are gone."""
     try:
-        with closing(connect_read_only(layout)) as connection:
+        with (
+            closing(connect_read_only(layout)) as file,
+            in_todays_format(file, path=layout.catalog) as connection,
+        ):
             connection.execute("BEGIN")  # one moment for all queries
             newest, horizon = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()
             if not horizon <= lsn <= newest:

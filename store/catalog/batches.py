@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from store.catalog import stored
 from store.catalog.database import Transaction
 from store.catalog.figures import ROLLED_BACK
 from store.catalog.files import segment_meta
@@ -17,20 +18,23 @@ from store.segments import SegmentMeta
 COMPONENT = "catalog"
 
 
-def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness: int) -> Batch | None:
-    """The oldest complete training groups as a new batch; None, and nothing claimed, if fewer than n_groups are there.
+def claim(
+    tx: Transaction, *, n_groups: int, n_stored: int, uses: int, current_version: int, max_staleness: int
+) -> Batch | None:
+    """The oldest complete training groups and then `n_stored` stored ones as a new batch; None if there are too few of either.
 
-    Groups beyond the bound become `stale` first, also where no batch follows.
+    Groups beyond the bound become `stale` first, also where no batch follows. Stored ones stay as they are: the least used come
+    first, each `uses` times at most.
     """
-    if n_groups < 1:
-        raise StoreError(f"n_groups {n_groups}: a batch has at least one group")
+    if n_groups < 0 or n_stored < 0 or n_groups + n_stored < 1:
+        raise StoreError(f"n_groups {n_groups}, n_stored {n_stored}: a batch has at least one group")
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = tx.rows(
-        """SELECT group_uid, task_id, ordinal, version_min, version_max FROM grp
+        """SELECT group_uid, task_id, ordinal, version_min, version_max, source, 1 AS use FROM grp
            WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
         n_groups=n_groups,
-    )
-    if len(rows) < n_groups:
+    ) + stored.least_used(tx, n_groups=n_stored, uses=uses)
+    if len(rows) < n_groups + n_stored:
         return None
     batch_id = tx.insert(
         """INSERT INTO batch (epoch, state, claimed_version, claimed_us, claimed_lsn)
@@ -42,18 +46,16 @@ def claim(tx: Transaction, *, n_groups: int, current_version: int, max_staleness
     )
     for row in rows:
         tx.run(
-            """INSERT INTO batch_group (batch_id, group_uid, live, outcome, version_min, version_max)
-               VALUES (:batch_id, :group_uid, 1, 'claimed', :version_min, :version_max)""",
+            """INSERT INTO batch_group (batch_id, group_uid, live, outcome, version_min, version_max, use)
+               VALUES (:batch_id, :group_uid, 1, 'claimed', :version_min, :version_max, :use)""",
             batch_id=batch_id,
-            group_uid=row["group_uid"],
-            version_min=row["version_min"],
-            version_max=row["version_max"],
+            **{name: row[name] for name in ("group_uid", "version_min", "version_max", "use")},
         )
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
     return Batch(
         batch_id=batch_id,
-        groups=tuple(ClaimedGroup(**row) for row in rows),
+        groups=tuple(ClaimedGroup(**{name: row[name] for name in ClaimedGroup.__slots__}) for row in rows),
         segments=segments_of_batch(tx, batch_id),
         claimed_us=tx.now_us,
     )
@@ -142,15 +144,19 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
     """
     halves = tx.rows(
         """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
-           WHERE batch_id = :batch_id AND live = 1 AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory)""",
+           JOIN grp USING (group_uid)
+           WHERE batch_id = :batch_id AND live = 1 AND source IS NULL
+             AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory)""",
         batch_id=batch_id,
     )
     n_groups = tx.run(
         """UPDATE grp SET state = 'complete', reason = 'batch ' || :batch_id || ' was ' || :why
-           WHERE group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
+           WHERE source IS NULL
+             AND group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
         batch_id=batch_id,
         why=why,
     )
+    n_groups += stored.in_batch(tx, batch_id)
     tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
     tx.run(
         "UPDATE batch SET state = 'rolled_back', rolled_back_lsn = :lsn WHERE batch_id = :batch_id",
@@ -180,8 +186,9 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
+    """Stored groups keep theirs: what became of each use of them is in `batch_group`."""
     tx.run(
-        "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid",
+        "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source IS NULL",
         state=state,
         reason=reason,
         group_uid=group_uid,

@@ -21,6 +21,7 @@ from store.catalog.records import (
     VersionRecord,
 )
 from store.catalog.snapshot import Part, Snapshot, take_snapshot
+from store.catalog.stored_groups import StoredGroups
 from store.layout import RunLayout
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
@@ -41,6 +42,7 @@ class Catalog:
 
     def __init__(self, layout: RunLayout) -> None:
         self._database = Database(layout)
+        self.stored = StoredGroups(self._database)
 
     @classmethod
     def open(cls, layout: RunLayout) -> Catalog:
@@ -85,14 +87,13 @@ class Catalog:
             groups.open_round(tx, task_ids, episodes_per_task=episodes_per_task, version=version)
 
     def next_ordinal(self, split: str, *, purpose_version: int | None = None) -> int:
-        """The ordinal the next group of the split (and evaluation round) gets; how a restart finds its place."""
+        """The ordinal the next group of the split (and evaluation round) gets."""
         with self._database.transaction() as tx:
             return groups.next_ordinal(tx, split=split, purpose_version=purpose_version)
 
     def lease_open_group(self, *, worker: str, lease_s: float, split: str | None = None) -> GroupRecord | None:
-        """The oldest open group without a live lease, held-out ones first; None if there is none.
-
-        After a crash this hands out what was dispatched but not finished before anything new.
+        """The oldest open group without a live lease, held-out ones first; None if there is none. After a crash this hands out
+        what was dispatched but not finished before anything new.
         """
         with self._database.transaction() as tx:
             return groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split)
@@ -132,11 +133,12 @@ class Catalog:
     def claim(self, *, n_groups: int, current_version: int, max_staleness: int) -> Batch | None:
         """The oldest `n_groups` complete training groups, or None (nothing claimed) if fewer are there.
 
-        Groups whose oldest version is more than `max_staleness` behind `current_version` become stale first. Pass the
-        version the learner will have when it trains on the batch: that is what staleness is measured against.
+        Groups whose oldest version is more than `max_staleness` behind `current_version`, that of the learner when it will
+        train on the batch, become stale first.
         """
         with self._database.transaction() as tx:
-            return batches.claim(tx, n_groups=n_groups, current_version=current_version, max_staleness=max_staleness)
+            versions = {"current_version": current_version, "max_staleness": max_staleness}
+            return batches.claim(tx, n_groups=n_groups, n_stored=0, uses=0, **versions)
 
     def settle(self, batch_id: int, *, learner_step: int, no_signal: Mapping[bytes, str], version_in: int) -> None:
         """The batch was trained on as `learner_step` at `version_in`; groups in `no_signal` were left out, with the reason."""
@@ -238,13 +240,9 @@ class Catalog:
         self, *, completed_before_us: int | None, below_version: int | None, oldest_checkpoint: int
     ) -> tuple[str, ...]:
         """Files that retention may take: nothing in them is younger, unconsumed, or trained on after that learner step."""
+        limits = {"completed_before_us": completed_before_us, "below_version": below_version}
         with self._database.transaction() as tx:
-            return files.expirable(
-                tx,
-                completed_before_us=completed_before_us,
-                below_version=below_version,
-                oldest_checkpoint=oldest_checkpoint,
-            )
+            return files.expirable(tx, **limits, oldest_checkpoint=oldest_checkpoint)
 
     def expire(self, segment_ids: Collection[str]) -> None:
         """Retention: readers no longer see these files. The catalog keeps what it knows of their groups."""

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,22 @@ class Database:
         self._connection.execute("UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker NOT NULL")
         self._connection.execute("COMMIT")
         return int(meta["epoch"]) + 1
+
+
+@contextmanager
+def in_todays_format(connection: sqlite3.Connection, *, path: Path) -> Iterator[sqlite3.Connection]:
+    """The catalog that `connection` reads; one of an older format as an upgraded copy in memory: the file is its owner's."""
+    version = connection.execute("SELECT format_version FROM meta").fetchone()
+    if version is None or version[0] >= FORMAT_VERSION:
+        yield connection
+        return
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        connection.backup(copy)
+        copy.row_factory = connection.row_factory
+        copy.create_function("now_us", 0, now_us)
+        migrate(copy, path=path)
+        copy.executescript(SCHEMA.read_text())
+        yield copy
 
 
 def _shown_lsn(layout: RunLayout) -> int:

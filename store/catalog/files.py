@@ -15,7 +15,8 @@ from store.errors import StoreError
 from store.segments import SegmentMeta, TrajectoryMeta
 
 # Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too, but that is rare.
-_WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND g.split = 'train'))"
+# Stored groups always: how often they are used may be raised.
+_WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"
 
 # Removed files that may hold what no other file does: what was lost was read from them, or from what they were merged into.
 WANTED_BACK = """(removed_us IS NOT NULL AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (

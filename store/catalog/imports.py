@@ -14,7 +14,7 @@ from store.hashing import uid
 from store.records import uid_text
 from store.segments import SegmentMeta
 
-IMPORTED = "imported"  # the split of other runs' groups: never leased, claimed or counted as outstanding
+IMPORTED = "imported"  # the split of other runs' groups: never leased or counted as outstanding; claimed if they have a source
 COMPONENT = "import"
 
 
@@ -92,12 +92,17 @@ def _take_in(tx: Transaction, group: ImportedGroup, *, source: str) -> None:
     """The group's sums and state, now that more of its members are here."""
     sums.recompute_if_whole(tx, group.group_uid)
     complete_if_whole(tx, group.group_uid)
+    whole_again(tx, group.group_uid, reason=f"imported from {source}")
+
+
+def whole_again(tx: Transaction, group_uid: bytes, *, reason: str | None) -> None:
+    """An imported group that has all its members by now is complete, with this reason if there is one."""
     tx.run(
-        """UPDATE grp SET state = 'complete', reason = :reason, completed_lsn = :lsn, completed_us = :now_us
+        """UPDATE grp SET state = 'complete', reason = coalesce(:reason, reason), completed_lsn = :lsn, completed_us = :now_us
            WHERE group_uid = :group_uid AND split = :split AND state = 'abandoned' AND n_members = size""",
-        group_uid=group.group_uid,
+        group_uid=group_uid,
         split=IMPORTED,
-        reason=f"imported from {source}",
+        reason=reason,
         lsn=tx.lsn,
         now_us=tx.now_us,
     )

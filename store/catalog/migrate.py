@@ -52,6 +52,14 @@ MIGRATIONS = {
         -- Snapshots of before cannot be told: the ledger begins here.
         UPDATE meta SET horizon_lsn = lsn, format_version = 2;
     """,
+    2: """
+        ALTER TABLE grp ADD COLUMN source TEXT CHECK (source IS NULL OR split = 'imported');
+        ALTER TABLE batch_group ADD COLUMN use INTEGER NOT NULL DEFAULT 1;
+        DROP INDEX IF EXISTS batch_group_once;  -- these two have another text now
+        DROP TRIGGER IF EXISTS grp_changed;
+        -- All is exported anew, with the new columns: the lsn is in the files' names, which must not be those of before.
+        UPDATE meta SET lsn = lsn + 1, format_version = 3;
+    """,
 }
 
 

@@ -38,6 +38,7 @@ class ClaimedGroup:
     ordinal: int
     version_min: int
     version_max: int
+    source: str | None  # the id of the run that played it, if that is another: its versions are those of that run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

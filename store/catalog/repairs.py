@@ -11,8 +11,9 @@ from store.catalog.batches import release
 from store.catalog.database import Transaction
 from store.catalog.files import WANTED_BACK, insert_segment, mark_removed, retire
 from store.catalog.groups import complete_if_whole, insert_trajectory
+from store.catalog.imports import whole_again
 from store.catalog.records import SetAside
-from store.catalog.sums import recompute_if_whole, reopen
+from store.catalog.sums import recompute_if_whole, reopen, withhold_half
 from store.errors import StoreError
 from store.segments import SegmentMeta, TrajectoryMeta
 
@@ -100,6 +101,7 @@ def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -
     for group_uid in dict.fromkeys(meta.group_uid for meta in taken.values()):
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
+        whole_again(tx, group_uid, reason=f"{path} is here again")
     tx.log(component=COMPONENT, what="return", detail=f"{path}: {len(taken)} trajectories that were lost are here again")
     tx.touch("segments", "excluded", "groups")
     return len(taken)
@@ -160,7 +162,7 @@ def _give_back(tx: Transaction, *, traj_uids: Collection[bytes], why: str) -> tu
     ]
     claimed = dict.fromkeys(
         row["batch_id"]
-        for group_uid in wanted
+        for group_uid in groups
         for row in tx.rows(
             "SELECT batch_id FROM batch_group WHERE group_uid = :group_uid AND live = 1 AND outcome = 'claimed'",
             group_uid=group_uid,
@@ -170,4 +172,6 @@ def _give_back(tx: Transaction, *, traj_uids: Collection[bytes], why: str) -> tu
         release(tx, batch_id, why="rolled back: a file of it is damaged")
     for group_uid in wanted:
         reopen(tx, group_uid, reason=f"to be played again: {why}")
+    for group_uid in groups:
+        withhold_half(tx, group_uid, why=why)
     return tuple(wanted), tuple(claimed)

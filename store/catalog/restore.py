@@ -15,9 +15,9 @@ from store.catalog.batches import release
 from store.catalog.database import SCHEMA, Transaction
 from store.catalog.files import insert_segment
 from store.catalog.groups import complete_if_whole, insert_trajectory
-from store.catalog.imports import IMPORTED
+from store.catalog.imports import IMPORTED, whole_again
 from store.catalog.repairs import STILL_TO_BE_CONSUMED
-from store.catalog.sums import recompute, reopen
+from store.catalog.sums import recompute, reopen, withhold_half
 from store.hashing import uid
 from store.layout import FORMAT_VERSION
 from store.segments import SegmentMeta
@@ -148,6 +148,7 @@ def _put_back_group(tx: Transaction, row: Row, *, lines: Sequence[Row], lsn: int
         completed_lsn=None if row["completed_at"] is None else (completed[0] if completed else lsn),
         completed_us=row["completed_at"],
         changed_lsn=row.get("changed_lsn", lsn),
+        source=row.get("source"),
     )
 
 
@@ -162,7 +163,7 @@ def _put_back_batches(
         state, changed = first["batch_state"], max(row.get("changed_lsn", lsn) for row in rows)
         history = [line for row in rows for line in lines.get(row["group_uid"], ())]
         claimed = [line["lsn"] for line in history if line["reason"] == BATCH_REASON.format(batch_id)]
-        since = min(claimed, default=lsn)
+        since = min(claimed, default=min(lsn, changed))  # of stored groups only: their state, and its ledger, do not change
         settled = [line["lsn"] for line in history if line["state"] in ("trained", "no_signal") and line["lsn"] > since]
         trained = first["trained_at"] is not None
         _insert(
@@ -182,7 +183,8 @@ def _put_back_batches(
         )
         for row in (row for row in rows if row["group_uid"] in known):
             names = ("batch_id", "group_uid", "live", "outcome", "version_min", "version_max")
-            _insert(tx, "batch_group", **{name: row[name] for name in names}, changed_lsn=row.get("changed_lsn", lsn))
+            more = {"changed_lsn": row.get("changed_lsn", lsn), "use": row.get("use", 1)}
+            _insert(tx, "batch_group", **{name: row[name] for name in names}, **more)
 
 
 def _go_on(tx: Transaction, found: Found) -> Restored:
@@ -210,9 +212,8 @@ def _go_on(tx: Transaction, found: Found) -> Restored:
     before = tx.row("SELECT count(*) AS n FROM grp WHERE state = 'open'")
     for row in tx.rows("SELECT group_uid FROM grp WHERE state = 'open'"):
         complete_if_whole(tx, row["group_uid"])
-    tx.run(
-        "UPDATE grp SET state = 'complete' WHERE split = :split AND state = 'abandoned' AND n_members = size", split=IMPORTED
-    )
+    for row in tx.rows("SELECT group_uid FROM grp WHERE split = :split AND state = 'abandoned'", split=IMPORTED):
+        whole_again(tx, row["group_uid"], reason=None)
     after = tx.row("SELECT count(*) AS n FROM grp WHERE state = 'open'")
     assert before is not None and after is not None
     return Restored(completed=before["n"] - after["n"], reopened=reopened, gone=gone, released=tuple(claimed))
@@ -254,6 +255,7 @@ def _compare(tx: Transaction) -> tuple[int, int]:
             reopened += 1
         else:
             gone += _list_as_gone(tx, row["group_uid"], size=row["size"])
+            withhold_half(tx, row["group_uid"], why=GONE_WHY)
     return reopened, gone
 
 

@@ -38,7 +38,7 @@ CREATE INDEX IF NOT EXISTS segment_retired ON segment (retired_lsn) WHERE retire
 
 CREATE TABLE IF NOT EXISTS grp (
     group_uid BLOB PRIMARY KEY,
-    split TEXT NOT NULL CHECK (split IN ('train', 'heldout', 'imported')),  -- imported ones are only read
+    split TEXT NOT NULL CHECK (split IN ('train', 'heldout', 'imported')),
     ordinal INTEGER NOT NULL,
     task_id TEXT NOT NULL,
     size INTEGER NOT NULL,
@@ -59,6 +59,7 @@ CREATE TABLE IF NOT EXISTS grp (
     lease_worker TEXT,
     lease_until_us INTEGER,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
+    source TEXT CHECK (source IS NULL OR split = 'imported'),  -- run id: it may be trained on; other imported ones are only read
     CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
@@ -66,6 +67,7 @@ CREATE INDEX IF NOT EXISTS grp_by_ordinal ON grp (split, purpose_version, ordina
 CREATE INDEX IF NOT EXISTS grp_by_completion ON grp (completed_lsn);
 CREATE INDEX IF NOT EXISTS grp_by_change ON grp (changed_lsn);
 CREATE INDEX IF NOT EXISTS grp_open ON grp (opened_lsn) WHERE state = 'open';
+CREATE INDEX IF NOT EXISTS grp_stored ON grp (ordinal) WHERE source IS NOT NULL;
 CREATE INDEX IF NOT EXISTS grp_leased ON grp (lease_worker) WHERE lease_worker IS NOT NULL;
 
 -- Every state a group was ever in, with the reason. Written by the triggers below and by nothing else.
@@ -85,7 +87,7 @@ CREATE TRIGGER IF NOT EXISTS grp_inserted AFTER INSERT ON grp BEGIN
     INSERT INTO group_state (group_uid, state, reason, lsn, at_us)
     VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, 'dispatched'), (SELECT lsn + 1 FROM meta), now_us());
 END;
-CREATE TRIGGER IF NOT EXISTS grp_changed AFTER UPDATE OF state, reason, n_members, n_steps ON grp BEGIN
+CREATE TRIGGER IF NOT EXISTS grp_changed AFTER UPDATE OF state, reason, n_members, n_steps, source ON grp BEGIN
     UPDATE grp SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE group_uid = NEW.group_uid;
 END;
 CREATE TRIGGER IF NOT EXISTS grp_state_changed AFTER UPDATE OF state ON grp WHEN OLD.state <> NEW.state BEGIN
@@ -149,10 +151,11 @@ CREATE TABLE IF NOT EXISTS batch_group (
     version_min INTEGER NOT NULL DEFAULT 0,  -- of the group as it was claimed: members may be lost and played anew later
     version_max INTEGER NOT NULL DEFAULT 0,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
+    use INTEGER NOT NULL DEFAULT 1,  -- a stored group may be trained on several times; any other once
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS batch_group_by_change ON batch_group (changed_lsn);
-CREATE UNIQUE INDEX IF NOT EXISTS batch_group_once ON batch_group (group_uid) WHERE live = 1;
+CREATE UNIQUE INDEX IF NOT EXISTS batch_group_once ON batch_group (group_uid, use) WHERE live = 1;
 
 CREATE TABLE IF NOT EXISTS version (
     version INTEGER PRIMARY KEY,  -- never reused, also not after a roll-back

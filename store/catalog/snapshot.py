@@ -58,7 +58,8 @@ class Export:
 EXPORTS: Mapping[str, Export] = {
     "groups": Export(
         query="""SELECT group_uid, split, ordinal, task_id, purpose_version, size, n_members, n_steps, n_won,
-                        return_sum, state, reason, version_min, version_max, opened_us, completed_us, changed_lsn
+                        return_sum, state, reason, version_min, version_max, opened_us, completed_us, changed_lsn,
+                        source
                  FROM grp WHERE changed_lsn > :since AND changed_lsn <= :until ORDER BY opened_lsn, ordinal""",
         schema=pa.schema(
             [
@@ -79,6 +80,7 @@ EXPORTS: Mapping[str, Export] = {
                 ("opened_at", TIME),
                 ("completed_at", TIME),
                 ("changed_lsn", pa.int64()),
+                ("source", pa.string()),
             ]
         ),
         in_parts=True,
@@ -100,8 +102,9 @@ EXPORTS: Mapping[str, Export] = {
     "lineage": Export(
         query="""SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live, l.group_uid, g.task_id,
                         l.version_min, l.version_max, coalesce(b.version_in, b.claimed_version) AS version_in,
-                        coalesce(b.version_in, b.claimed_version) - l.version_min AS staleness,
-                        b.claimed_us, b.trained_us, l.changed_lsn
+                        -- the versions of a stored group are another run's: their difference says nothing
+                        iif(g.source IS NULL, coalesce(b.version_in, b.claimed_version) - l.version_min, NULL) AS staleness,
+                        b.claimed_us, b.trained_us, l.changed_lsn, l.use, g.source
                  FROM batch_group l JOIN batch b USING (batch_id) JOIN grp g USING (group_uid)
                  WHERE l.changed_lsn > :since AND l.changed_lsn <= :until ORDER BY b.batch_id, g.ordinal""",
         schema=pa.schema(
@@ -120,6 +123,8 @@ EXPORTS: Mapping[str, Export] = {
                 ("claimed_at", TIME),
                 ("trained_at", TIME),
                 ("changed_lsn", pa.int64()),
+                ("use", pa.int32()),
+                ("source", pa.string()),
             ]
         ),
         in_parts=True,

@@ -30,6 +30,22 @@ def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
         recompute(tx, group_uid)
 
 
+def withhold_half(tx: Transaction, group_uid: bytes, *, why: str) -> None:
+    """A stored group that lacks trajectories is not trained on again: half of it cannot be compared. Others stay."""
+    lacks = tx.row(
+        """SELECT 1 FROM grp g WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
+           AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)""",
+        group_uid=group_uid,
+    )
+    if lacks is not None:
+        tx.run(
+            "UPDATE grp SET state = 'abandoned', reason = :why, completed_lsn = NULL, completed_us = NULL WHERE group_uid = :g",
+            why=f"trajectories of it were lost: {why}",
+            g=group_uid,
+        )
+        recompute(tx, group_uid)
+
+
 def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
     """The members it lacks are to be played again; those it has stay."""
     tx.run(

@@ -23,6 +23,7 @@ from store.reading import open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.records import SEGMENT_SCHEMA
 
+FIRST_FORMAT = 2  # of manifests as they are today; later formats have other columns in the tables they name
 GRACE_S = 60.0  # a shell opens the exports right after the manifest; Python readers are pinned and need no grace
 MANIFEST_NAME = "manifest.json"  # in the storage
 EMPTY_STEPS = "empty_steps.parquet"  # no rows: gives the steps view its columns before the first segment
@@ -49,7 +50,7 @@ class Manifest:
 
 
 def read_manifest(layout: RunLayout) -> Manifest | None:
-    """The current manifest; None before the first export and where one of an older format is still to be replaced."""
+    """The current manifest; None before the first export and where one of format 1 is still to be replaced."""
     try:
         return parse_manifest(layout.manifest.read_bytes(), name=str(layout.manifest))
     except FileNotFoundError:
@@ -57,10 +58,10 @@ def read_manifest(layout: RunLayout) -> Manifest | None:
 
 
 def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
-    """The manifest in `data`; None if it is of an older format. Raises FormatError naming the file."""
+    """The manifest in `data`; None if it is of format 1. Raises FormatError naming the file."""
     try:
         content = json.loads(data)
-        if content["format_version"] < FORMAT_VERSION:
+        if content["format_version"] < FIRST_FORMAT:
             return None
         return Manifest(
             run_id=content["run_id"],
@@ -82,7 +83,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     Meant to be called at most once a second by the owner of the catalog.
     """
     previous = read_manifest(layout)
-    if previous is not None and not _is_whole(layout, previous):
+    if previous is not None and (previous.format_version < FORMAT_VERSION or not _is_whole(layout, previous)):
         previous = None
     known = previous.tables if previous is not None else {}
     snapshot = catalog.snapshot(known)

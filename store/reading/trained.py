@@ -101,11 +101,12 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
 
 
 def _groups(tx: Transaction, batch_id: int) -> tuple[ClaimedGroup, ...]:
-    """In the order of the claim."""
+    """In the order of `batches.claim`: the run's own by age, then stored ones by how often they had been used."""
     rows = tx.rows(
-        """SELECT l.group_uid, g.task_id, g.ordinal, l.version_min, l.version_max
+        """SELECT l.group_uid, g.task_id, g.ordinal, l.version_min, l.version_max, g.source
            FROM batch_group l JOIN grp g USING (group_uid)
-           WHERE l.batch_id = :batch_id ORDER BY l.version_min, g.ordinal""",
+           WHERE l.batch_id = :batch_id
+           ORDER BY g.source IS NOT NULL, iif(g.source IS NULL, l.version_min, l.use), g.ordinal""",
         batch_id=batch_id,
     )
     return tuple(ClaimedGroup(**row) for row in rows)

@@ -37,13 +37,14 @@ CREATE OR REPLACE VIEW checkpoints AS FROM exported.checkpoints;
 CREATE OR REPLACE VIEW components AS FROM exported.component;
 CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM exported.events;
 
--- Which groups each learner step consumed, what became of them, and the digests of the weights that wrote them.
+-- Which groups each learner step consumed, what became of them, and the digests of the weights that wrote them. A stored group
+-- names the run that played it as its source: its versions are that run's, so it has no staleness here, and no digests.
 CREATE OR REPLACE VIEW lineage AS
 SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid), o.digest AS oldest_weights_digest,
        n.digest AS newest_weights_digest
 FROM (FROM exported.lineage QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1) AS l
-LEFT JOIN versions AS o ON o.version = l.version_min
-LEFT JOIN versions AS n ON n.version = l.version_max;
+LEFT JOIN versions AS o ON o.version = l.version_min AND l.source IS NULL
+LEFT JOIN versions AS n ON n.version = l.version_max AND l.source IS NULL;
 
 CREATE OR REPLACE VIEW metrics AS
 SELECT * EXCLUDE (live, lsn, changed_lsn)
@@ -57,7 +58,8 @@ SELECT * FROM lineage WHERE batch_state = 'trained' AND staleness > getvariable(
 
 -- Must be empty: tasks that were both trained on and held out.
 CREATE OR REPLACE VIEW task_overlap AS
-SELECT task_id FROM groups WHERE split IN ('train', 'heldout') GROUP BY task_id HAVING count(DISTINCT split) > 1;
+SELECT task_id FROM groups WHERE split IN ('train', 'heldout') OR source IS NOT NULL
+GROUP BY task_id HAVING count(DISTINCT split = 'heldout') > 1;
 
 -- Per learner step: the part of the time from claim to settlement in which some request was being generated.
 CREATE OR REPLACE VIEW generation_overlap AS

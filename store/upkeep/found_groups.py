@@ -93,7 +93,8 @@ def as_exported(
 
 
 def _row(group: FoundGroup, lines: Sequence[Row], live: Row | None, metas: Sequence[TrajectoryMeta], *, lsn: int) -> Row:
-    state = live["outcome"] if live else lines[-1]["state"]
+    source = live.get("source") if live else None  # of a stored group, whose state does not change when it is used
+    state = "complete" if source else live["outcome"] if live else lines[-1]["state"]
     completed = [row["at"] for row in lines if row["state"] == "complete"]
     return {
         **{name: getattr(group, name) for name in ("group_uid", "split", "ordinal", "task_id", "size", "purpose_version")},
@@ -108,4 +109,5 @@ def _row(group: FoundGroup, lines: Sequence[Row], live: Row | None, metas: Seque
         "opened_at": lines[0]["at"] if lines else (live["claimed_at"] if live else 0),
         "completed_at": completed[-1] if completed else (live["claimed_at"] if live else None),
         "changed_lsn": lsn,
+        "source": source,
     }

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from store.catalog.as_of import connect_read_only
-from store.catalog.database import SCHEMA
-from store.catalog.migrate import migrate
-from store.clock import now_us
+from store.catalog.database import in_todays_format
 from store.errors import StoreError
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import RunLayout
 from store.upkeep import fsck_manifest, fsck_segments
 from store.upkeep.finding import Finding, error
 from store.upkeep.fsck_catalog import check_catalog, check_identity
@@ -62,17 +60,8 @@ def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
     """A connection that can only read. An older format is upgraded in memory: the file is its owner's."""
     with closing(connect_read_only(layout)) as connection:
         connection.row_factory = sqlite3.Row
-        version = connection.execute("SELECT format_version FROM meta").fetchone()
-        if version is None or version[0] >= FORMAT_VERSION:
-            yield connection
-            return
-        with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
-            connection.backup(copy)
-            copy.row_factory = sqlite3.Row
-            copy.create_function("now_us", 0, now_us)
-            migrate(copy, path=layout.catalog)
-            copy.executescript(SCHEMA.read_text())
-            yield copy
+        with in_todays_format(connection, path=layout.catalog) as catalog:
+            yield catalog
 
 
 def _check_catalog(layout: RunLayout) -> list[Finding]:

@@ -60,14 +60,15 @@ RULES = (
                        coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'), coalesce(b.state, 'no batch'))
             FROM grp g LEFT JOIN (SELECT * FROM batch_group WHERE live = 1) l USING (group_uid)
             LEFT JOIN batch b USING (batch_id)
-            WHERE (g.state IN ('claimed', 'trained', 'no_signal') OR l.live = 1)
-                AND (l.outcome IS NOT g.state OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained'))""",
+            WHERE iif(g.source IS NULL, (g.state IN ('claimed', 'trained', 'no_signal') OR l.live = 1)
+                AND (l.outcome IS NOT g.state OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
+                l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
         remedy=REBUILD,
     ),
     Rule(
         what="doubly_claimed",
         query="""SELECT 'group', group_uid, 'it is live in the batches ' || group_concat(batch_id) FROM batch_group
-            WHERE live = 1 GROUP BY group_uid HAVING count(*) > 1""",
+            JOIN grp USING (group_uid) WHERE live = 1 GROUP BY group_uid, iif(source IS NULL, 0, use) HAVING count(*) > 1""",
         remedy=REBUILD,
     ),
     Rule(
@@ -91,9 +92,11 @@ RULES = (
         query="""SELECT 'version', v.version, format('learner step %s trained on what it sampled, and it was never published',
                        min(v.learner_step))
             FROM (SELECT t.version_min AS version, b.learner_step FROM batch b JOIN batch_group l USING (batch_id)
-                  JOIN trajectory t USING (group_uid) WHERE b.state = 'trained'
+                  JOIN grp g USING (group_uid) JOIN trajectory t USING (group_uid)
+                  WHERE b.state = 'trained' AND g.source IS NULL
                   UNION SELECT t.version_max, b.learner_step FROM batch b JOIN batch_group l USING (batch_id)
-                  JOIN trajectory t USING (group_uid) WHERE b.state = 'trained') v
+                  JOIN grp g USING (group_uid) JOIN trajectory t USING (group_uid)
+                  WHERE b.state = 'trained' AND g.source IS NULL) v
             WHERE v.version NOT IN (SELECT version FROM version) AND EXISTS (SELECT 1 FROM version) GROUP BY v.version""",
         remedy=REBUILD,
     ),

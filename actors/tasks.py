@@ -1,0 +1,32 @@
+"""The tasks of a run, as its coordinator hands them out: training tasks by ordinal, held-out ones all at once."""
+
+from __future__ import annotations
+
+from actors.admission import task_index
+from configs import Config, is_offline
+from envs import Task, list_tasks
+from store import Catalog
+
+
+class Tasks:
+    """What the environment has; nothing where nothing is played, as then the environment need not even be installed."""
+
+    def __init__(self, config: Config, *, learns: bool) -> None:
+        self._config = config
+        self._splits = {} if learns and is_offline(config) else list_tasks(config.env.name, config.env.options)
+        self._by_id = {task.id: task for tasks in self._splits.values() for task in tasks}
+
+    def __getitem__(self, task_id: str) -> Task:
+        return self._by_id[task_id]
+
+    def open_next_group(self, catalog: Catalog) -> None:
+        """Enters the next training group, of the task whose turn it is."""
+        ordinal, train = catalog.next_ordinal("train", purpose_version=None), self._splits["train"]
+        task = train[task_index(ordinal, len(train), seed=self._config.seed)]
+        size = self._config.algorithm.group_size
+        catalog.open_group(ordinal=ordinal, task_id=task.id, split="train", size=size, purpose_version=None)
+
+    def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:
+        """Puts every held-out task into the queue, `episodes_per_task` episodes each, before any train task."""
+        task_ids = [task.id for task in self._splits["heldout"]]
+        catalog.open_round(task_ids, episodes_per_task=episodes_per_task, version=version)

@@ -1,0 +1,90 @@
+"""The runs that a run trains from, `source=RUN[@where]`: their groups, their base policy, and whether their tokens are its."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from configs import Config, ConfigError
+from learner import check_train_on, copy_weights
+from store import RunLayout, find_sources, parse_source, take_sources
+
+TOKENIZER_FILE = "tokenizer_config.json"
+
+
+def check_sources(config: Config) -> None:
+    """What could be mistyped, before there is a run: whether they are there, select anything, and have an order.
+
+    Raises ConfigError, StoreError.
+    """
+    check_train_on(config.stored.train_on)
+    find_sources([parse_source(text) for text in config.source], order=config.stored.order)
+    model_path = Path(config.model.path or _first_base(config))
+    for text in config.source:
+        base, theirs = _base_of(text), _config_of(text)
+        if base is not None:
+            check_same_tokens(base, model_path, source=text)
+        scripted = theirs is not None and OmegaConf.select(theirs, "actors.scripted", default=False)
+        if scripted and config.loss.policy != "behaviour_cloning":
+            raise ConfigError(
+                f"source={text} was played by a script, which has no log-probabilities to learn from with "
+                f"loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
+            )
+
+
+def base_policy(config: Config, directory: Path) -> Path:
+    """The base policy of the first source that has one, copied to `directory`. Raises ConfigError if none has."""
+    if directory.is_dir():
+        return directory
+    copy_weights(_first_base(config), directory)
+    return directory
+
+
+def take(config: Config, console: Console) -> None:
+    """Their groups into the run, once. Raises StoreError."""
+    with console.status("taking in stored groups"):
+        taken = take_sources(Path(config.run_dir), [parse_source(text) for text in config.source], order=config.stored.order)
+    for source in taken:
+        console.print(str(source), markup=False)
+
+
+def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
+    """Stored tokens are ids. Raises ConfigError unless both vocabularies, where they are there, give each the same meaning."""
+    if not (base / TOKENIZER_FILE).is_file() or not (model_path / TOKENIZER_FILE).is_file():
+        return
+    theirs, ours = (AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab() for path in (base, model_path))
+    if theirs != ours:
+        n = len(theirs.items() ^ ours.items())
+        raise ConfigError(
+            f"source={source} was played with the tokenizer of {base}, and that of {model_path} differs in {n} entries, so its "
+            "token ids would mean something else; use a model with the same tokenizer, or leave model.path out"
+        )
+
+
+def _first_base(config: Config) -> Path:
+    found = [path for text in config.source if (path := _base_of(text)) is not None]
+    if not found:
+        raise ConfigError(f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR")
+    return found[0]
+
+
+def _base_of(text: str) -> Path | None:
+    """Where the base policy of a source is, if it is a run and has it still."""
+    theirs = _config_of(text)
+    if theirs is None:
+        return None
+    path = Path(OmegaConf.select(theirs, "model.path", default="") or Path(parse_source(text).place) / "base" / "policy")
+    return path if (path / "config.json").is_file() else None
+
+
+def _config_of(text: str) -> DictConfig | None:
+    """The stored config of a source, of whatever version of the code; None for a dataset."""
+    place = Path(parse_source(text).place)
+    if not RunLayout.exists(place):
+        return None
+    config = OmegaConf.create(RunLayout.open(place).info.config_yaml)
+    assert isinstance(config, DictConfig), "a config is a mapping"
+    return config

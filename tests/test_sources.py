@@ -1,0 +1,85 @@
+"""What a run takes over from its sources besides groups: a base policy, and nothing whose tokens mean something else."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import configs
+import sources
+from configs import Config, ConfigError, TinyModelConfig
+from learner import make_tiny_model, train_tokenizer
+from store import RunLayout, VersionRecord, write_open_sql
+from tests.engine_samples import make_base
+from tests.learner_loop import fast_directory, make_config, open_coordinator, play
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with fast_directory() as path:
+        yield path
+
+
+def make_source(root: Path, config: Config | None = None) -> Path:
+    """One group, and a base policy where a run without model.path has it."""
+    coordinator = open_coordinator(config or make_config(root, max_staleness=1))
+    coordinator.publish(VersionRecord(version=0, path="weights/0", digest="d", learner_step=0))
+    lease = coordinator.lease("w")
+    assert lease is not None
+    play(coordinator, lease)
+    coordinator.close()
+    (root / "base").mkdir()
+    make_base(root / "base" / "policy")
+    return root
+
+
+def from_source(tmp_path: Path, *texts: str) -> Config:
+    return replace(make_config(tmp_path / "new", max_staleness=1), source=list(texts))
+
+
+def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    config = from_source(tmp_path, f"{played}@won")
+    sources.check_sources(config)
+    assert not (tmp_path / "new").exists(), "what is mistyped leaves no run behind"
+    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
+    copied = sources.base_policy(config, tmp_path / "new" / "base" / "policy")
+    files = {path.name: path.read_bytes() for path in (played / "base" / "policy").iterdir()}
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == files
+    out = io.StringIO()
+    sources.take(config, Console(file=out, width=400))
+    assert f"1 groups of {played} where won" in out.getvalue()
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    other = tmp_path / "other"
+    tiny = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2, heads=2)
+    make_tiny_model(other, train_tokenizer(["open the chest"] * 9, vocabulary_size=280), tiny, seed=0)
+    config = from_source(tmp_path, str(played))
+    with pytest.raises(ConfigError, match=r"differs in \d+ entries"):
+        sources.check_sources(replace(config, model=replace(config.model, path=str(other))))
+    same = played / "base" / "policy"
+    sources.check_sources(replace(config, model=replace(config.model, path=str(same))))
+
+
+def test_what_a_script_played_is_only_cloned(tmp_path: Path) -> None:
+    usual = make_config(tmp_path / "played", max_staleness=9)
+    scripted = replace(usual, actors=replace(usual.actors, scripted=True))
+    config = from_source(tmp_path, str(make_source(tmp_path / "played", scripted)))
+    with pytest.raises(ConfigError, match="played by a script"):
+        sources.check_sources(config)
+    sources.check_sources(replace(config, loss=replace(config.loss, policy="behaviour_cloning")))
+
+
+def test_a_source_without_a_base_policy_needs_one_given(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    (played / "base" / "policy" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="model.path=DIR"):
+        sources.check_sources(from_source(tmp_path, str(played)))
