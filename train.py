@@ -29,8 +29,6 @@ from causes import ComponentFailed
 from cluster import available_gpus, ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, is_program, list_tasks, try_environment
-from gigpo import advantages_macro
-from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer, with_published
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -53,6 +51,8 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.config is None:
             parser.error("give a config, e.g. configs/quickstart.yaml, or --status, --stop, --workers")
+        from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
+
         config = with_published(configs.load(options.config, options.overrides))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
@@ -118,6 +118,8 @@ def run_to_the_end(config: Config, console: Console) -> None:
 
 def check_same_run(config: Config) -> None:
     """A run is continued by one process at a time, with the config it was made with. Raises LockedError, ConfigError."""
+    from learner import with_published
+
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
@@ -131,6 +133,9 @@ def check_same_run(config: Config) -> None:
 
 def open_run(config: Config) -> RunLayout:
     """The run directory, made now if it is not there."""
+    from gigpo import advantages_macro
+    from learner import advantage_settings
+
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
@@ -168,6 +173,8 @@ def check_gpus(config: Config) -> None:
 
 def make_base_policy(config: Config, console: Console) -> Path:
     """A tiny model that plays random but valid commands: cloned, in a run of its own, from a scripted player."""
+    from learner import copy_weights, make_tiny_model, train_tokenizer
+
     directory = Path(config.run_dir) / "base"
     policy = directory / "policy"
     if policy.is_dir():
