@@ -16,6 +16,7 @@ import ray
 from runs import RUN_MARK, own_ray_session
 
 RAY_DIRECTORY = "gigpo-ray-"
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # the directory of those by which vLLM talks to its engine
 
 
 @contextmanager
@@ -38,6 +39,7 @@ def ray_cluster(run_dir: str) -> Iterator[None]:
     # Known before Ray is up, which may be interrupted while it starts; in /tmp, as names of sockets must be short.
     directory = tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir="/tmp")
     own_ray_session(Path(run_dir), directory)
+    os.environ[ENGINE_SOCKETS] = directory  # an engine that is killed leaves them there, and they go with it
     try:
         try:
             ray.init(
@@ -53,6 +55,7 @@ def ray_cluster(run_dir: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        del os.environ[ENGINE_SOCKETS]
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
-from torch.utils.tensorboard import SummaryWriter
 
 from actors import Status
 from configs import Config
@@ -24,6 +23,8 @@ class Progress:
     """with Progress(config, title) as progress: progress.show(status)"""
 
     def __init__(self, config: Config, title: str, console: Console) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, as torch comes with it, 2 s of CPU
+
         self.config, self.title, self.console = config, title, console
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.board = SummaryWriter(str(Path(config.run_dir) / "tensorboard"))

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from configs import Config, ConfigError
-from learner import check_train_on, copy_weights
 from store import RunLayout, find_sources, parse_source, take_sources
 
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -20,6 +18,8 @@ def check_sources(config: Config) -> None:
 
     Raises ConfigError, StoreError.
     """
+    from learner import check_train_on
+
     check_train_on(config.stored.train_on)
     find_sources([parse_source(text) for text in config.source], order=config.stored.order)
     model_path = Path(config.model.path or _first_base(config))
@@ -39,6 +39,8 @@ def base_policy(config: Config, directory: Path) -> Path:
     """The base policy of the first source that has one, copied to `directory`. Raises ConfigError if none has."""
     if directory.is_dir():
         return directory
+    from learner import copy_weights  # here, as torch comes with it: who only asks about a run needs none of it
+
     copy_weights(_first_base(config), directory)
     return directory
 
@@ -55,6 +57,8 @@ def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
     """Stored tokens are ids. Raises ConfigError unless both vocabularies, where they are there, give each the same meaning."""
     if not (base / TOKENIZER_FILE).is_file() or not (model_path / TOKENIZER_FILE).is_file():
         return
+    from transformers import AutoTokenizer
+
     theirs, ours = (AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab() for path in (base, model_path))
     if theirs != ours:
         n = len(theirs.items() ^ ours.items())

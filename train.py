@@ -32,8 +32,6 @@ from causes import ComponentFailed
 from cluster import available_gpus, ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, is_program, list_tasks, try_environment
-from gigpo import advantages_macro
-from learner import advantage_settings, copy_weights, make_tiny_model, train_tokenizer, with_published
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -56,6 +54,8 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.config is None:
             parser.error("give a config, e.g. configs/quickstart.yaml, or --status, --stop, --workers")
+        from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
+
         config = with_published(configs.load(options.config, options.overrides))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
@@ -129,6 +129,8 @@ def run_to_the_end(config: Config, console: Console) -> None:
 
 def check_same_run(config: Config) -> None:
     """A run is continued by one process at a time, with the config it was made with. Raises LockedError, ConfigError."""
+    from learner import with_published
+
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
@@ -142,6 +144,9 @@ def check_same_run(config: Config) -> None:
 
 def open_run(config: Config) -> RunLayout:
     """The run directory, made now if it is not there."""
+    from gigpo import advantages_macro
+    from learner import advantage_settings
+
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
@@ -182,6 +187,8 @@ def make_base_policy(config: Config, console: Console) -> Path:
 
     A run that trains from others has theirs.
     """
+    from learner import copy_weights, make_tiny_model, train_tokenizer
+
     directory = Path(config.run_dir) / "base"
     policy = directory / "policy"
     if config.source:

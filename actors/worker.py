@@ -19,7 +19,6 @@ from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
-from transformers import AutoTokenizer, GenerationConfig
 
 from actors.client import CoordinatorClient
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
@@ -54,6 +53,8 @@ class Worker:
     """`await start()`, then `await run()` until `stop()`; a failure of any part is raised by `run` with its cause."""
 
     def __init__(self, setup: WorkerSetup, coordinator: ActorHandle) -> None:
+        from transformers import AutoTokenizer  # here, with torch 5 s of CPU: the driver and the coordinator never need it
+
         config = setup.config
         self.name, self.config, self.model_path = setup.name, config, setup.model_path
         self.coordinator = CoordinatorClient(coordinator, worker=setup.name)
@@ -81,6 +82,8 @@ class Worker:
         started = time.monotonic()
         self.heart.promise("the engine's start", within_s=START_TIMEOUT_S)
         if not self.config.actors.scripted:
+            from transformers import GenerationConfig
+
             stops = GenerationConfig.from_pretrained(self.model_path).eos_token_id
             self.engine = await VLLMPolicy.start(
                 model_path=Path(self.model_path),

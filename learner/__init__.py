@@ -1,23 +1,50 @@
 """The learner turns claimed groups into numbered weights.
 
-`learner.py` is the loop. `source.py` makes rows with advantages of a claimed batch (of stored ones, those that `selection.py`
-picks), `batch.py` (with `sequences.py` and `packing.py`) tensors of the rows, `prefetch.py` does both beside the training.
-`ranks.py` trains: one `engine.py` (DeepSpeed around `policy_model.py`) a process, minimising what `objective.py` reads off the
-config. `guards.py` looks at the outcome, `metrics.py` and `stats.py` name it. `publish.py` writes weights, `checkpoint.py` what
-a restart needs, both with `directories.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none.
-`export.py` and `replay.py` are `python -m learner`: what was learned for other programs, and learner steps again, which
-`explain.py` shows by group.
+`process.py` is what the driver sees of it, `learner.py` the loop. `source.py` makes rows with advantages of a claimed batch (of
+stored ones, those that `selection.py` picks), `batch.py` (with `sequences.py` and `packing.py`) tensors of the rows,
+`prefetch.py` does both beside the training. `ranks.py` trains: one `engine.py` (DeepSpeed around `policy_model.py`) a process,
+minimising what `objective.py` reads off the config. `guards.py` looks at the outcome, `metrics.py` and `stats.py` name it.
+`publish.py` writes weights, `checkpoint.py` what a restart needs, both with `directories.py`. `lora.py` adapts, `tiny_model.py`
+makes a base policy where there is none. `export.py` and `replay.py` are `python -m learner`: what was learned for other
+programs, and learner steps again, which `explain.py` shows by group.
 """
 
-from learner.engine import WreckedPolicyError
-from learner.guards import LEARNER_STEP, BadUpdatesError, CollapseError, StarvationError
-from learner.learner import Learner, LearnerActor, LearnerSetup
-from learner.objective import with_published
-from learner.publish import copy_weights, write_weights
-from learner.ranks import RankError
-from learner.selection import check_train_on
-from learner.source import advantage_settings
-from learner.tiny_model import make_tiny_model, train_tokenizer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from learner.process import LEARNER_STEP, LearnerActor, LearnerSetup, RankError
+
+if TYPE_CHECKING:
+    from learner.engine import WreckedPolicyError
+    from learner.guards import BadUpdatesError, CollapseError, StarvationError
+    from learner.learner import Learner
+    from learner.objective import with_published
+    from learner.publish import copy_weights, write_weights
+    from learner.selection import check_train_on
+    from learner.source import advantage_settings
+    from learner.tiny_model import make_tiny_model, train_tokenizer
+else:
+    # Loaded when asked for (PEP 562): the driver starts and watches a learner without torch and DeepSpeed, 6 s of CPU.
+    _MODULE_OF = {
+        "BadUpdatesError": "guards",
+        "CollapseError": "guards",
+        "Learner": "learner",
+        "StarvationError": "guards",
+        "WreckedPolicyError": "engine",
+        "advantage_settings": "source",
+        "check_train_on": "selection",
+        "copy_weights": "publish",
+        "make_tiny_model": "tiny_model",
+        "train_tokenizer": "tiny_model",
+        "with_published": "objective",
+        "write_weights": "publish",
+    }
+
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
 
 __all__ = [
     "LEARNER_STEP",

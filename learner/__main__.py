@@ -9,7 +9,7 @@ from configs import ConfigError
 from learner import export, replay
 from learner.checkpoint import CheckpointError
 from learner.engine import WreckedPolicyError
-from learner.ranks import RankError
+from learner.process import RankError
 from store import StoreError
 
 EXIT_ERROR = 2

@@ -45,7 +45,7 @@ def _standard_output_to_log() -> Any:
 
 
 with _standard_output_to_log():
-    import deepspeed
+    import deepspeed as deepspeed  # for `full_state.py` too, which has it from here and so never before this is set up
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 # Its own handler writes to standard output, which is the reader's; the run's log files get the records instead.
 logging.getLogger("DeepSpeed").handlers.clear()

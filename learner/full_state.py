@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import deepspeed  # set up by then: this package loads `deepspeed_setup.py` before this file
 import torch
 
-from learner.deepspeed_setup import PARTITIONED
+from learner.deepspeed_setup import PARTITIONED, deepspeed
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)

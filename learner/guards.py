@@ -22,7 +22,6 @@ from learner.source import Update
 from learner.stats import UpdateStats
 from store import uid_text
 
-LEARNER_STEP = "learner step"  # what the learner is said to be at while it trains: work, not a wait
 BAD_UPDATE = "bad update"
 ALARM, ALARM_ENDED = "alarm", "alarm ended"
 MAX_ROWS_NAMED = 100  # of one bad update; where more are bad it is the weights, not the rows

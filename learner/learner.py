@@ -16,14 +16,13 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
-from configs import Config, is_offline
+from configs import is_offline
 from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.engine import WreckedPolicyError
@@ -33,7 +32,6 @@ from learner.guards import (
     BAD_IN_A_ROW,
     BAD_UPDATE,
     EMPTY_IN_A_ROW,
-    LEARNER_STEP,
     CollapseError,
     bad_update_line,
     check_batches,
@@ -44,6 +42,7 @@ from learner.guards import (
 )
 from learner.metrics import Times, step_metrics
 from learner.prefetch import Prefetch
+from learner.process import LEARNER_STEP, LearnerSetup
 from learner.publish import prune_versions, weight_files
 from learner.ranks import Ranks
 from learner.source import ReadyBatch, source_of
@@ -54,12 +53,6 @@ POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said 
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerSetup:
-    config: Config
-    model_path: str  # Hugging Face directory of the base model: version 0
 
 
 class Learner:
@@ -291,6 +284,3 @@ class Learner:
     def _ask(self, call: Any) -> Any:
         """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it is gone."""
         return ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
-
-
-LearnerActor = ray.remote(Learner)

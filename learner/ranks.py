@@ -25,6 +25,7 @@ from learner.checkpoint import CheckpointPoint, load_checkpoint, save_checkpoint
 from learner.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
 from learner.directories import SyncedBehind
 from learner.engine import Engine
+from learner.process import RankError
 from learner.publish import publish_weights
 from learner.stats import UpdateStats
 from store import RunLayout, capture_output
@@ -34,10 +35,6 @@ WATCH_S = 0.2  # between two looks at the other ranks while this one works
 FAILURE_S = 5.0  # after one rank's failure, for the others' and for Ray to know of a death: which is the cause?
 
 Answer = TypeVar("Answer")
-
-
-class RankError(RuntimeError):
-    """One of the learner's other ranks died or failed; the message says which one, why, and where its log is."""
 
 
 class RankDiedError(RankError):

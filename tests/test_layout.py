@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from store import Catalog, RunLayout, export, write_open_sql
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("configs", "envs", "store", "gigpo", "actors", "learner")
@@ -98,3 +102,24 @@ def test_nothing_grows_too_long() -> None:
 
 def test_tests_are_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py")), "it would shadow the package `store`"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import actors",  # all that the coordinator loads
+        "import train, evaluate; train.main(['--status', RUN]); train.main(['--stop', RUN])",
+    ],
+)
+def test_a_process_that_computes_nothing_loads_nothing_to_compute_with(code: str, tmp_path: Path) -> None:
+    """All processes of a run load what they need at its start, on the same cores: torch alone is 2 s of CPU."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="", storage_uri="")
+    write_open_sql(layout, macros=[], max_staleness=0)
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
+    ask = f"import sys; RUN = {str(layout.root)!r}; {code}; print(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert answer.stderr == ""
+    loaded = set(answer.stdout.split())
+    assert "ray" in loaded
+    assert not loaded & {"torch", "transformers", "deepspeed", "vllm"}

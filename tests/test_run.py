@@ -85,6 +85,11 @@ def mapped_files() -> str:
     return "\n".join(found)
 
 
+def left_sockets(run: Path) -> list[Path]:
+    """Of the run's engines, outside of the directory of its Ray, with which they are removed."""
+    return [path for path in (run.parent / "tmp").rglob("*") if path.is_socket()]
+
+
 def rows(run: Path, sql: str) -> list[tuple]:
     with connect(RunLayout.open(run)) as connection:
         return connection.sql(sql).fetchall()
@@ -95,7 +100,9 @@ def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(CONFIG)
     command = [sys.executable, "train.py", str(config), f"run_dir={run}", *overrides]
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    temporary = run.parent / "tmp"
+    temporary.mkdir(exist_ok=True)
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -259,6 +266,7 @@ def test_an_orderly_end_leaves_nothing_behind(finished: tuple[Finished, Leftover
     assert after.pids <= before.pids
     assert after.shared_memory <= before.shared_memory
     assert after.sessions <= before.sessions
+    assert not left_sockets(finished[0].run)
 
 
 def test_a_finished_run_is_not_trained_again(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
@@ -276,6 +284,7 @@ def test_killed_at_any_moment_the_same_command_goes_on_and_loses_nothing(tmp_pat
     process.communicate()
     committed = trajectory_uids(run)
     assert committed
+    assert not left_sockets(run)
     again = finish(start(run, base, "learner.steps=8"), run)
     assert again.code == 0, again.output
     assert "continues at learner step" in again.output

@@ -1,0 +1,52 @@
+"""What the driver knows of the learner: how its process is made, what it is at, what it may lose.
+
+Loads nothing that computes: torch, DeepSpeed and transformers take seconds of CPU, which only the learner's own process pays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+
+from configs import Config
+
+LEARNER_STEP = "learner step"  # what the learner is said to be at while it trains: work, not a wait
+
+
+class RankError(RuntimeError):
+    """One of the learner's other ranks died or failed; the message says which one, why, and where its log is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerSetup:
+    config: Config
+    model_path: str  # Hugging Face directory of the base model: version 0
+
+
+class LearnerProcess:
+    """A `Learner` for Ray, which has to know the methods before the class is loaded."""
+
+    def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
+        from learner.learner import Learner  # here, in the process that trains
+
+        self._learner = Learner(setup, coordinator)
+
+    def capture_output(self, name: str) -> tuple[str, int]:
+        return self._learner.capture_output(name)
+
+    def start(self) -> str:
+        return self._learner.start()
+
+    def run(self) -> int:
+        return self._learner.run()
+
+    def stop(self) -> None:
+        self._learner.stop()
+
+    def close(self) -> None:
+        self._learner.close()
+
+
+LearnerActor = ray.remote(LearnerProcess)
