@@ -1,4 +1,4 @@
-"""Two engines on one machine, one of them killed three times: the run ends as well as one that nobody touched."""
+"""A run with two engines that nobody touches; beside it one whose engine is killed, and one that goes on with others."""
 
 from __future__ import annotations
 
@@ -42,18 +42,41 @@ def heldout_success(run: FaultRun) -> float:
     return float(success)
 
 
-def test_killed_three_times_it_ends_as_well_as_left_alone(tmp_path: Path) -> None:
-    alone = start(tmp_path / "alone")
-    assert alone.ended(within_s=LONGEST_S)[0] == 0, alone.said()
-    base = f"model.path={alone.run / 'base' / 'policy'}"
+def wait_for_step(run: FaultRun, step: int) -> None:
+    run.wait(
+        lambda: (run.run / "open.sql").exists() and run.learner_step() >= step,
+        what=f"learner step {step}",
+        within_s=LONGEST_S,
+    )
 
-    killed = start(tmp_path / "killed", base)
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> FaultRun:
+    """Nobody touches it."""
+    run = start(tmp_path_factory.mktemp("two_engines") / "alone")
+    assert run.ended(within_s=LONGEST_S)[0] == 0, run.said()
+    return run
+
+
+def base_of(run: FaultRun) -> str:
+    return f"model.path={run.run / 'base' / 'policy'}"
+
+
+def check_ended_as_well(run: FaultRun, alone: FaultRun, *, seen: set[object], how: str) -> None:
+    code, _ = run.ended(within_s=LONGEST_S)
+    assert code == 0, run.said()
+    assert processes_of(run.run) == []
+    check_nothing_lost(run, seen)
+    left_alone, disturbed = heldout_success(alone), heldout_success(run)
+    print(f"held-out success: {left_alone:.2f} left alone, {disturbed:.2f} {how}")
+    assert disturbed > left_alone - NOISE
+    assert disturbed > 0.5
+
+
+def test_killed_three_times_it_ends_as_well_as_left_alone(tmp_path: Path, alone: FaultRun) -> None:
+    killed = start(tmp_path / "killed", base_of(alone))
     for step in KILL_AFTER_STEPS:
-        killed.wait(
-            lambda step=step: (killed.run / "open.sql").exists() and killed.learner_step() >= step,  # type: ignore[misc]
-            what=f"learner step {step}",
-            within_s=LONGEST_S,
-        )
+        wait_for_step(killed, step)
         before = len(killed.events("started again"))
         killed.part("worker-1 engine").send_signal(signal.SIGKILL)
         killed.wait(
@@ -62,14 +85,17 @@ def test_killed_three_times_it_ends_as_well_as_left_alone(tmp_path: Path) -> Non
             within_s=NAMED_WITHIN_S,
         )
         seen = seen_now(killed)
-    code, _ = killed.ended(within_s=LONGEST_S)
-    assert code == 0, killed.said()
-    assert processes_of(killed.run) == []
-    check_nothing_lost(killed, seen)
-    assert killed.sql(
-        "SELECT count(DISTINCT worker) FROM (SELECT component AS worker FROM events WHERE what = 'weights loaded')"
-    ) == [(2,)]
-    left_alone, disturbed = heldout_success(alone), heldout_success(killed)
-    print(f"held-out success: {left_alone:.2f} left alone, {disturbed:.2f} with an engine killed three times")
-    assert disturbed > left_alone - NOISE
-    assert disturbed > 0.5
+    check_ended_as_well(killed, alone, seen=seen, how="with an engine killed three times")
+    workers = "SELECT count(DISTINCT component) FROM events WHERE what = 'weights loaded'"
+    assert killed.sql(workers) == [(2,)]
+
+
+def test_resumed_with_one_worker_and_two_ranks_it_ends_as_well_as_left_alone(tmp_path: Path, alone: FaultRun) -> None:
+    first = start(tmp_path / "run", base_of(alone))
+    wait_for_step(first, 15)
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    seen = seen_now(first)
+    again = start(tmp_path / "run", base_of(alone), "actors.workers=1", "learner.ranks=2")
+    again.wait(lambda: "continues at learner step" in again.said(), what="the resume", within_s=LONGEST_S)
+    check_ended_as_well(again, alone, seen=seen, how="resumed with 1 worker instead of 2 and 2 ranks instead of 1")
