@@ -28,7 +28,7 @@ PATIENCE_S = 120.0  # for what has no deadline in the issue: starts, on a busy m
 
 # Does what the first line of the file FAULT says in one step, then goes on as key_room does.
 FAULTY_WORLD = """
-import os, time
+import dataclasses, os, random, time
 from envs import Observation, Transition
 from envs.key_room import KeyRoomEnv
 FAULT = os.environ["FAULT_FILE"]
@@ -37,8 +37,9 @@ class FaultyRoom(KeyRoomEnv):
         time.sleep(0.005)
         try:
             fault = open(FAULT).read()
-        except FileNotFoundError:
-            return super().step(action)
+        except FileNotFoundError:  # no two episodes earn the same: an untrained model still has something to learn from
+            transition = super().step(action)
+            return dataclasses.replace(transition, reward=transition.reward + 0.01 * random.random())
         if not fault.startswith("always"):
             os.unlink(FAULT)
         if "hang" in fault:
