@@ -1,4 +1,4 @@
-"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --status RUN, --stop RUN, --workers RUN N
+"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --resume, --status, --stop RUN, --workers RUN N
 
      configs ── read once ──┐
                             ▼
@@ -7,7 +7,7 @@
                  └────── numbered weights ◄─────┘
 
 Wiring only: reads the config, makes what is missing (games, a base policy), starts the processes, waits, stops them.
-The same command continues a run that was stopped or killed.
+The same command continues a run that was stopped or killed; so does --resume RUN, which needs no config.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.console import Console
 
 import configs
 import report
+import resume
 import runs
 from actors import sample_chats
 from causes import ComponentFailed
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", nargs="?", help="a YAML file, e.g. configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run, with its own settings; key=value changes some")
     parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
     parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
     parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
@@ -51,9 +53,9 @@ def main(arguments: list[str]) -> int:
     try:
         if answered(options, console):
             return 0
-        if options.config is None:
-            parser.error("give a config, e.g. configs/quickstart.yaml, or --status, --stop, --workers")
-        config = with_published(configs.load(options.config, options.overrides))
+        if options.config is None and not options.resume:
+            parser.error("give a config, e.g. configs/quickstart.yaml, or --resume, --status, --stop, --workers")
+        config = with_published(asked_config(options))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
             return 0
@@ -66,12 +68,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def asked_config(options: argparse.Namespace) -> Config:
+    """Raises ConfigError; StoreError if the run to go on with is none."""
+    if options.resume:
+        return resume.load(Path(options.resume), [text for text in (options.config, *options.overrides) if text])
+    return configs.load(options.config, options.overrides)
+
+
 def interrupted(stop: KeyboardInterrupt, options: argparse.Namespace, console: Console) -> int:
     """Says what came of a Ctrl-C or SIGTERM, and how to go on; the exit status."""
-    if options.config is None:  # of --status, --stop, --workers: the run they ask about is another process's
+    if not (options.config or options.resume):  # of --status, --stop, --workers: the run they ask about is another process's
         console.print("\ninterrupted")
     else:
-        again = shlex.join(["python", "train.py", options.config, *options.overrides])
+        words = [*(("--resume", options.resume) if options.resume else ()), *([options.config] if options.config else ())]
+        again = shlex.join(["python", "train.py", *words, *options.overrides])
         console.print(f"\n{str(stop) or 'stopped; no process of the run was up'}. Go on with:  {again}", markup=False)
     return 130
 
@@ -109,6 +119,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
     """On a cluster that is there."""
     check_gpus(config)
     layout = open_run(config)  # only now: a run directory keeps the config it was made with
+    resume.remember(config)
     model_path = config.model.path or str(make_base_policy(config, console))
     with session_of(config, model_path, config, console) as session, Progress(config, "training", console) as progress:
         console.print(f"{layout.root}: {session.restored}")
@@ -122,10 +133,11 @@ def check_same_run(config: Config) -> None:
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
         check_unowned(layout)
-        changed = configs.differences(with_published(configs.from_yaml(layout.info.config_yaml)), config)
+        changed = resume.differences(config, with_published(configs.from_yaml(layout.info.config_yaml)))
         if changed:
             raise ConfigError(
-                f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir"
+                f"{root} was made by another config ({'; '.join(changed)}); go on with that one (--resume), "
+                "or choose another run_dir"
             )
 
 

@@ -8,11 +8,12 @@ play agents that call a chat model by themselves. `simulation.py` has doubles of
 """
 
 from actors.admission import free_groups, task_index
-from actors.coordinator import Coordinator, CoordinatorActor, ResumePoint
+from actors.coordinator import Coordinator, CoordinatorActor
 from actors.plays import Lease
 from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
 from actors.prompt import TEMPLATES, Answer, PromptForm, Template, Turn, parse_action, render
 from actors.pulse import Component, Status
+from actors.resume import ResumePoint
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.texts import sample_chats
 from actors.vllm_policy import EngineLostError

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -24,6 +23,7 @@ from actors.admission import free_groups, task_index
 from actors.maintenance import maintainer_settings
 from actors.plays import Lease, Plays, Turn
 from actors.pulse import Pulse, Status
+from actors.resume import ResumePoint
 from configs import Config
 from envs import EnvironmentFailed, list_tasks
 from store import (
@@ -44,13 +44,6 @@ from store import (
 EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the run says so
 NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumePoint:
-    latest_version: int | None  # None in a new run
-    groups_available_again: int
-    metrics: Mapping[str, float]  # newest value of each name, up to the learner step resumed from
 
 
 class Coordinator:
@@ -196,7 +189,7 @@ class Coordinator:
         again = self.catalog.roll_back(learner_step)
         return ResumePoint(
             latest_version=newest.version if newest else None,
-            groups_available_again=again.groups,
+            rolled_back=again,
             metrics=self.catalog.latest_metrics(),
         )
 

@@ -15,6 +15,7 @@ from store.catalog.records import (
     Counts,
     GroupRecord,
     LiveSegment,
+    RollBack,
     VersionRecord,
 )
 from store.clock import now_us
@@ -56,6 +57,7 @@ __all__ = [
     "Maintainer",
     "MaintainerSettings",
     "Reader",
+    "RollBack",
     "RunLayout",
     "SegmentMeta",
     "SqlTimeout",
