@@ -57,6 +57,7 @@ class KilledRun:
     seen: set[bytes] = field(default_factory=set)
     running: FaultRun | None = None
     begun_s: float = 0.0
+    epoch: int = 0  # of the catalog when the command was given
     n_commands: int = 0
 
     @property
@@ -84,12 +85,11 @@ class KilledRun:
                 start_new_session=True,
             )
         self.running = FaultRun(run=self.run, process=process, fault=fault, output=output)
-        self.begun_s = time.monotonic()
+        self.begun_s, self.epoch = time.monotonic(), self.catalog_epoch()
 
     def wait_until_it_works(self) -> None:
-        """A trajectory was committed that was not there when the command was given."""
-        running, before = self._running(), len(self.seen)
-        running.wait(lambda: self.n_committed() > before, what="a new trajectory", within_s=PATIENCE_S)
+        """Something was committed by who was started with the command: of a killed driver's run others may still commit."""
+        self._running().wait(lambda: self.last_commit_epoch() > self.epoch, what="a new trajectory", within_s=PATIENCE_S)
         self.recovered_s.append(time.monotonic() - self.begun_s)
 
     def kill(self, target: str) -> None:
@@ -128,22 +128,32 @@ class KilledRun:
     def committed(self) -> set[bytes]:
         return {uid for (uid,) in self.catalog("SELECT traj_uid FROM trajectory")}
 
-    def n_committed(self) -> int:
-        return int(self.catalog("SELECT count(*) FROM trajectory")[0][0])
+    def last_commit_epoch(self) -> int:
+        return self._number("SELECT max(epoch) FROM segment WHERE level = 0")
+
+    def catalog_epoch(self) -> int:
+        return self._number("SELECT epoch FROM meta")
 
     def settled_step(self) -> int:
-        return int(self.catalog("SELECT coalesce(max(learner_step), 0) FROM batch WHERE state = 'trained'")[0][0])
+        return self._number("SELECT max(learner_step) FROM batch WHERE state = 'trained'")
 
     def catalog(self, query: str) -> list[tuple[Any, ...]]:
-        """From the catalog itself: what readers are shown may be a second older. Nothing while there is none."""
+        """From the catalog itself: what readers are shown may be a second older. No rows while there is none."""
         path = RunLayout.open(self.run).catalog
         if not path.exists():
-            return [] if "count" not in query and "max" not in query else [(0,)]
+            return []
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10.0)) as connection:
             try:
                 return connection.execute(query).fetchall()
-            except sqlite3.OperationalError:  # it has just been made
-                return [] if "count" not in query and "max" not in query else [(0,)]
+            except sqlite3.OperationalError as error:
+                if "no such table" not in str(error):  # it has just been made
+                    raise
+                return []
+
+    def _number(self, query: str) -> int:
+        """0 where there is none."""
+        rows = self.catalog(query)
+        return int(rows[0][0] or 0) if rows else 0
 
     def _running(self) -> FaultRun:
         assert self.running is not None, "start it first"
