@@ -101,6 +101,7 @@ def campaign(home: Path, settings: tuple[str, ...], *, targets: tuple[str, ...],
         "first_start_s": first_s,
         "recovery_p50_s": statistics.median(recovered_s or [first_s]),
         "recovery_max_s": max(recovered_s or [first_s]),
+        "ended_early": float(killed.ended_early),  # a part was killed before all had started once: the run ends in order
         "learner_steps": float(steps),
     }
 

@@ -21,6 +21,7 @@ from store.catalog.records import (
 from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
+from store.fork import fork
 from store.hashing import files_digest, state_hash, uid
 from store.heartbeat import Heartbeat
 from store.layout import FORMAT_VERSION, RunLayout
@@ -72,6 +73,7 @@ __all__ = [
     "check_unowned",
     "export",
     "files_digest",
+    "fork",
     "from_table",
     "live_files",
     "local_directory",

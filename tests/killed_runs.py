@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class KilledRun:
     begun_s: float = 0.0
     epoch: int = 0  # of the catalog when the command was given
     n_commands: int = 0
+    ended_early: int = 0
 
     @property
     def run(self) -> Path:
@@ -89,12 +90,11 @@ class KilledRun:
 
     def wait_until_it_works(self) -> None:
         """Something was committed by who was started with the command: of a killed driver's run others may still commit."""
-        self._running().wait(lambda: self.last_commit_epoch() > self.epoch, what="a new trajectory", within_s=PATIENCE_S)
+        self._until(lambda: self.last_commit_epoch() > self.epoch, what="a new trajectory")
         self.recovered_s.append(time.monotonic() - self.begun_s)
 
     def kill(self, target: str) -> None:
         """At a random moment; afterwards the run works again. `target` is one of NEED_THE_COMMAND, or a part of FaultRun's."""
-        running = self._running()
         self.kills[target] += 1
         if target in ("tree", "driver") and self.random.random() < IN_THE_START:
             time.sleep(self.random.uniform(0.0, START_S))
@@ -102,7 +102,7 @@ class KilledRun:
             if self.begun_s:
                 self.wait_until_it_works()
                 self.begun_s = 0.0
-            running.wait(lambda: running.find(target) is not None or target in ("tree", "driver"), what=target)
+            self._until(lambda: target in ("tree", "driver") or self._running().find(target) is not None, what=target)
             time.sleep(self.random.uniform(0.0, WORK_S))
         self._kill(target)
         self.seen = self.committed()
@@ -154,6 +154,18 @@ class KilledRun:
         """0 where there is none."""
         rows = self.catalog(query)
         return int(rows[0][0] or 0) if rows else 0
+
+    def _until(self, condition: Callable[[], bool], *, what: str) -> None:
+        """A part that dies before all have started once ends the run: the command is given again then."""
+        waiting_since_s = time.monotonic()
+        while not condition():
+            running = self._running()
+            assert time.monotonic() - waiting_since_s < PATIENCE_S, f"{what} did not happen:\n{running.said()}"
+            if running.process.poll() is not None:
+                assert "the same command goes on" in running.said().splitlines()[-1], running.said()
+                self.ended_early += 1
+                self.start()
+            time.sleep(0.1)
 
     def _running(self) -> FaultRun:
         assert self.running is not None, "start it first"
