@@ -1,5 +1,7 @@
 """Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --resume, --status, --stop RUN, --workers RUN N
 
+A new run from another's checkpoint: python train.py --fork RUN@STEP run_dir=NEW [key=value ...]
+
      configs ── read once ──┐
                             ▼
      envs ──► actors ──► store ──► gigpo ──► learner
@@ -22,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
+import forking
 import report
 import resume
 import runs
@@ -44,6 +47,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run, with its own settings; key=value changes some")
+    parser.add_argument("--fork", metavar="RUN@STEP", help="a new run from a checkpoint of another; give its run_dir=...")
     parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
     parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
     parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
@@ -53,12 +57,14 @@ def main(arguments: list[str]) -> int:
     try:
         if answered(options, console):
             return 0
-        if options.config is None and not options.resume:
-            parser.error("give a config, e.g. configs/quickstart.yaml, or --resume, --status, --stop, --workers")
+        if not (options.config or options.resume or options.fork):
+            parser.error("give a config, e.g. configs/quickstart.yaml, or --resume, --fork, --status, --stop, --workers")
         config = with_published(asked_config(options))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
             return 0
+        if options.fork:
+            forking.make(options.fork, config)
         train(config, console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,18 +76,23 @@ def main(arguments: list[str]) -> int:
 
 def asked_config(options: argparse.Namespace) -> Config:
     """Raises ConfigError; StoreError if the run to go on with is none."""
+    given = [text for text in (options.config, *options.overrides) if text]
     if options.resume:
-        return resume.load(Path(options.resume), [text for text in (options.config, *options.overrides) if text])
+        return resume.load(Path(options.resume), given)
+    if options.fork:
+        return forking.load(options.fork, given)
     return configs.load(options.config, options.overrides)
 
 
 def interrupted(stop: KeyboardInterrupt, options: argparse.Namespace, console: Console) -> int:
     """Says what came of a Ctrl-C or SIGTERM, and how to go on; the exit status."""
-    if not (options.config or options.resume):  # of --status, --stop, --workers: the run they ask about is another process's
+    if not (options.config or options.resume or options.fork):  # of --status, ...: the run asked about is another process's
         console.print("\ninterrupted")
     else:
-        words = [*(("--resume", options.resume) if options.resume else ()), *([options.config] if options.config else ())]
-        again = shlex.join(["python", "train.py", *words, *options.overrides])
+        named = {"--resume": options.resume, "--fork": options.fork}
+        words = [word for option, run in named.items() if run for word in (option, run)]
+        given = [text for text in (options.config, *options.overrides) if text]
+        again = shlex.join(["python", "train.py", *words, *given])
         console.print(f"\n{str(stop) or 'stopped; no process of the run was up'}. Go on with:  {again}", markup=False)
     return 130
 

@@ -49,6 +49,7 @@ from tests.killed_runs import (
     lengths_by_group,
     staleness_violations,
     trained_twice,
+    write_world,
 )
 
 FLIPS = 10_000
@@ -64,8 +65,19 @@ REQUIRED = {
 }
 
 
-def campaign(home: Path, settings: tuple[str, ...], *, targets: tuple[str, ...], kills: int, seed: int) -> dict[str, float]:
-    model = untrained_model(home / "untrained")
+def cloned_model(home: Path) -> Path:
+    """A policy that plays the world at random, but validly: episodes of all lengths. An untrained one never gets anywhere."""
+    run = KilledRun(home=home, name="cloned", model=Path(), settings=("learner.steps=1",), random=random.Random(0))
+    write_world(home)
+    with closing(run):
+        run.start("model.path=''")
+        assert run.running is not None and run.running.process.wait(timeout=1800.0) == 0, run.running.said()
+    return run.run / "base" / "policy"
+
+
+def campaign(
+    home: Path, model: Path, settings: tuple[str, ...], *, targets: tuple[str, ...], kills: int, seed: int
+) -> dict[str, float]:
     killed, undisturbed = killed_and_undisturbed(home, model, settings, seed=seed)
     source = random.Random(seed)
     order: list[str] = []
@@ -149,7 +161,10 @@ def main() -> None:
             ("real", REAL, (*NEED_THE_COMMAND, *STARTED_AGAIN, ENGINE)),
         ):
             if n_kills[kind]:
-                found[kind] = campaign(Path(name) / kind, settings, targets=targets, kills=n_kills[kind], seed=options.seed)
+                home = Path(name) / kind
+                home.mkdir()
+                model = cloned_model(home) if kind == "real" else untrained_model(home / "untrained")
+                found[kind] = campaign(home, model, settings, targets=targets, kills=n_kills[kind], seed=options.seed)
     print(f"{'figure':32} {'measured':>12}   required")
     for kind, figures in found.items():
         for figure, value in figures.items():

@@ -9,6 +9,7 @@ around `policy_model.py`) a process, minimising what `objective.py` reads off th
 """
 
 from learner.engine import WreckedPolicyError
+from learner.export import export_checkpoint
 from learner.guards import LEARNER_STEP, BadUpdatesError, CollapseError, StarvationError
 from learner.learner import Learner, LearnerActor, LearnerSetup
 from learner.objective import with_published
@@ -29,6 +30,7 @@ __all__ = [
     "WreckedPolicyError",
     "advantage_settings",
     "copy_weights",
+    "export_checkpoint",
     "make_tiny_model",
     "train_tokenizer",
     "with_published",

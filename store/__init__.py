@@ -21,7 +21,7 @@ from store.catalog.records import (
 from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
-from store.fork import fork
+from store.forked import fork
 from store.hashing import files_digest, state_hash, uid
 from store.heartbeat import Heartbeat
 from store.layout import FORMAT_VERSION, RunLayout

@@ -30,7 +30,7 @@ class RunInfo:
     config_yaml: str  # the resolved configuration, as text
     created_us: int
     storage_uri: str | None = None  # where segments, exports and weights are, if not in the run directory; see storage.py
-    forked_from: str | None = None  # run id and learner step, as RUN@STEP; see fork.py
+    forked_from: str | None = None  # run id and learner step, as RUN@STEP; see forked.py
     ancestors: tuple[str, ...] = ()  # run ids of the runs it was forked from, oldest first: some of its files are theirs
 
     def wrote(self, run_id: str) -> bool:

@@ -73,13 +73,12 @@ class KilledRun:
         settings = () if again else (f"model.path={self.model}", *self.settings)
         command = [sys.executable, str(ROOT / "train.py"), *given, *settings, *overrides]
         fault = self.home / "fault"
-        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "FAULT_FILE": str(fault), "PYTHONPATH": str(self.home)}
         output = self.home / f"{self.name}.out"
         with output.open("a") as out:
             process = subprocess.Popen(
                 command,
                 cwd=self.home if again else ROOT,
-                env=environ,
+                env=self.environ(),
                 text=True,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -87,6 +86,11 @@ class KilledRun:
             )
         self.running = FaultRun(run=self.run, process=process, fault=fault, output=output)
         self.begun_s, self.epoch = time.monotonic(), self.catalog_epoch()
+
+    def environ(self) -> dict[str, str]:
+        """With which the world of the runs is found."""
+        mine = {"HF_HUB_OFFLINE": "1", "FAULT_FILE": str(self.home / "fault"), "PYTHONPATH": str(self.home)}
+        return {**os.environ, **mine}
 
     def wait_until_it_works(self) -> None:
         """Something was committed by who was started with the command: of a killed driver's run others may still commit."""
@@ -192,9 +196,7 @@ class KilledRun:
 
 def killed_and_undisturbed(home: Path, model: Path, settings: Sequence[str], *, seed: int) -> tuple[KilledRun, KilledRun]:
     """Two run directories with one run id, nothing started."""
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "faulty_world.py").write_text(FAULTY_WORLD)
-    (home / "killed.yaml").write_text(CONFIG)
+    write_world(home)
     runs = [
         KilledRun(home=home, name=name, model=model, settings=settings, random=random.Random(seed))
         for name in ("killed", "undisturbed")
@@ -204,6 +206,12 @@ def killed_and_undisturbed(home: Path, model: Path, settings: Sequence[str], *, 
     RunLayout.create(runs[0].run, config_yaml=configs.to_yaml(config))
     shutil.copytree(runs[0].run, runs[1].run)
     return runs[0], runs[1]
+
+
+def write_world(home: Path) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "faulty_world.py").write_text(FAULTY_WORLD)
+    (home / "killed.yaml").write_text(CONFIG)
 
 
 def expected_tasks(config: Config, n: int) -> list[tuple[int, str]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +171,7 @@ def test_a_fork_of_a_fork(run: Life, tmp_path: Path) -> None:
     with Catalog.open(first) as catalog:
         export(catalog, first)
     second = fork(first, tmp_path / "second", learner_step=2, config_yaml="")
+    write_open_sql(second, macros=(), max_staleness=1)
     assert second.info.ancestors == (run.layout.info.run_id, first.info.run_id)
     assert check(second, level=3) == []
 
@@ -179,8 +180,9 @@ def test_without_links_files_are_copied(run: Life, tmp_path: Path, monkeypatch: 
     def no_links(source: Path, dest: Path) -> None:
         raise OSError("Invalid cross-device link")
 
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr("store.forked.os", SimpleNamespace(link=no_links))
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=1)
     with Catalog.open(made) as catalog:
         export(catalog, made)
     assert check(made, level=3) == []

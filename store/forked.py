@@ -21,7 +21,7 @@ from store.catalog.sums import recompute
 from store.clock import now_us
 from store.errors import StoreError
 from store.layout import RunLayout
-from store.reading.reader import open_run
+from store.reading.pins import Pin
 
 UNFINISHED = ".unfinished"
 COMPONENT = "fork"
@@ -79,7 +79,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             forked_from=f"{info.run_id}@{learner_step}",
             ancestors=(*info.ancestors, info.run_id),
         )
-        with open_run(source.root, warn=False):  # its pin keeps the files that the catalog's copy names
+        with closing(Pin(source, _lsn(source))):  # the files that the catalog's copy names are not removed meanwhile
             version = _copy_catalog(source, layout, learner_step=learner_step)
             _link_files(source, layout, learner_step=learner_step, version=version)
         unfinished.rename(root)
@@ -87,6 +87,11 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return RunLayout.open(root)
+
+
+def _lsn(source: RunLayout) -> int:
+    with closing(sqlite3.connect(f"file:{source.catalog}?mode=ro", uri=True)) as catalog:
+        return int(catalog.execute("SELECT lsn FROM meta").fetchone()[0])
 
 
 def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
@@ -118,6 +123,8 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         where = f"of {source.root} at learner step {learner_step}"
         tx.run("UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'", reason=f"fork {where}")
         tx.log(component=COMPONENT, what="forked", detail=f"{where}, run {source.info.run_id}, version {checkpoint['version']}")
+        for name in tx.touched:
+            tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, :lsn)", name=name, lsn=lsn)
         tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
         tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
         copy.execute("COMMIT")
