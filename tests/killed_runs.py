@@ -143,7 +143,7 @@ class KilledRun:
 
     def catalog(self, query: str) -> list[tuple[Any, ...]]:
         """From the catalog itself: what readers are shown may be a second older. No rows while there is none."""
-        path = RunLayout.open(self.run).catalog
+        path = self.run / "catalog.sqlite"
         if not path.exists():
             return []
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10.0)) as connection:

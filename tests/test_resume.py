@@ -138,6 +138,7 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
         shutil.rmtree(newest)
         moved.n_commands = 1  # the next is a --resume
         said = moved.finish(moved.settled_step() + 1)
+    print(said)
     assert "as newer checkpoints cannot be loaded" in said and newest.name in said, said
     assert "thrown away: " in said and "trained again" in said
     assert "unfinished groups are played first" in said or "unfinished group are" in said
