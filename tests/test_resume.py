@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from tests.killed_runs import (
     trained_twice,
 )
 from tests.test_actors_coordinator import make_config, play, publish
+from tests.test_run import rows
 
 
 @pytest.fixture
@@ -145,10 +147,12 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
     assert "played first" in said
     assert before <= moved.committed()
     assert trained_twice(moved.run) == staleness_violations(moved.run) == 0
-    rows = dispatched(moved)
-    assert rows == expected_tasks(configs.from_yaml(RunLayout.open(moved.run).info.config_yaml), len(rows))
+    tasks = dispatched(moved)
+    assert tasks == expected_tasks(configs.from_yaml(RunLayout.open(moved.run).info.config_yaml), len(tasks))
     assert lengths_by_group(moved)
     assert processes_of(moved.run) == []
+    queries = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(), re.DOTALL)
+    assert queries and all(rows(moved.run, query) for query in queries)
     for command in (["fsck", str(moved.run)], ["sql", str(moved.run), "SELECT count(*) AS n FROM trajectories"]):
         answer = subprocess.run(
             [sys.executable, "-m", "store", *command], cwd=ROOT, capture_output=True, text=True, check=False
