@@ -56,7 +56,10 @@ def make(text: str, config: Config) -> None:
     assert newest is not None, "a checkpoint has weights"
     directory = layout.root / newest.path
     if newest.version == checkpoint.version and not directory.is_dir():
-        digest = export_checkpoint(layout, checkpoint.learner_step, directory)
+        try:
+            digest = export_checkpoint(layout, checkpoint.learner_step, directory)
+        except (ValueError, FileNotFoundError) as error:  # a damaged checkpoint, or the base model is gone
+            raise StoreError(f"the weights of learner step {checkpoint.learner_step} cannot be made: {error}") from error
         if digest != newest.digest:
             raise StoreError(f"{directory} has digest {digest}, published was {newest.digest}; fork another learner step")
 

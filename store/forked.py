@@ -67,6 +67,8 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         raise StoreError(
             f"{source.root} has its files in {source.info.storage_uri}; only a run with all of its files here is forked"
         )
+    if not source.catalog.is_file():
+        raise StoreError(f"{source.catalog} is missing: the run has not begun, or python -m store rebuild {source.root}")
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
