@@ -47,6 +47,7 @@ class Driver:
     started_s: float  # as the operating system has it: numbers of processes are used again
     host: str
     ray_session: str | None  # directory of its private Ray; None: it joined a cluster, or has not started Ray
+    run: str  # resolved, on that host: a copy of the directory has this file too
 
     def process(self) -> psutil.Process | None:
         """None if it is gone, or another machine's."""
@@ -74,7 +75,7 @@ def driving(run: Path) -> Iterator[int]:
         (run / left).unlink(missing_ok=True)
     me = psutil.Process()
     run.mkdir(parents=True, exist_ok=True)
-    driver = Driver(pid=me.pid, started_s=me.create_time(), host=socket.gethostname(), ray_session=None)
+    driver = Driver(pid=me.pid, started_s=me.create_time(), host=socket.gethostname(), ray_session=None, run=str(run.resolve()))
     _write(run / DRIVER_FILE, json.dumps(asdict(driver)))
     try:
         yield n_removed
@@ -105,9 +106,11 @@ def goes_on(run: Path) -> None:
 
 
 def driver_of(run: Path) -> Driver | None:
-    """Who drives the run, or did when it was killed."""
+    """Who drives the run, or did when it was killed. Who drives another, of which this is a copy, has nothing to do with it."""
+    here = str(run.resolve())
     try:
-        return Driver(**json.loads((run / DRIVER_FILE).read_text()))
+        driver = Driver(**{"run": here, **json.loads((run / DRIVER_FILE).read_text())})
+        return None if driver.host == socket.gethostname() and driver.run != here else driver
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

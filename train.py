@@ -1,4 +1,6 @@
-"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --status RUN, --stop RUN, --workers RUN N
+"""Trains an agent: python train.py CONFIG [key=value ...] [--dry-run], or --resume, --status, --stop RUN, --workers RUN N
+
+A new run from another's checkpoint: python train.py --fork RUN@STEP run_dir=NEW [key=value ...]
 
 Without playing anything, from what other runs have stored: python train.py CONFIG source=RUN[@where] ...
 
@@ -9,7 +11,7 @@ Without playing anything, from what other runs have stored: python train.py CONF
                  └────── numbered weights ◄─────┘
 
 Wiring only: reads the config, makes what is missing (games, a base policy), starts the processes, waits, stops them.
-The same command continues a run that was stopped or killed.
+The same command continues a run that was stopped or killed; so does --resume RUN, which needs no config.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
+import forking
 import report
+import resume
 import runs
 import sources
 from actors import sample_chats
@@ -43,6 +47,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", nargs="?", help="a YAML file, e.g. configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run, with its own settings; key=value changes some")
+    parser.add_argument("--fork", metavar="RUN@STEP", help="a new run from a checkpoint of another; give its run_dir=...")
     parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
     parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
     parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
@@ -52,14 +58,16 @@ def main(arguments: list[str]) -> int:
     try:
         if answered(options, console):
             return 0
-        if options.config is None:
-            parser.error("give a config, e.g. configs/quickstart.yaml, or --status, --stop, --workers")
+        if not (options.config or options.resume or options.fork):
+            parser.error("give a config, e.g. configs/quickstart.yaml, or --resume, --fork, --status, --stop, --workers")
         from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
 
-        config = with_published(configs.load(options.config, options.overrides))
+        config = with_published(asked_config(options))
         if options.dry_run:
             console.print(configs.to_yaml(config) + configs.describe_plan(config))
             return 0
+        if options.fork:
+            forking.make(options.fork, config)
         train(config, console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -69,12 +77,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def asked_config(options: argparse.Namespace) -> Config:
+    """Raises ConfigError; StoreError if the run to go on with is none."""
+    given = [text for text in (options.config, *options.overrides) if text]
+    if options.resume:
+        return resume.load(Path(options.resume), given)
+    if options.fork:
+        return forking.load(options.fork, given)
+    return configs.load(options.config, options.overrides)
+
+
 def interrupted(stop: KeyboardInterrupt, options: argparse.Namespace, console: Console) -> int:
     """Says what came of a Ctrl-C or SIGTERM, and how to go on; the exit status."""
-    if options.config is None:  # of --status, --stop, --workers: the run they ask about is another process's
+    if not (options.config or options.resume or options.fork):  # of --status, ...: the run asked about is another process's
         console.print("\ninterrupted")
     else:
-        again = shlex.join(["python", "train.py", options.config, *options.overrides])
+        named = {"--resume": options.resume, "--fork": options.fork}
+        words = [word for option, run in named.items() if run for word in (option, run)]
+        given = [text for text in (options.config, *options.overrides) if text]
+        again = shlex.join(["python", "train.py", *words, *given])
         console.print(f"\n{str(stop) or 'stopped; no process of the run was up'}. Go on with:  {again}", markup=False)
     return 130
 
@@ -115,6 +136,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
     """On a cluster that is there."""
     check_gpus(config)
     layout = open_run(config)  # only now: a run directory keeps the config it was made with
+    resume.remember(config)
     model_path = config.model.path or str(make_base_policy(config, console))
     if config.source:
         sources.take(config, console)
@@ -135,10 +157,11 @@ def check_same_run(config: Config) -> None:
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
         check_unowned(layout)
-        changed = configs.differences(with_published(configs.from_yaml(layout.info.config_yaml)), config)
+        changed = resume.differences(config, with_published(configs.from_yaml(layout.info.config_yaml)))
         if changed:
             raise ConfigError(
-                f"{root} was made by another config ({'; '.join(changed)}); use that one, or choose another run_dir"
+                f"{root} was made by another config ({'; '.join(changed)}); go on with that one (--resume), "
+                "or choose another run_dir"
             )
 
 

@@ -201,7 +201,7 @@ class Coordinator:
         return ResumePoint(
             last_step=self._last_step,
             latest_version=newest.version if newest else None,
-            groups_available_again=again.groups,
+            rolled_back=again,
             metrics=self.catalog.latest_metrics(),
         )
 

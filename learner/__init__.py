@@ -16,6 +16,7 @@ from learner.process import LEARNER_STEP, LearnerActor, LearnerSetup, RankError
 
 if TYPE_CHECKING:
     from learner.engine import WreckedPolicyError
+    from learner.export import export_checkpoint
     from learner.guards import BadUpdatesError, CollapseError, StarvationError
     from learner.learner import Learner
     from learner.objective import with_published
@@ -34,6 +35,7 @@ else:
         "advantage_settings": "source",
         "check_train_on": "selection",
         "copy_weights": "publish",
+        "export_checkpoint": "export",
         "make_tiny_model": "tiny_model",
         "train_tokenizer": "tiny_model",
         "with_published": "objective",
@@ -59,6 +61,7 @@ __all__ = [
     "advantage_settings",
     "check_train_on",
     "copy_weights",
+    "export_checkpoint",
     "make_tiny_model",
     "train_tokenizer",
     "with_published",

@@ -45,6 +45,7 @@ from learner.prefetch import Prefetch
 from learner.process import LEARNER_STEP, LearnerSetup
 from learner.publish import prune_versions, weight_files
 from learner.ranks import Ranks
+from learner.restored import restored_lines
 from learner.source import ReadyBatch, source_of
 from learner.stats import UpdateStats
 from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
@@ -128,10 +129,8 @@ class Learner:
             self._publish(point.latest_version + 1)
         for fault in faults:
             self._notice("checkpoint left out", f"going on from learner step {self.step} instead: {fault}")
-        left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
-        return (
-            f"continues at learner step {self.step} as version {self.version}{left_out}; {point.groups_available_again} groups "
-            f"consumed after the checkpoint are available again, those within max_staleness are trained on"
+        return restored_lines(
+            point.rolled_back, faults, learner_step=self.step, version=self.version, max_staleness=self.config.max_staleness
         )
 
     def _run(self) -> int:

@@ -16,11 +16,13 @@ from store.catalog.records import (
     Counts,
     GroupRecord,
     LiveSegment,
+    RollBack,
     VersionRecord,
 )
 from store.clock import now_us
 from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
 from store.exchange import live_files
+from store.forked import fork
 from store.hashing import files_digest, state_hash, uid
 from store.heartbeat import Heartbeat
 from store.layout import FORMAT_VERSION, RunLayout
@@ -58,6 +60,7 @@ __all__ = [
     "Maintainer",
     "MaintainerSettings",
     "Reader",
+    "RollBack",
     "RunLayout",
     "SegmentMeta",
     "SqlTimeout",
@@ -75,6 +78,7 @@ __all__ = [
     "export",
     "files_digest",
     "find_sources",
+    "fork",
     "from_table",
     "live_files",
     "local_directory",

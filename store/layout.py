@@ -30,6 +30,12 @@ class RunInfo:
     config_yaml: str  # the resolved configuration, as text
     created_us: int
     storage_uri: str | None = None  # where segments, exports and weights are, if not in the run directory; see storage.py
+    forked_from: str | None = None  # run id and learner step, as RUN@STEP; see forked.py
+    ancestors: tuple[str, ...] = ()  # run ids of the runs it was forked from, oldest first: some of its files are theirs
+
+    def wrote(self, run_id: str) -> bool:
+        """Whether files of that run may be in this one."""
+        return run_id in (self.run_id, *self.ancestors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +50,15 @@ class RunLayout:
     info: RunInfo
 
     @classmethod
-    def create(cls, root: Path, *, config_yaml: str, storage_uri: str | None = None) -> RunLayout:
+    def create(
+        cls,
+        root: Path,
+        *,
+        config_yaml: str,
+        storage_uri: str | None = None,
+        forked_from: str | None = None,
+        ancestors: tuple[str, ...] = (),
+    ) -> RunLayout:
         """Make the directories and write run.json; StoreError if a run is already there."""
         root = root.absolute()
         info = RunInfo(
@@ -54,6 +68,8 @@ class RunLayout:
             config_yaml=config_yaml,
             created_us=now_us(),
             storage_uri=storage_uri or None,
+            forked_from=forked_from,
+            ancestors=ancestors,
         )
         layout = cls(root=root, info=info)
         try:
@@ -93,7 +109,8 @@ class RunLayout:
             raise FormatError(f"{root} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
         known = {field.name for field in dataclasses.fields(RunInfo)}
         try:
-            info = RunInfo(**{name: value for name, value in content.items() if name in known})
+            ancestors = tuple(content.get("ancestors", ()))
+            info = RunInfo(**{name: value for name, value in content.items() if name in known} | {"ancestors": ancestors})
         except TypeError as error:
             raise FormatError(f"{path} lacks a field ({error}); restore it from a backup") from error
         return cls(root=root, info=info)

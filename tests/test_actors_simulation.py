@@ -24,14 +24,14 @@ import duckdb
 import pytest
 
 import configs
-from actors import Coordinator, pulse
+from actors import Coordinator, pulse, task_index
 from actors import coordinator as coordinator_module
 from actors.doubles import Delay, DelayedEnvironment, LocalHandle
 from actors.rollout import AsyncEnvironment
 from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
 from actors.virtual_time import VirtualTimeLoop
 from configs import Config
-from envs import environment_class
+from envs import environment_class, list_tasks
 from store import Batch, RunLayout, SegmentMeta, Trajectory, TrajectoryMeta, write_open_sql, write_segment
 
 N_RUNS = 300
@@ -238,12 +238,18 @@ def the_views(open_sql: str) -> list[str]:
 
 
 def check_batches(world: World) -> None:
-    """Every learner step up to the last has its groups, no group was trained on twice; counts what has happened."""
+    """Every learner step up to the last has its groups, no group was trained on twice, and the tasks that were handed out are
+    those of an undisturbed run, one after the other; counts what has happened.
+    """
     with closing(sqlite3.connect(world.run_dir / "catalog.sqlite")) as catalog:
         rows = catalog.execute(
             """SELECT learner_step, group_uid, version_in - version_min FROM batch JOIN batch_group USING (batch_id)
                WHERE state = 'trained' AND live = 1"""
         ).fetchall()
+        handed_out = catalog.execute("SELECT ordinal, task_id FROM grp WHERE split = 'train' ORDER BY ordinal").fetchall()
+    tasks = list_tasks(world.config.env.name, world.config.env.options)["train"]
+    order = [task_index(ordinal, len(tasks), seed=world.config.seed) for ordinal in range(len(handed_out))]
+    assert handed_out == [(ordinal, tasks[place].id) for ordinal, place in enumerate(order)], world.seed
     steps = Counter(step for step, _, _ in rows)
     assert steps == dict.fromkeys(range(1, LEARNER_STEPS + 1), world.config.learner.groups_per_step), world.seed
     assert len({group_uid for _, group_uid, _ in rows}) == len(rows), world.seed

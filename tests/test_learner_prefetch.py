@@ -115,7 +115,7 @@ def play_and_crash(config: Config, choices: list[int], data: st.DataObject) -> N
             point = coordinator.resume(saved)
             after = coordinator.catalog.counts()
             assert after.claimed == 0
-            assert after.complete == before.complete + point.groups_available_again
+            assert after.complete == before.complete + point.rolled_back.groups
             assert after.trajectories == before.trajectories
             assert point.latest_version == version
             held, claimed, step, version = [], [], saved, version + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import runs
 import store
 import train
 from cluster import RAY_DIRECTORY
@@ -276,18 +278,26 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Finished, Leftovers
     assert learner_step(finished[0].run) == 6
 
 
-def test_killed_at_any_moment_the_same_command_goes_on_and_loses_nothing(tmp_path: Path, base: str) -> None:
-    run = tmp_path / "run"
+def test_killed_at_any_moment_and_moved_it_goes_on_and_loses_nothing(tmp_path: Path, base: str) -> None:
+    run, moved = tmp_path / "run", tmp_path / "elsewhere" / "moved"
     process = start(run, base, "learner.steps=8")
     wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 3, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     committed = trajectory_uids(run)
     assert committed
-    assert not left_sockets(run)
-    again = finish(start(run, base, "learner.steps=8"), run)
+    moved.parent.mkdir()
+    shutil.copytree(run, moved)
+    runs.remove_leftovers(run)  # Ray ends them too, some seconds later
+    shutil.rmtree(run)
+    run = moved
+    command = [sys.executable, str(ROOT / "train.py"), "--resume", run.name, "actors.groups_in_flight=2"]
+    process = subprocess.Popen(
+        command, cwd=run.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    again = finish(process, run)
     assert again.code == 0, again.output
-    assert "continues at learner step" in again.output
+    assert "continues at learner step" in again.output and "thrown away: " in again.output
     assert committed <= trajectory_uids(run)
     trained = rows(run, "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' GROUP BY 1 ORDER BY 1")
     assert trained == [(step, 4) for step in range(1, 9)]

@@ -44,9 +44,11 @@ def sleep_with(mark: Path | None, sleepers: list[subprocess.Popen[bytes]]) -> su
     return sleepers[-1]
 
 
-def driven_by(pid: int, started_s: float, *, host: str = HOST, ray_session: Path | None = None) -> str:
+def driven_by(pid: int, started_s: float, *, host: str = HOST, ray_session: Path | None = None, run: Path | None = None) -> str:
+    """What an older driver wrote has no `run`."""
     session = None if ray_session is None else str(ray_session)
-    return json.dumps({"pid": pid, "started_s": started_s, "host": host, "ray_session": session})
+    known = {"pid": pid, "started_s": started_s, "host": host, "ray_session": session}
+    return json.dumps(known if run is None else {**known, "run": str(run)})
 
 
 def test_leftovers_are_those_that_carry_the_runs_mark(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
@@ -75,6 +77,21 @@ def test_one_process_drives_a_run_at_a_time(tmp_path: Path, sleepers: list[subpr
     with pytest.raises(StoreError, match=rf"process {other.pid} drives .*--stop"), driving(run):
         pass
     assert other.is_running()
+
+
+def test_a_copy_of_a_run_that_is_driven_is_driven_by_nobody(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
+    """Else it could not be gone on with, and --stop would end the other run and remove its Ray session."""
+    run, copy, session = tmp_path / "run", tmp_path / "copy", tmp_path / "ray"
+    for directory in (run, copy, session):
+        directory.mkdir()
+    other = psutil.Process(sleep_with(None, sleepers).pid)
+    (copy / DRIVER_FILE).write_text(driven_by(other.pid, other.create_time(), ray_session=session, run=run))
+    RunLayout.create(copy, config_yaml="")
+    runs.stop(copy, Console(file=StringIO()))
+    with driving(copy):
+        pass
+    assert other.is_running()
+    assert session.exists()
 
 
 def test_a_pid_that_is_another_process_by_now_drives_nothing(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
@@ -117,7 +134,8 @@ def test_only_the_ray_session_a_driver_started_is_removed(tmp_path: Path) -> Non
         directory.mkdir(parents=True)
     with driving(run):
         own_ray_session(run, str(mine))
-        assert driver_of(run) == Driver(**json.loads(driven_by(os.getpid(), psutil.Process().create_time(), ray_session=mine)))
+        me = psutil.Process()
+        assert driver_of(run) == Driver(**json.loads(driven_by(me.pid, me.create_time(), ray_session=mine, run=run)))
     own_ray_session(run, str(others))  # of a process that drives nothing
     assert driver_of(run) is None
     (run / DRIVER_FILE).write_text(driven_by(gone, 0.0, ray_session=mine))

@@ -7,7 +7,7 @@ from typing import Any
 
 from store.catalog import stored
 from store.catalog.database import Transaction
-from store.catalog.figures import ROLLED_BACK
+from store.catalog.figures import ROLLED_BACK, complete_by_version, counts
 from store.catalog.files import segment_meta
 from store.catalog.records import Batch, ClaimedGroup, RollBack
 from store.catalog.sums import reopen
@@ -110,15 +110,15 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
     Versions stay: they were published, and their numbers are never reused. Stale groups stay stale.
     """
     batches = [
-        row["batch_id"]
+        (row["batch_id"], row["state"])
         for row in tx.rows(
-            """SELECT batch_id FROM batch
+            """SELECT batch_id, state FROM batch
                WHERE state = 'claimed' OR (state = 'trained' AND learner_step > :step)""",
             step=learner_step,
         )
     ]
     why = f"rolled back to learner step {learner_step}"
-    n_groups = sum(release(tx, batch_id, why=why) for batch_id in batches)
+    n_groups = sum(release(tx, batch_id, why=why) for batch_id, _ in batches)
     n_checkpoints = tx.run("UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
     n_metrics = tx.run("UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
     # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
@@ -134,7 +134,16 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
-    return RollBack(batches=len(batches), groups=n_groups, checkpoints=n_checkpoints)
+    now = counts(tx)
+    return RollBack(
+        batches=len(batches),
+        groups=n_groups,
+        checkpoints=n_checkpoints,
+        learner_steps=sum(state == "trained" for _, state in batches),
+        open=now.open,
+        complete=complete_by_version(tx),
+        trajectories=now.trajectories,
+    )
 
 
 def release(tx: Transaction, batch_id: int, *, why: str) -> int:

@@ -30,6 +30,14 @@ def counts(tx: Transaction) -> Counts:
     )
 
 
+def complete_by_version(tx: Transaction) -> dict[int, int]:
+    """Oldest version -> how many complete training groups have it as theirs."""
+    rows = tx.rows(
+        "SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete' GROUP BY version_min"
+    )
+    return {row["version_min"]: row["n"] for row in rows}
+
+
 def outstanding(tx: Transaction) -> int:
     """Training groups handed out and not yet trained on: `counts().outstanding`, from the index alone."""
     row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', 'claimed')")

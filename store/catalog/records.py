@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from store.segments import SegmentMeta
@@ -68,11 +69,15 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollBack:
-    """What a roll-back made available again."""
+    """What a roll-back made available again, and what a learner finds that goes on from there."""
 
     batches: int
     groups: int
     checkpoints: int
+    learner_steps: int  # that had been settled, and are trained again
+    open: int  # training groups that were handed out and are not finished
+    complete: Mapping[int, int]  # oldest version of a complete training group -> how many of those
+    trajectories: int  # of training groups, all that were committed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

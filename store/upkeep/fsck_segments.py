@@ -135,7 +135,7 @@ def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, 
         held = rows.open_rows(data, path=layout.root / committed.path)
     except FormatError as unreadable:
         return [problem("segment_unreadable", str(unreadable))]
-    if held.run_id != layout.info.run_id:
+    if not layout.info.wrote(held.run_id):
         return [problem("segment_foreign", f"it was written for run {held.run_id}, this is run {layout.info.run_id}")]
     hashes = layout.info.canonicaliser_version == CANONICALISER_VERSION
     found = [problem(what, detail) for what, detail in rows.malformed(held) if hashes or what != "state_hash"]
@@ -185,7 +185,7 @@ def _stray(connection: sqlite3.Connection, layout: RunLayout, path: str, *, cont
         held = rows.open_rows(layout.storage.read(path), path=layout.root / path)
     except StoreError as unreadable:
         return warning("orphan", path, f"it was never committed, and cannot be read: {unreadable}", remedy=remedy)
-    if held.run_id != layout.info.run_id:
+    if not layout.info.wrote(held.run_id):
         return warning("orphan", path, f"it was written for run {held.run_id}", remedy="move it to the run it is of")
     played = rows.trajectories(held)
     wanted = 0

@@ -92,7 +92,7 @@ def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
             if digest != PurePosixPath(path).stem:
                 raise StoreError(f"{path} has digest {digest}, its name is that of another content")
             rows = open_rows(data, path=layout.root / path)
-            if rows.run_id != layout.info.run_id:
+            if not layout.info.wrote(rows.run_id):
                 raise StoreError(f"{path} was written for run {rows.run_id}")
         except UnavailableError:
             raise

@@ -124,7 +124,7 @@ def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
     """A file that was set aside, put back by hand: if it is what was committed, it counts again."""
     data = _whole(layout, path)
     held = None if data is None else open_rows(data, path=layout.root / path)
-    if held is None or held.run_id != layout.info.run_id or malformed(held):
+    if held is None or not layout.info.wrote(held.run_id) or malformed(held):
         return f"{path}: what was put back is not what was committed; moved to {quarantine(layout, path)}"
     n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"

@@ -1,0 +1,96 @@
+"""A run goes on: python train.py --resume RUN [key=value ...]
+
+    RUN/config.yaml     the settings of the run's newest start; run.json keeps those of its first
+    RUN/outside.json    what the run uses that is not in its directory, so that it is known again elsewhere
+
+Nothing in a run's directory names a place, so it may be moved or copied. What lies outside, a model or a template file, is
+looked for where it was; where that is another place, say so: `model.path=...`. It has to be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import configs
+from configs import Config, ConfigError
+from store import RunLayout
+
+CONFIG_FILE, OUTSIDE_FILE = "config.yaml", "outside.json"
+OUTSIDE = ("model.path", "prompt.template")
+END_BYTES = 2**20  # of each file of a model: two models of one shape have other numbers there
+
+
+def load(run: Path, overrides: Sequence[str]) -> Config:
+    """The settings of the run's newest start, with `overrides` on top. Raises ConfigError, FormatError for what is no run."""
+    layout = RunLayout.open(run)
+    if any(text.partition("=")[0] == "run_dir" for text in overrides):
+        raise ConfigError(f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory if you like")
+    newest = run / CONFIG_FILE
+    if newest.is_file():
+        config = configs.load(newest, overrides)
+    else:  # of a run that an older train.py made
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(layout.info.config_yaml)
+            file.flush()
+            config = configs.load(file.name, overrides)
+    return replace(config, run_dir=str(run))
+
+
+def remember(config: Config) -> None:
+    """For the next `load`: the run in its directory was started with this. Paths are remembered as absolute ones."""
+    run = Path(config.run_dir)
+    if not (run / OUTSIDE_FILE).is_file():
+        _write(run / OUTSIDE_FILE, json.dumps({key: _mark(path) for key, path in outside(config).items()}, indent=1))
+    there = {key: str(path.absolute()) for key, path in outside(config).items()}
+    model = replace(config.model, path=there.get("model.path", config.model.path))
+    prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
+    _write(run / CONFIG_FILE, configs.to_yaml(replace(config, model=model, prompt=prompt)))
+
+
+def differences(config: Config, recorded: Config) -> list[str]:
+    """`key: old -> new` for every setting of `config` that is another run's than `recorded`, that of run.json.
+
+    What lies outside may be at another path if it is the same.
+    """
+    changed = configs.differences(recorded, config)
+    path = Path(config.run_dir) / OUTSIDE_FILE
+    try:
+        marks = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not readable ({error}); remove it, and give the paths the run was made with") from None
+    moved = {key for key, place in outside(config).items() if key in marks and marks[key] == _mark(place)}
+    return [line for line in changed if line.partition(":")[0] not in moved]
+
+
+def outside(config: Config) -> Mapping[str, Path]:
+    """Those of OUTSIDE that are files or directories."""
+    paths = dict(zip(OUTSIDE, (config.model.path, config.prompt.template), strict=True))
+    return {key: Path(path) for key, path in paths.items() if path and Path(path).exists()}
+
+
+def _mark(path: Path) -> str:
+    """128 bits of a file's bytes; of a directory, of its files' names, sizes and ends: a model may be large."""
+    digest = blake2b(digest_size=16)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.is_file():
+            continue
+        with file.open("rb") as content:
+            size = content.seek(0, os.SEEK_END)
+            digest.update(f"{file.name if path.is_dir() else ''}\0{size}\0".encode())
+            for start in sorted({0, max(0, size - END_BYTES)}) if path.is_dir() else [0]:
+                content.seek(start)
+                digest.update(content.read(END_BYTES if path.is_dir() else -1))
+    return digest.hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the run may be killed meanwhile."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.rename(path)

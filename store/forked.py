@@ -1,0 +1,175 @@
+"""A new run that begins where another was at one of its checkpoints: the other's past, as if it had ended there.
+
+    layout = fork(RunLayout.open("runs/a"), Path("runs/b"), learner_step=40, config_yaml=text)
+
+Its catalog is the other's, cut at the checkpoint; what is later is not in it: no group, no version, no number. So versions and
+ordinals go on from there, and each group is as far behind the weights as it was then. Segments, the checkpoint and its weights
+are hard links, or copies where that is impossible. The other run is only read, and may be training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from store.catalog.database import SCHEMA, Transaction
+from store.catalog.migrate import migrate
+from store.catalog.sums import recompute
+from store.clock import now_us
+from store.errors import StoreError
+from store.layout import RunLayout
+from store.reading.pins import Pin
+
+UNFINISHED = ".unfinished"
+COMPONENT = "fork"
+# What was there at the lsn :cut, of tables without a history of their own. The order matters: files outlive their rows.
+CUT = """
+INSERT OR IGNORE INTO duplicate (segment_id, traj_uid) SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
+DELETE FROM trajectory WHERE lsn > :cut;
+DELETE FROM batch_group WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut);
+DELETE FROM batch WHERE claimed_lsn > :cut;
+UPDATE batch_group SET live = 0, outcome = 'claimed'
+    WHERE batch_id IN (SELECT batch_id FROM batch WHERE trained_lsn IS NULL OR trained_lsn > :cut);
+UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL, trained_us = NULL, trained_lsn = NULL,
+                 rolled_back_lsn = min(:cut, coalesce(rolled_back_lsn, :cut))
+    WHERE trained_lsn IS NULL OR trained_lsn > :cut;
+DELETE FROM group_state WHERE lsn > :cut;
+DELETE FROM lost_trajectory WHERE group_uid IN (SELECT group_uid FROM grp WHERE opened_lsn > :cut);
+DELETE FROM grp WHERE opened_lsn > :cut;
+UPDATE grp SET completed_lsn = NULL, completed_us = NULL WHERE completed_lsn > :cut;
+UPDATE grp SET lease_worker = NULL, lease_until_us = NULL;
+UPDATE grp SET (state, reason) = (SELECT state, reason FROM group_state s WHERE s.group_uid = grp.group_uid
+                                  ORDER BY seq DESC LIMIT 1)
+    WHERE state <> (SELECT state FROM group_state s WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1);
+DELETE FROM version WHERE lsn > :cut;
+DELETE FROM checkpoint WHERE lsn > :cut;
+UPDATE checkpoint SET live = 0 WHERE lsn <> :cut;
+DELETE FROM metric WHERE lsn > :cut;
+DELETE FROM event WHERE lsn > :cut;
+DELETE FROM component;
+DELETE FROM segment WHERE lsn > :cut AND segment_id NOT IN (SELECT segment_id FROM trajectory)
+    AND segment_id NOT IN (SELECT segment_id FROM lost_trajectory);
+UPDATE segment SET removed_us = :now_us WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
+DELETE FROM duplicate WHERE segment_id NOT IN (SELECT segment_id FROM segment WHERE retired_lsn IS NULL);
+UPDATE meta SET run_id = :run_id, horizon_lsn = lsn + 1;
+"""
+
+
+def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) -> RunLayout:
+    """The new run at `root`, where nothing may be. Raises StoreError, naming the checkpoints there are, if it cannot be made.
+
+    Weights of the checkpoint's version are in it only if the other run still has them.
+    """
+    if source.info.storage_uri is not None:
+        raise StoreError(
+            f"{source.root} has its files in {source.info.storage_uri}; only a run with all of its files here is forked"
+        )
+    if not source.catalog.is_file():
+        raise StoreError(f"{source.catalog} is missing: the run has not begun, or python -m store rebuild {source.root}")
+    if root.exists():
+        raise StoreError(f"{root} exists; choose another directory for the new run")
+    unfinished = root.with_name(root.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+    info = source.info
+    try:
+        layout = RunLayout.create(
+            unfinished,
+            config_yaml=config_yaml,
+            forked_from=f"{info.run_id}@{learner_step}",
+            ancestors=(*info.ancestors, info.run_id),
+        )
+        with closing(Pin(source, _lsn(source))):  # the files that the catalog's copy names are not removed meanwhile
+            version = _copy_catalog(source, layout, learner_step=learner_step)
+            _link_files(source, layout, learner_step=learner_step, version=version)
+        unfinished.rename(root)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return RunLayout.open(root)
+
+
+def _lsn(source: RunLayout) -> int:
+    with closing(sqlite3.connect(f"file:{source.catalog}?mode=ro", uri=True)) as catalog:
+        return int(catalog.execute("SELECT lsn FROM meta").fetchone()[0])
+
+
+def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
+    """The catalog as it was at the checkpoint; the checkpoint's version."""
+    with (
+        closing(sqlite3.connect(f"file:{source.catalog}?mode=ro", uri=True)) as original,
+        closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
+    ):
+        original.backup(copy)
+        copy.row_factory = sqlite3.Row
+        copy.create_function("now_us", 0, now_us)
+        migrate(copy, path=layout.catalog)
+        checkpoint = _checkpoint(source, copy, learner_step=learner_step)
+        copy.execute("BEGIN IMMEDIATE")
+        for trigger in copy.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall():
+            copy.execute(f"DROP TRIGGER {trigger['name']}")  # ledgers may not be cut
+        values = {"cut": checkpoint["lsn"], "run_id": layout.info.run_id, "now_us": now_us()}
+        touched = copy.execute("SELECT DISTINCT group_uid FROM trajectory WHERE lsn > :cut", values).fetchall()
+        for statement in CUT.split(";\n"):
+            used = {name: value for name, value in values.items() if f":{name}" in statement}
+            copy.execute(statement, used)
+        copy.execute("COMMIT")
+        copy.executescript(SCHEMA.read_text())  # the triggers again
+        copy.execute("BEGIN IMMEDIATE")
+        lsn, epoch = copy.execute("SELECT lsn + 1, epoch FROM meta").fetchone()
+        tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
+        for row in touched:
+            recompute(tx, row["group_uid"])
+        where = f"of {source.root} at learner step {learner_step}"
+        tx.run("UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'", reason=f"fork {where}")
+        tx.log(component=COMPONENT, what="forked", detail=f"{where}, run {source.info.run_id}, version {checkpoint['version']}")
+        for name in tx.touched:
+            tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, :lsn)", name=name, lsn=lsn)
+        tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
+        tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
+        copy.execute("COMMIT")
+    return int(checkpoint["version"])
+
+
+def _checkpoint(source: RunLayout, catalog: sqlite3.Connection, *, learner_step: int) -> sqlite3.Row:
+    rows = catalog.execute("SELECT lsn, learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY lsn").fetchall()
+    there = {row["learner_step"]: row for row in rows if (source.root / row["path"]).is_dir()}
+    if learner_step not in there:
+        before = max((step for step in there if step < learner_step), default=None)
+        nearest = f"; the nearest before it is that of step {before}" if before is not None else ""
+        raise StoreError(
+            f"{source.root} has no checkpoint of learner step {learner_step}: there are those of "
+            f"{', '.join(map(str, sorted(there))) or 'none'}{nearest}. learner.keep_every keeps more of them"
+        )
+    row: sqlite3.Row = there[learner_step]
+    published = catalog.execute("SELECT lsn FROM version WHERE version = ?", (row["version"],)).fetchone()
+    if published is None or published["lsn"] > row["lsn"]:
+        raise StoreError(
+            f"{source.root} was rebuilt after learner step {learner_step}: when what happened is lost; use a later one"
+        )
+    return row
+
+
+def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, version: int) -> None:
+    with closing(sqlite3.connect(layout.catalog)) as catalog:
+        paths = [path for (path,) in catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL")]
+    for path in paths:
+        _link(source.root / path, layout.root / path)
+    directories = [source.checkpoint_dir(learner_step), source.weights_dir(version), source.root / "base" / "policy"]
+    for directory in directories:
+        for file in sorted(directory.rglob("*")) if directory.is_dir() else ():
+            if file.is_file():
+                _link(file, layout.root / file.relative_to(source.root))
+
+
+def _link(file: Path, dest: Path) -> None:
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file, dest)
+    except FileNotFoundError:
+        raise StoreError(f"{file} was removed while it was taken over; try again") from None
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, dest)
+        dest.chmod(file.stat().st_mode)
