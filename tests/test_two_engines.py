@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.fault_runs import NAMED_WITHIN_S, ROOT, FaultRun, check_nothing_lost, processes_of, seen_now
 
 pytestmark = pytest.mark.faults
+Start = Callable[..., FaultRun]
 
 SETTINGS = ("actors.workers=2", "learner.steps=40", "evaluation.every=0", "evaluation.final_episodes_per_task=10")
 KILL_AFTER_STEPS = (5, 15, 25)
@@ -20,21 +24,33 @@ LONGEST_S = 1800.0
 NOISE = 0.2  # two runs of 40 learner steps with different seeds of their threads differ by this much on 100 held-out episodes
 
 
-def start(run: Path, *overrides: str) -> FaultRun:
-    run.parent.mkdir(parents=True, exist_ok=True)
-    output = run.parent / f"{run.name}.out"
-    command = [sys.executable, "train.py", "configs/key_room.yaml", f"run_dir={run}", *SETTINGS, *overrides]
-    with output.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            text=True,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return FaultRun(run=run, process=process, fault=run.parent / "none", output=output)
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts runs, and ends those that are left."""
+    runs: list[FaultRun] = []
+
+    def start(run: Path, *overrides: str) -> FaultRun:
+        output = run.parent / f"{run.name}.out"
+        command = [sys.executable, "train.py", "configs/key_room.yaml", f"run_dir={run}", *SETTINGS, *overrides]
+        with output.open("a") as out:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                text=True,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        runs.append(FaultRun(run=run, process=process, fault=run.parent / "none", output=output))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for left in [*processes_of(run.run), run.process]:
+            with contextlib.suppress(psutil.Error):
+                left.kill()
+        run.process.wait()
 
 
 def heldout_success(run: FaultRun) -> float:
@@ -51,7 +67,7 @@ def wait_for_step(run: FaultRun, step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> FaultRun:
+def alone(start: Start, tmp_path_factory: pytest.TempPathFactory) -> FaultRun:
     """Nobody touches it."""
     run = start(tmp_path_factory.mktemp("two_engines") / "alone")
     assert run.ended(within_s=LONGEST_S)[0] == 0, run.said()
@@ -73,11 +89,12 @@ def check_ended_as_well(run: FaultRun, alone: FaultRun, *, seen: set[object], ho
     assert disturbed > 0.5
 
 
-def test_killed_three_times_it_ends_as_well_as_left_alone(tmp_path: Path, alone: FaultRun) -> None:
+def test_killed_three_times_it_ends_as_well_as_left_alone(start: Start, tmp_path: Path, alone: FaultRun) -> None:
     killed = start(tmp_path / "killed", base_of(alone))
     for step in KILL_AFTER_STEPS:
         wait_for_step(killed, step)
         before = len(killed.events("started again"))
+        killed.wait(lambda: killed.find("worker-1 engine") is not None, what="an engine", within_s=LONGEST_S)
         killed.part("worker-1 engine").send_signal(signal.SIGKILL)
         killed.wait(
             lambda before=before: len(killed.events("started again")) > before,  # type: ignore[misc]
@@ -90,7 +107,9 @@ def test_killed_three_times_it_ends_as_well_as_left_alone(tmp_path: Path, alone:
     assert killed.sql(workers) == [(2,)]
 
 
-def test_resumed_with_one_worker_and_two_ranks_it_ends_as_well_as_left_alone(tmp_path: Path, alone: FaultRun) -> None:
+def test_resumed_with_one_worker_and_two_ranks_it_ends_as_well_as_left_alone(
+    start: Start, tmp_path: Path, alone: FaultRun
+) -> None:
     first = start(tmp_path / "run", base_of(alone))
     wait_for_step(first, 15)
     os.kill(first.process.pid, signal.SIGKILL)
