@@ -194,6 +194,8 @@ def test_the_command_says_it_in_words(root: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to compare"
     assert main(["bias", str(root), "--where", "no_such = 1"]) == 2
     assert "no_such" in capsys.readouterr().err
+    assert main(["bias", str(root), "--where", "true) OR (false"]) == 2
+    assert "is no SQL expression" in capsys.readouterr().err
 
 
 def test_as_of_an_earlier_moment(root: Path, tmp_path: Path, report: BiasReport) -> None:
@@ -280,7 +282,7 @@ def test_p_values_are_uniform_where_there_is_no_difference() -> None:
     random, n_runs, p_values = np.random.default_rng(3), 300, []
     for _ in range(n_runs):
         sums = 8 * (10 + 0.3 * random.normal(size=40)) + np.sqrt(8) * random.normal(size=40)
-        (difference,) = differences_of_means(units(sums, sizes=[8] * 40, n_dropped=10), seed=5, permutations=99)
+        (difference,) = differences_of_means(units(sums.tolist(), sizes=[8] * 40, n_dropped=10), seed=5, permutations=99)
         p_values.append(difference.p)
     for level in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9):
         assert abs(np.mean(np.array(p_values) <= level) - level) < 4 * math.sqrt(level * (1 - level) / n_runs), level
@@ -290,7 +292,7 @@ def test_p_values_are_uniform_where_there_is_no_difference() -> None:
 def test_dropped_groups_that_are_smaller_do_not_pass_for_different(n_dropped: int, n_kept: int, size: int) -> None:
     """One trajectory in ten is won, of groups of 8 and of unfinished ones: few of these, so often none of them is won."""
     random, sizes = np.random.default_rng(3), np.array([size] * n_dropped + [8] * n_kept)
-    samples = [units(random.binomial(sizes, 0.1), sizes=sizes, n_dropped=n_dropped) for _ in range(200)]
+    samples = [units(random.binomial(sizes, 0.1).tolist(), sizes=sizes.tolist(), n_dropped=n_dropped) for _ in range(200)]
     p_values = np.array([differences_of_means(sample, seed=5, permutations=99)[0].p for sample in samples])
     for level in (0.05, 0.1):
         assert np.mean(p_values <= level) < level + 2 * math.sqrt(level * (1 - level) / len(samples)), level
@@ -307,7 +309,7 @@ def test_small_groups_that_differ_are_found_all_the_same() -> None:
 def test_permutations_are_held_a_few_at_a_time(n_dropped: int, n_tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each needs a row of the dropped units, and one of the tasks: no more than so many cells of either."""
     monkeypatch.setattr("store.reading.permutation.CELLS_AT_ONCE", 4000)
-    given = replace(units(np.zeros(1000), n_dropped=n_dropped), task_U=np.arange(1000) % n_tasks)
+    given = replace(units([0.0] * 1000, n_dropped=n_dropped), task_U=np.arange(1000) % n_tasks)
     drawn = list(_permuted(given, seed=0, permutations=23))
     assert max(len(chosen) for chosen in drawn) * max(n_dropped, n_tasks) <= 4000
     assert sum(map(len, drawn)) == 23
