@@ -7,11 +7,13 @@
     python audit.py runs/a omega=0 --against --where "split = 'train'" --output omega.parquet
 
 Settings not named are the run's own. Names and values: gigpo/settings.py, and signal (which groups are trained on at all):
-gigpo/signal.py. Both are thought to train on the batches that the run had. The run may be training.
+gigpo/signal.py. Both are thought to train on the batches that the run had, on all of their steps: stored.train_on is not asked.
+The run may be training.
 
 --where selects the steps that are reported. What a step is compared with does not depend on it: advantages are computed from
 its whole group, and what is whitened over a batch (reinforce_pp, reinforce_pp_baseline) from the whole batch that was trained
-on, as the run did; groups that no batch has had are whitened together, each split by itself.
+on, as the run did; groups that no batch has had are whitened together, each split by itself. A stored group that was used
+several times is there once, at its last learner step; where something is whitened, once for each batch that it was in.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from store import RunLayout, StoreError
 
 QUERY_TIMEOUT_S = 3600.0
 STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; reads are by group, or by batch if that is whitened
+TRAINING = "split = 'train' OR group_uid IN (SELECT group_uid FROM groups WHERE source IS NOT NULL)"  # played here, or stored
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
 UNSTORED = {("anchor", "anchor_key"): "anchor_key", ("anchor_versions", "weighted"): "weight"}  # setting -> column it needs
 ANCHOR_COLUMNS = {"similar": "anchor_text", "similar_greedy": "anchor_text", "state_and_actions": "admissible_actions"}
@@ -59,9 +62,10 @@ READ = """FROM (
     SELECT s.*, batch_id, learner_step, coalesce(batch_id::VARCHAR, split) AS batch
     FROM (SELECT {columns}, split, coalesce(({where}
     ), false) AS is_selected FROM steps) AS s
-    LEFT JOIN (SELECT group_uid, batch_id, learner_step FROM lineage WHERE batch_state = 'trained' AND live) AS l
+    LEFT JOIN (SELECT group_uid, batch_id, learner_step FROM lineage WHERE batch_state = 'trained' AND live {uses}) AS l
     USING (group_uid)
 )"""
+LAST_USE = "QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY learner_step DESC) = 1"
 WHOLE = "{rows} WHERE {unit} IN (SELECT {unit} {rows} WHERE is_selected)"  # units with a selected step
 PART = "SELECT * {whole} AND hash({unit}) % {parts} = {part} ORDER BY batch_id, batch, group_uid, traj_uid, step_index"
 
@@ -88,7 +92,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--against", nargs="*", metavar="name=value", help="compare with these (none: the run's own)")
     parser.add_argument(
         "--where",
-        default="split = 'train'",
+        default=TRAINING,
         help="which steps to report, SQL over the columns of `steps`; computed from their whole groups; default: %(default)s",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as Parquet; FILE must not exist")
@@ -192,15 +196,16 @@ def changed(setting: Setting, assignments: Sequence[str]) -> Setting:
 
 
 def advantages(reader: store.Reader, named: dict[str, Setting], *, where: str) -> pa.Table:
-    """One row per selected step, computed from whole groups (whitened: whole batches): uids, step_index, learner_step (null:
-    in no batch that was trained), and with the suffix _a (and _b) the columns of `compute_advantages` and has_signal, bool, of
-    the step's group.
+    """One row per selected step, computed from whole groups (whitened: one for each batch that it was in, from whole batches):
+    uids, step_index, learner_step (null: in no batch that was trained), and with the suffix _a (and _b) the columns of
+    `compute_advantages` and has_signal, bool, of the step's group.
     """
     whitens = any(setting.advantages.estimator in WHITENED for setting in named.values())
     unit = "batch" if whitens else "group_uid"
     anchors = {setting.advantages.anchor for setting in named.values()}
     more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
-    whole = WHOLE.format(rows=READ.format(columns=COLUMNS + more, where=where), unit=unit)
+    read = READ.format(columns=COLUMNS + more, where=where, uses="" if whitens else LAST_USE)
+    whole = WHOLE.format(rows=read, unit=unit)
     n_steps = reader.sql(f"SELECT count(*) AS n {whole}", timeout_s=QUERY_TIMEOUT_S)["n"][0].as_py()
     if not n_steps:
         raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
@@ -211,10 +216,7 @@ def advantages(reader: store.Reader, named: dict[str, Setting], *, where: str) -
         steps = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
         table = steps.select(["group_uid", "traj_uid", "step_index", "learner_step"])
         for suffix, setting in named.items():
-            compute = by_batch if setting.advantages.estimator in WHITENED else compute_advantages
-            computed = compute(steps, setting.advantages)
-            silent = groups_without_signal(computed, signal=setting.signal)
-            computed = computed.append_column("has_signal", pc.invert(is_one_of(computed["group_uid"], silent)))
+            computed = by_batch(steps, setting) if whitens else with_signal(steps, setting)
             for name in computed.column_names[3:]:
                 table = table.append_column(f"{name}_{suffix}", computed[name])
         tables.append(table.filter(steps["is_selected"]))
@@ -225,12 +227,20 @@ def is_one_of(column: pa.ChunkedArray, values: Iterable[object]) -> pa.ChunkedAr
     return pc.is_in(column, pa.array(list(values), column.type))
 
 
-def by_batch(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
-    """The advantages of each batch by itself. In: rows ordered by `batch`."""
+def with_signal(steps: pa.Table, setting: Setting) -> pa.Table:
+    """What `compute_advantages` says of the steps, and has_signal."""
+    computed = compute_advantages(steps, setting.advantages)
+    silent = groups_without_signal(computed, signal=setting.signal)
+    return computed.append_column("has_signal", pc.invert(is_one_of(computed["group_uid"], silent)))
+
+
+def by_batch(steps: pa.Table, setting: Setting) -> pa.Table:
+    """That of each batch by itself. In: rows ordered by `batch`."""
     batch = steps["batch"].combine_chunks().dictionary_encode().indices.to_numpy()
     bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(steps)]
-    parts = (steps.slice(start, end - start) for start, end in itertools.pairwise(bounds))
-    return pa.concat_tables([compute_advantages(part, settings) for part in parts])
+    return pa.concat_tables(
+        [with_signal(steps.slice(start, end - start), setting) for start, end in itertools.pairwise(bounds)]
+    )
 
 
 def show(reader: store.Reader, rows: pa.Table, named: dict[str, Setting], *, console: Console) -> None:

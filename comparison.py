@@ -77,10 +77,7 @@ def show_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -
     a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
     difference = np.abs(a - b)
     alike = np.corrcoef(a, b)[0, 1] if np.std(a) > 0 and np.std(b) > 0 else float("nan")
-    console.print(
-        f"correlation {alike:.4f}; another sign in {np.mean(np.sign(a) != np.sign(b)):.2%} of the steps, "
-        f"mean difference {difference.mean():.4g}, largest {difference.max():.4g}"
-    )
+    console.print(f"correlation {alike:.4f}, mean difference {difference.mean():.4g}, largest {difference.max():.4g}")
     by_step = Table("learner steps", "steps", *FATES, title="share of the steps")
     everything = _span("all", fates(rows))
     for span in [*spans(rows, at_most=SHOWN_ROWS), everything]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +19,7 @@ import store
 from configs import AlgorithmConfig, Config
 from gigpo import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, advantages_macro, compute_advantages
 from store import Catalog, GroupRecord, RunLayout, StoreError, Trajectory, export, write_open_sql, write_segment
+from store.stored import parse_source, take_sources
 from tests.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
@@ -135,6 +137,50 @@ def test_groups_that_no_batch_has_had_are_whitened_by_split(run: Path) -> None:
     assert_same(rows, [held, waiting], settings)
 
 
+@pytest.fixture(scope="module")
+def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on the first three groups of `run`, each twice: 0 and 1, then 2 and 0, then 1 and 2."""
+    layout = RunLayout.create(tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.to_yaml(Config()))
+    write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
+    take_sources(layout.root, [parse_source(f"{run}@ordinal < 3")], order="ordinal")
+    with Catalog.open(layout) as catalog:
+        for step in (1, 2, 3):
+            batch = catalog.stored.claim(n_live=0, n_stored=2, uses=2, current_version=0, max_staleness=1)
+            assert batch is not None
+            catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=0)
+        export(catalog, layout)
+    return layout.root
+
+
+def test_a_stored_group_is_there_once_however_often_it_was_used(offline: Path, tmp_path: Path) -> None:
+    """At its last learner step; and without a --where, although it is of no split `train`."""
+    rows = rows_of(offline, tmp_path)
+    assert_same(rows, [stored(offline, "source IS NOT NULL")], PUBLISHED_SETTINGS)
+    ordinals = {group: ordinal for ordinal, group in enumerate(groups_in_order(offline))}
+    last = {(ordinals[row["group_uid"]], row["learner_step"]) for row in rows.to_pylist()}
+    assert last == {(0, 2), (1, 3), (2, 3)}
+
+
+def groups_in_order(run: Path) -> list[str]:
+    with store.open(run) as reader:
+        return reader.sql("SELECT group_uid FROM groups WHERE source IS NOT NULL ORDER BY ordinal")["group_uid"].to_pylist()
+
+
+@pytest.mark.parametrize("steps_per_read", [4_000_000, 10])
+def test_what_is_whitened_is_so_over_each_batch_that_a_stored_group_was_in(
+    offline: Path, tmp_path: Path, steps_per_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "STEPS_PER_READ", steps_per_read)
+    rows = rows_of(offline, tmp_path, "estimator=reinforce_pp", "--against")
+    groups = groups_in_order(offline)
+    for step, numbers in ((1, (0, 1)), (2, (2, 0)), (3, (1, 2))):
+        batch = stored(offline, f"group_uid IN {tuple(groups[number] for number in numbers)}")
+        of_step = rows.filter(pc.equal(rows["learner_step"], step))
+        assert_same(of_step, [batch], replace(PUBLISHED_SETTINGS, estimator="reinforce_pp"))
+        assert_same(of_step, [batch], PUBLISHED_SETTINGS, suffix="b")
+    assert len(rows) == 2 * len(stored(offline, "source IS NOT NULL"))
+
+
 @pytest.mark.parametrize("anchor", ["similar", "similar_greedy"])
 def test_groups_are_whole_however_little_is_read_at_once(
     run: Path, tmp_path: Path, anchor: str, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +222,9 @@ def test_another_filter_says_which_groups_it_would_have_trained_on(
     silent = stored(run, "split = 'train' AND ordinal = 0")["group_uid"].unique().to_pylist()
     assert {row["group_uid"] for row in rows.to_pylist() if not row["has_signal_a"]} == set(silent)
     assert all(rows["has_signal_b"].to_pylist()) and rows["advantage_a"] == rows["advantage_b"]
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
+    assert "another sign in" not in printed, "the table says it, of steps that both train on; of all steps it is another number"
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
     for line in (
         "│ 1 │ 14 │ 50.0% │ 0.0% │ 0.0% │ 0.0% │ 50.0% │",
         "│ 2 │ 14 │ 0.0% │ 0.0% │ 0.0% │ 0.0% │ 100.0% │",

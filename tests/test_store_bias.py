@@ -194,6 +194,8 @@ def test_the_command_says_it_in_words(root: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to compare"
     assert main(["bias", str(root), "--where", "no_such = 1"]) == 2
     assert "no_such" in capsys.readouterr().err
+    assert main(["bias", str(root), "--where", "true) OR (false"]) == 2
+    assert "is no SQL expression" in capsys.readouterr().err
 
 
 def test_as_of_an_earlier_moment(root: Path, tmp_path: Path, report: BiasReport) -> None:
@@ -238,11 +240,14 @@ def test_what_a_policy_learnt_meanwhile_is_no_bias(tmp_path: Path) -> None:
 
 
 def t_by_hand(sums: Sequence[float], sizes: Sequence[int], dropped: Sequence[int]) -> float:
-    """Difference of the means over trajectories, over the root of the squared sums of residuals of each side."""
+    """Difference of the means over trajectories, over the root of the squared sums of residuals of each side; of the dropped
+    at least what all have for as many trajectories."""
     kept = [unit for unit in range(len(sums)) if unit not in dropped]
     n, m = (sum(sizes[unit] for unit in side) for side in (dropped, kept))
     mean, kept_mean = (sum(sums[unit] for unit in side) / size for side, size in ((dropped, n), (kept, m)))
-    squares = sum(((sums[unit] - mean * sizes[unit]) / n) ** 2 for unit in dropped)
+    of_dropped = sum((sums[unit] - mean * sizes[unit]) ** 2 for unit in dropped)
+    of_all = sum((total - sum(sums) / (n + m) * size) ** 2 for total, size in zip(sums, sizes, strict=True))
+    squares = max(of_dropped, of_all * n / (n + m)) / n**2
     squares += sum(((sums[unit] - kept_mean * sizes[unit]) / m) ** 2 for unit in kept)
     return (mean - kept_mean) / math.sqrt(squares)
 
@@ -272,23 +277,42 @@ def test_each_is_compared_within_its_stratum_and_a_stratum_of_one_side_says_noth
     assert (none.dropped - none.kept, none.p) == (0.0, 1.0)
 
 
-def random_groups(random: np.random.Generator, *, n_dropped: int, n_kept: int, small: bool) -> Units:
-    """Groups of 8, dropped ones of 1 to 3 if `small`: their members have something in common, nothing with being dropped."""
-    sizes = np.full(n_dropped + n_kept, 8)
-    if small:
-        sizes[:n_dropped] = random.integers(1, 4, n_dropped)
-    mean = 10 + 0.3 * random.normal(size=len(sizes))
-    return units(sizes * mean + np.sqrt(sizes) * random.normal(size=len(sizes)), sizes=sizes, n_dropped=n_dropped)
-
-
-@pytest.mark.parametrize("small", [False, True])
-def test_p_values_are_uniform_where_there_is_no_difference(small: bool) -> None:
-    """Whatever the sizes of the dropped groups: 500 runs, the shares within four standard errors."""
-    random, n_runs = np.random.default_rng(3), 500
-    samples = [random_groups(random, n_dropped=10, n_kept=30, small=small) for _ in range(n_runs)]
-    p_values = np.array([differences_of_means(sample, seed=5, permutations=99)[0].p for sample in samples])
+def test_p_values_are_uniform_where_there_is_no_difference() -> None:
+    """Groups of 8 whose members have something in common: 300 runs, the shares within four standard errors."""
+    random, n_runs, p_values = np.random.default_rng(3), 300, []
+    for _ in range(n_runs):
+        sums = 8 * (10 + 0.3 * random.normal(size=40)) + np.sqrt(8) * random.normal(size=40)
+        (difference,) = differences_of_means(units(sums.tolist(), sizes=[8] * 40, n_dropped=10), seed=5, permutations=99)
+        p_values.append(difference.p)
     for level in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9):
-        assert abs(np.mean(p_values <= level) - level) < 4 * math.sqrt(level * (1 - level) / n_runs), level
+        assert abs(np.mean(np.array(p_values) <= level) - level) < 4 * math.sqrt(level * (1 - level) / n_runs), level
+
+
+@pytest.mark.parametrize(("n_dropped", "n_kept", "size"), [(5, 30, 1), (10, 60, 1), (20, 20, 1), (10, 100, 2)])
+def test_dropped_groups_that_are_smaller_do_not_pass_for_different(n_dropped: int, n_kept: int, size: int) -> None:
+    """One trajectory in ten is won, of groups of 8 and of unfinished ones: few of these, so often none of them is won."""
+    random, sizes = np.random.default_rng(3), np.array([size] * n_dropped + [8] * n_kept)
+    samples = [units(random.binomial(sizes, 0.1).tolist(), sizes=sizes.tolist(), n_dropped=n_dropped) for _ in range(200)]
+    p_values = np.array([differences_of_means(sample, seed=5, permutations=99)[0].p for sample in samples])
+    for level in (0.05, 0.1):
+        assert np.mean(p_values <= level) < level + 2 * math.sqrt(level * (1 - level) / len(samples)), level
+
+
+def test_small_groups_that_differ_are_found_all_the_same() -> None:
+    """None of 10 lone trajectories is won, and half of the others are: alike as they are, that is no chance."""
+    sizes = [1] * 10 + [8] * 30
+    given = units([0] * 10 + [2, 4, 6] * 10, sizes=sizes, n_dropped=10)
+    assert differences_of_means(given, seed=0, permutations=499)[0].p < 0.05
+
+
+@pytest.mark.parametrize(("n_dropped", "n_tasks"), [(5, 1000), (400, 2)])
+def test_permutations_are_held_a_few_at_a_time(n_dropped: int, n_tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs a row of the dropped units, and one of the tasks: no more than so many cells of either."""
+    monkeypatch.setattr("store.reading.permutation.CELLS_AT_ONCE", 4000)
+    given = replace(units([0.0] * 1000, n_dropped=n_dropped), task_U=np.arange(1000) % n_tasks)
+    drawn = list(_permuted(given, seed=0, permutations=23))
+    assert max(len(chosen) for chosen in drawn) * max(n_dropped, n_tasks) <= 4000
+    assert sum(map(len, drawn)) == 23
 
 
 def test_tasks_are_counted_by_group() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from store.errors import StoreError
+from store.exchange import check_condition
 from store.reading.permutation import Difference, Units, difference_of_tasks, differences_of_means, holm
 from store.reading.reader import Reader, open_run
 
@@ -90,6 +91,8 @@ def bias_report(run: Path, *, as_of: int | None, where: str | None) -> BiasRepor
 
     Raises StoreError for a condition that is none, and if files cannot be read: what is missing could be the difference.
     """
+    if where is not None:
+        check_condition(where)
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out}; what is missing could be the difference")

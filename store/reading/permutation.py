@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PERMUTATIONS = 2000  # the smallest p is 1 / 2001: 20 comparisons can still be told from chance
-CELLS_AT_ONCE = 2**18  # dropped units times permutations; about 100 MB
-FLOOR = 1e-12  # of the variance, as a share of that of all sums: differences that rounding makes are none
+CELLS_AT_ONCE = 2**18  # permutations times dropped units, or times tasks if there are more of them; about 100 MB
 TIE = 1e-9  # relative; permutations that do the same may add up in another order
 
 
@@ -59,8 +58,12 @@ class Difference:
 def differences_of_means(units: Units, *, seed: int, permutations: int = PERMUTATIONS) -> list[Difference]:
     """One for each of the M measures. `units` are comparable ones, at least one stratum.
 
-    The statistic is the difference over its cluster-robust standard error. Whole units are permuted; the error is what makes
-    the test hold where dropped units are smaller than kept ones, as the unfinished groups are.
+    The statistic is the difference over its cluster-robust standard error (Liang & Zeger 1986, with units as clusters). Whole
+    units are permuted, and to permute a difference over its error is what makes the test hold, at least approximately, where
+    the units of the two sides are unlike in more than their mean (Janssen 1997; Chung & Romano 2013): dropped units are often
+    smaller than kept ones, as the unfinished groups are. Where few small units are dropped they may all be alike by chance
+    (none won), so their part of the variance is at least what all units of the stratum have per trajectory. That errs on the
+    safe side: members of a group have something in common, so that per trajectory small groups vary less than large ones.
     """
     n_U = units.sizes_U
     starts_S, n_dropped_S, chosen_D = _layout(units)
@@ -137,7 +140,8 @@ class _Statistics:
         level = kept_mean + difference[:, None]
         of_dropped = dss - 2 * level * dsn + level**2 * dnn
         of_kept = (dn / kn) ** 2 * (kss - 2 * kept_mean * ksn + kept_mean**2 * knn)
-        squares = np.maximum((of_dropped + of_kept).sum(1), FLOOR * _split(self.total_SC)[3].sum(0))
+        tn, _, _, tss, _ = _split(self.total_SC)
+        squares = np.maximum(of_dropped.sum(1), (tss / tn * dn).sum(1)) + of_kept.sum(1)
         with np.errstate(invalid="ignore"):
             t = np.where(squares > 0, difference * n / np.sqrt(squares), 0.0)
         return difference, t
@@ -170,7 +174,7 @@ def _permuted(units: Units, *, seed: int, permutations: int) -> Iterator[np.ndar
     n_S = np.diff([*starts_S, len(units.stratum_U)])
     draw = _by_stratum if len(n_S) < n_dropped_S.max() else _by_rank
     draws = draw(random, starts_S=starts_S, n_S=n_S, n_dropped_S=n_dropped_S)
-    at_once = max(1, CELLS_AT_ONCE // len(chosen_D))
+    at_once = max(1, CELLS_AT_ONCE // max(len(chosen_D), int(units.task_U.max()) + 1))
     for start in range(0, permutations, at_once):
         yield np.stack([next(draws) for _ in range(min(at_once, permutations - start))])
 
