@@ -44,6 +44,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "store.keep_days",
     "store.keep_versions",
     "stored.uses",
+    "stored.train_on",
 }
 
 

@@ -111,6 +111,16 @@ def test_a_condition_that_is_none_is_refused_before_a_run_starts(condition: str)
     check_train_on("won AND advantage > 0 -- or any comment")
 
 
+@pytest.mark.parametrize("condition", ["task_id::INT > 3", "'abc'", "traj_uid = (SELECT traj_uid FROM steps)"])
+def test_a_condition_that_fails_on_values_only_is_named_and_may_be_replaced(
+    tmp_path: Path, played: Path, condition: str
+) -> None:
+    config = make_run(stored_config(tmp_path / "run", played, train_on=condition))
+    with pytest.raises(ConfigError, match=r"stored\.train_on=.* goes on with another one"):
+        next_ready(config)
+    assert configs.differences(config, replace(config, stored=replace(config.stored, train_on="won"))) == []
+
+
 def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_uses(
     tmp_path: Path, played: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
