@@ -193,7 +193,7 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
         answer = reader.sql(SELECTED.format(where=source.where or "true"), timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
     except StoreError as error:
         raise StoreError(
-            f"source {source.place}@{source.where} cannot be selected: {error}; write what follows the @ as after WHERE, over the "
+            f"source {source.place}@{source.where} cannot be selected: {error}; write what follows the @ as after WHERE, over "
             "columns of the views trajectories and groups"
         ) from error
     groups, n_incomplete = _whole(answer.cast(COLUMNS))

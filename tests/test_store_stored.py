@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -38,6 +45,7 @@ from tests.store_runs import MERGE_TWO, flip
 from tests.store_samples import make_trajectory, open_train_group, play
 
 VERSION_HERE, BOUND = 3, 1
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link", "sqlite3.connect"}  # events of sys.audit
 
 
 def make_source(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout:
@@ -263,6 +271,47 @@ def test_interrupted_between_two_of_its_parts_the_same_call_goes_on(
     ]
     assert ask(target, "SELECT count(*) FROM steps") == [(6 + 8 + 10,)]
     assert check(target, level=CONTENTS) == []
+
+
+def take_and_die(target: Path, source: Path, *, dies_at: int | None, count: Any) -> None:
+    """Takes a source; killed at its file operation `dies_at` in the target, or with all of them in `count`."""
+    target_path = f"{target}/"
+    with mock.patch("store.stored.FILE_STEPS", 1):
+
+        def count_down(event: str, given: tuple[Any, ...]) -> None:
+            if event in FILE_OPERATIONS and target_path in f"{given[0]}/":
+                count.value += 1
+                if count.value == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count_down)
+        take_sources(target, [parse_source(str(source))], order="")
+
+
+def test_killed_at_its_file_operations_the_same_call_goes_on(tmp_path: Path, source: RunLayout) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+
+    def end_of(target: RunLayout, dies_at: int | None) -> tuple[int | None, int]:
+        count = processes.Value("i", 0, lock=False)
+        child = processes.Process(
+            target=take_and_die, args=(target.root, source.root), kwargs={"dies_at": dies_at, "count": count}
+        )
+        child.start()
+        child.join()
+        return child.exitcode, count.value
+
+    status, n_operations = end_of(new_run(tmp_path / "whole"), None)
+    assert status == 0 and n_operations > 10
+    for number, dies_at in enumerate(sorted(random.Random(7).sample(range(1, n_operations + 1), 4))):
+        target = new_run(tmp_path / f"target-{number}")
+        assert end_of(target, dies_at) == (-signal.SIGKILL, dies_at)
+        taken_from(target, str(source.root))
+        assert ask(target, "SELECT task_id, state, source IS NULL FROM groups ORDER BY ordinal") == [
+            (f"task-{n}", "complete", False) for n in range(3)
+        ]
+        assert ask(target, "SELECT count(*) FROM steps") == [(6 + 8 + 10,)]
+        assert check(target, level=CONTENTS) == []
 
 
 def test_the_least_used_come_first_each_so_often_and_then_there_are_none(catalog: Catalog, target: RunLayout) -> None:
