@@ -57,7 +57,7 @@ def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row
     `use` is the smallest number that no live use of the group has: the next one, or that of a batch that was released.
     """
     return tx.rows(
-        """WITH used AS (SELECT group_uid, use FROM batch_group WHERE live = 1), chosen AS (
+        """WITH used AS NOT MATERIALIZED (SELECT group_uid, use FROM batch_group WHERE live = 1), chosen AS (
                SELECT g.group_uid, task_id, ordinal, version_min, version_max, source, count(use) AS n_uses
                FROM grp g LEFT JOIN used USING (group_uid) WHERE source IS NOT NULL AND state = 'complete'
                GROUP BY g.group_uid HAVING n_uses < :uses ORDER BY n_uses, ordinal LIMIT :n_groups)
