@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors import Status
-from configs import Config
+from configs import Config, is_offline
 from learner import LEARNER_STEP
 
 LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal
@@ -86,7 +86,7 @@ class Progress:
             ("elapsed", f"{time.monotonic() - self.started:.0f} s"),
             ("left", self.time_left(status)),
             ("version", str(status.version)),
-            ("success", shown(metrics, "train/success", "{:.2f}")),
+            ("success", shown(metrics, "stored/success" if is_offline(self.config) else "train/success", "{:.2f}")),
             ("held-out", shown(metrics, "heldout/success", "{:.2f}")),
             ("staleness", shown(metrics, "staleness/max", "{:.0f}")),
             ("queue", f"{counts.complete} ready, {counts.open} playing"),

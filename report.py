@@ -21,7 +21,7 @@ TRAINING = f"""
 SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
        avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {FIRST_AND_LAST_STEPS}),
        count(DISTINCT learner_step)
-FROM metrics WHERE name = 'train/success'
+FROM metrics WHERE name = '{{}}'
 """
 TIMES = """
 SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_cpu_s') FROM metrics
@@ -44,9 +44,10 @@ def finished(config: Config) -> bool:
 
 
 def show(config: Config, console: Console) -> None:
+    success = "stored/success" if is_offline(config) else "train/success"
     with store.open(config.run_dir) as reader:
         won, played = _row(reader, HELDOUT)
-        first, last, learner_steps = _row(reader, TRAINING)
+        first, last, learner_steps = _row(reader, TRAINING.format(success))
         step_s, advantages_s = _row(reader, TIMES)
         trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
     console.print()
@@ -71,7 +72,7 @@ def show(config: Config, console: Console) -> None:
     run = config.run_dir
     console.print(
         f"{trajectories} trajectories, {steps} steps in {run}\n"
-        f"  ask        python -m store sql {run} \"SELECT * FROM metrics WHERE name = 'train/success'\"\n"
+        f"  ask        python -m store sql {run} \"SELECT * FROM metrics WHERE name = '{success}'\"\n"
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
         f"  evaluate   python evaluate.py {run}\n"

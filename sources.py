@@ -13,7 +13,7 @@ from store import RunLayout, find_sources, parse_source, take_sources
 TOKENIZER_FILE = "tokenizer_config.json"
 
 
-def check_sources(config: Config) -> None:
+def check_sources(config: Config, console: Console) -> None:
     """What could be mistyped, before there is a run: whether they are there, select anything, and have an order.
 
     Raises ConfigError, StoreError.
@@ -25,7 +25,11 @@ def check_sources(config: Config) -> None:
     model_path = Path(config.model.path or _first_base(config))
     for text in config.source:
         base, theirs = _base_of(text), _config_of(text)
-        if base is not None:
+        missing = [] if base is None else [str(path) for path in (base, model_path) if not (path / TOKENIZER_FILE).is_file()]
+        if base is None or missing:
+            why = f"no {TOKENIZER_FILE} in {' and '.join(missing)}" if missing else "it has no base policy"
+            console.print(f"tokens of {text} were not compared: {why}", markup=False)
+        else:
             check_same_tokens(base, model_path, source=text)
         scripted = theirs is not None and OmegaConf.select(theirs, "actors.scripted", default=False)
         if scripted and config.loss.policy != "behaviour_cloning":
@@ -54,9 +58,7 @@ def take(config: Config, console: Console) -> None:
 
 
 def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
-    """Stored tokens are ids. Raises ConfigError unless both vocabularies, where they are there, give each the same meaning."""
-    if not (base / TOKENIZER_FILE).is_file() or not (model_path / TOKENIZER_FILE).is_file():
-        return
+    """Stored tokens are ids. Raises ConfigError unless both vocabularies give each the same meaning."""
     from transformers import AutoTokenizer
 
     theirs, ours = (AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab() for path in (base, model_path))

@@ -110,6 +110,10 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
         run, number = options.workers
         if not number.isdigit() or int(number) < 1:
             raise ConfigError(f"--workers {run} {number}: the number of workers must be a whole number above 0")
+        if RunLayout.exists(Path(run)) and configs.is_offline(configs.from_yaml(RunLayout.open(run).info.config_yaml)):
+            raise ConfigError(
+                f"--workers {run} {number}: the run plays nothing (stored.share=1), so it has no workers; leave it"
+            )
         runs.ask_for_workers(Path(run), int(number))
         console.print(f"{run}: {number} workers from now on")
     return bool(options.status or options.stop or options.workers)
@@ -125,7 +129,7 @@ def train(config: Config, console: Console) -> None:
         if not configs.is_offline(config):
             check_tasks(config, console)
         if config.source and not RunLayout.exists(Path(config.run_dir)):
-            sources.check_sources(config)
+            sources.check_sources(config, console)
         if not report.finished(config):
             with ray_cluster(config.run_dir):
                 run_to_the_end(config, console)

@@ -44,6 +44,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "store.keep_days",
     "store.keep_versions",
     "stored.uses",
+    "stored.train_on",
 }
 
 
@@ -109,6 +110,11 @@ def _may_change(key: str) -> bool:
 def _overrides(texts: Sequence[str]) -> DictConfig:
     """`source=RUN@where` as it is, since a condition is no YAML: several are several sources. A list in brackets is YAML."""
     given = [text for text in texts if text.startswith("source=") and not text.startswith("source=[")]
+    lists = [text for text in texts if text.startswith("source=[")]
+    if lists and len(given) + len(lists) > 1:
+        raise ConfigError(f"{' '.join([*given, *lists])}: a list is all sources; give one list, or source=RUN several times")
+    if "${" in "".join(given):
+        raise ConfigError(f"{' '.join(given)}: ${{ stands for another setting; write '$' || '{{' for these two characters")
     layer = OmegaConf.from_dotlist([text for text in texts if text not in given])
     if given:
         OmegaConf.update(layer, "source", [text.removeprefix("source=") for text in given])

@@ -23,7 +23,7 @@ from learner.batch import MicroBatch, micro_batches
 from learner.deepspeed_setup import PARTITIONED
 from learner.engine import Engine, with_proximal
 from learner.full_state import trainable
-from learner.source import ReadyBatch
+from learner.source import ReadyBatch, with_staleness
 from store import uid_text
 
 SHOWN_UID_DIGITS = 8
@@ -53,7 +53,7 @@ class Group:
     n_won: int
     return_min: float
     return_max: float
-    staleness: int  # versions, of its oldest token
+    staleness: int | None  # versions, of its oldest token; None of a stored group, whose versions are another run's
     learnt: Learnt | None  # None: it has nothing to teach
     why_not: str
 
@@ -75,7 +75,7 @@ class _Part:
 def explain(engine: Engine, ready: ReadyBatch) -> Explanation:
     """Of a batch that is about to be trained on. Rank 0 does it alone, so not at ZeRO 3, where it has a part of the weights."""
     assert engine.learner.zero_stage < PARTITIONED
-    rows = ready.rows.append_column("staleness", pc.subtract(ready.version, ready.rows["version_min"]))
+    rows = with_staleness(ready.rows, version=ready.version)
     parts = {group.group_uid: _part(engine, rows, group.group_uid) for group in ready.batch.groups}
     taught = {uid: part for uid, part in parts.items() if part.batches}
     learnt, total = _learnt(engine, list(taught.values())) if taught else ([], None)
@@ -93,7 +93,7 @@ def explain(engine: Engine, ready: ReadyBatch) -> Explanation:
                 n_won=sum(trajectory.won for trajectory in mine),
                 return_min=min(returns),
                 return_max=max(returns),
-                staleness=ready.version - group.version_min,
+                staleness=ready.version - group.version_min if group.source is None else None,
                 learnt=of_group.get(group.group_uid),
                 why_not=ready.no_signal.get(group.group_uid, "no response tokens"),
             )
@@ -112,7 +112,7 @@ def table(explanation: Explanation) -> Table:
         returns = f"{group.return_min:g}..{group.return_max:g}"
         first = [uid_text(group.group_uid)[:SHOWN_UID_DIGITS], Path(group.task_id).name, f"{group.n_won}/{group.n_members}"]
         figures = _figures(group.learnt) if group.learnt is not None else ["-"] * 8
-        shown.add_row(*first, returns, str(group.staleness), *figures)
+        shown.add_row(*first, returns, "-" if group.staleness is None else str(group.staleness), *figures)
     if explanation.total is not None:
         n_members, n_won = (sum(numbers) for numbers in zip(*((g.n_members, g.n_won) for g in explanation.groups), strict=True))
         shown.add_section()

@@ -103,12 +103,18 @@ def starved(config: Config, *, counts: object, waiting: Mapping[str, str]) -> St
     )
 
 
-def check_batches(empty_in_a_row: int, *, success: float) -> None:
-    """Raises StarvationError after too many batches without a signal, unless they have none because all is won."""
-    if empty_in_a_row > MAX_EMPTY_BATCHES and success < SOLVED:
+def check_batches(empty_in_a_row: int, *, success: float, no_signal: Mapping[bytes, str]) -> None:
+    """Raises StarvationError after too many batches without a signal, unless they have none because all is won.
+
+    `no_signal`: of the last one, group uid -> why nothing of it is trained on. What is won and not wanted is not solved.
+    """
+    unwanted = next((why for why in no_signal.values() if "stored.train_on" in why), None)
+    if empty_in_a_row > MAX_EMPTY_BATCHES and (success < SOLVED or unwanted):
+        why = unwanted or "every group's episodes were alike"
+        other = "another stored.train_on, other groups" if unwanted else "easier tasks, a larger algorithm.group_size"
         raise StarvationError(
-            f"{empty_in_a_row} batches in a row had no advantage to learn from, with success {success:.2f}: "
-            "every group's episodes were alike. Use easier tasks, a larger algorithm.group_size, or a better model"
+            f"{empty_in_a_row} batches in a row had no advantage to learn from, with success {success:.2f}: {why}. "
+            f"Use {other}, or a better model"
         )
 
 

@@ -209,7 +209,7 @@ class Learner:
         """The optimizer updates of one learner step. Raises the errors of `guards.py`, before anything is published."""
         self.heart.promise(LEARNER_STEP, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
-        check_batches(self.empty_batches, success=ready.success)
+        check_batches(self.empty_batches, success=ready.success, no_signal=ready.no_signal)
         if not ready.updates:
             return []
         try:

@@ -42,7 +42,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "time/publish_s": times.publish_s,
         "time/checkpoint_s": times.checkpoint_s,
         "time/step_s": times.step_s,
-        "tokens/generated_per_s": ready.n_response_tokens / times.step_s,
+        **({} if ready.live_success is None else {"tokens/generated_per_s": ready.n_live_tokens / times.step_s}),
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
         **timeless_metrics(ready, updates),
     }
@@ -52,7 +52,8 @@ def timeless_metrics(ready: ReadyBatch, updates: list[UpdateStats]) -> dict[str,
     """Those without a clock in them: the same batch at the same weights has the same."""
     live = [group for group in ready.batch.groups if group.source is None]
     return {
-        "train/success": ready.success,
+        **({} if ready.live_success is None else {"train/success": ready.live_success}),
+        **({} if ready.stored_success is None else {"stored/success": ready.stored_success}),
         **({"staleness/max": float(ready.version - min(group.version_min for group in live))} if live else {}),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "groups/no_signal": float(len(ready.no_signal)),

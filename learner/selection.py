@@ -26,20 +26,24 @@ ADVANTAGE_TYPES = {
 def check_train_on(condition: str) -> None:
     """Raises ConfigError unless the condition can be asked; empty, it is none."""
     schema = pa.schema([*SEGMENT_SCHEMA, *(pa.field(name, kind) for name, kind in ADVANTAGE_TYPES.items())])
-    try:
-        if condition:
-            duckdb.extract_statements(f"SELECT 1 WHERE {condition}")  # without our parentheses it closes none of them
-            trained_on(schema.empty_table(), condition)
-    except duckdb.Error as error:
-        raise ConfigError(
-            f"stored.train_on={condition!r} is no condition on a step ({' '.join(str(error).split())}); write it as after WHERE"
-        ) from error
+    if condition:
+        trained_on(schema.empty_table(), condition)
 
 
 def trained_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:
-    """Booleans, one a row: live, or stored and the condition holds. Reads `split` and the columns of the condition."""
+    """Booleans, one a row: live, or stored and the condition holds. Reads `split` and the columns of the condition.
+
+    Raises ConfigError for what is no condition, or none on the values of these rows, as `task_id::INT > 3`.
+    """
     live = pc.not_equal(rows["split"], IMPORTED)
-    with duckdb.connect(config={"enable_external_access": False, "lock_configuration": True}) as connection:
-        connection.register("steps", rows.append_column("row_of_batch", pa.array(range(len(rows)), pa.int64())))
-        held = connection.sql(f"SELECT row_of_batch FROM steps WHERE (\n{condition}\n)").to_arrow_table()["row_of_batch"]
+    try:
+        duckdb.extract_statements(f"SELECT 1 WHERE {condition}")  # without our parentheses it closes none of them
+        with duckdb.connect(config={"enable_external_access": False, "lock_configuration": True}) as connection:
+            connection.register("steps", rows.append_column("row_of_batch", pa.array(range(len(rows)), pa.int64())))
+            held = connection.sql(f"SELECT row_of_batch FROM steps WHERE (\n{condition}\n)").to_arrow_table()["row_of_batch"]
+    except duckdb.Error as error:
+        raise ConfigError(
+            f"stored.train_on={condition!r} cannot be asked of these steps ({' '.join(str(error).split())}); write it as after "
+            "WHERE, over a step's columns and its advantages. A run that has begun goes on with another one"
+        ) from error
     return pc.or_(live, pc.is_in(pa.array(range(len(rows)), pa.int64()), value_set=held.combine_chunks()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,7 +58,10 @@ class ReadyBatch:
     no_signal: Mapping[bytes, str]  # group uid -> why nothing of it is trained on
     n_rows: int  # of all claimed groups, with or without a signal
     n_response_tokens: int  # of the same
+    n_live_tokens: int  # of those of live groups: they were generated for this run
     success: float  # fraction of their trajectories that won
+    live_success: float | None  # of those of live groups; None without any
+    stored_success: float | None
     claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
     advantages_s: float  # of `compute_advantages`, waiting for a core included
@@ -106,6 +110,8 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
         silent = {**silent, **unwanted}
     judged_at_s = time.monotonic()
     updates = cut_updates(kept, learner=source.learner, version=version, seed=source.seed + learner_step)
+    is_stored = pc.equal(rows["split"], IMPORTED)
+    live, stored = rows.filter(pc.invert(is_stored)), rows.filter(is_stored)
     return ReadyBatch(
         batch=batch,
         version=version,
@@ -113,8 +119,11 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
         updates=updates,
         no_signal=silent,
         n_rows=rows.num_rows,
-        n_response_tokens=pc.sum(pc.list_value_length(rows["response_ids"])).as_py(),
-        success=pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py(),
+        n_response_tokens=_n_response_tokens(rows),
+        n_live_tokens=_n_response_tokens(live),
+        success=_success(rows),
+        live_success=_success(live),
+        stored_success=_success(stored),
         claimed_at_s=claimed_at_s,
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
@@ -124,6 +133,15 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
     )
 
 
+def _n_response_tokens(rows: pa.Table) -> int:
+    return pc.sum(pc.list_value_length(rows["response_ids"]), min_count=0).as_py()
+
+
+def _success(rows: pa.Table) -> Any:
+    """Fraction of the trajectories that won; None of none."""
+    return pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
+
+
 def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[Update]:
     """`updates_per_step` optimizer updates over parts of the rows, shuffled by `seed`, to be trained at policy `version`.
 
@@ -131,16 +149,20 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
     two updates at version 7: one of three rows and one of two, the rows of version 6 with staleness 1, wherever they are.
     Stored rows have STORED_STALENESS.
     """
-    is_stored = pc.equal(rows["split"], IMPORTED)
-    rows = rows.append_column("staleness", pc.if_else(is_stored, STORED_STALENESS, pc.subtract(version, rows["version_min"])))
     updates = []
-    for part in split_updates(rows, learner.updates_per_step, seed=seed):
+    for part in split_updates(with_staleness(rows, version=version), learner.updates_per_step, seed=seed):
         batches = micro_batches(
             part, micro_batch_tokens=learner.micro_batch_tokens, merge_steps=learner.merge_steps, ranks=learner.ranks
         )
         if batches:
             updates.append(Update(rows=part, micro_batches=batches))
     return updates
+
+
+def with_staleness(rows: pa.Table, *, version: int) -> pa.Table:
+    """The rows with a column `staleness` at policy `version`, STORED_STALENESS for stored ones."""
+    is_stored = pc.equal(rows["split"], IMPORTED)
+    return rows.append_column("staleness", pc.if_else(is_stored, STORED_STALENESS, pc.subtract(version, rows["version_min"])))
 
 
 def _select(rows: pa.Table, condition: str) -> tuple[pa.Table, dict[bytes, str]]:

@@ -273,7 +273,7 @@ def _import_part(
         kept = relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=own)
         metas = tuple(trajectory.meta for trajectory in new)
         segment = write_rows(layout, kept, trajectories=metas, worker=WORKER, epoch=catalog.epoch)
-        catalog.import_groups(segment=segment, groups=_groups(dataset, new), source=f"run {dataset.run_id}", own=own)
+        catalog.import_groups(segment=segment, groups=dataset_groups(dataset, new), source=f"run {dataset.run_id}", own=own)
     return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
 
 
@@ -285,7 +285,7 @@ def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
     return table.set_column(place, table.schema.field(place), pa.array([IMPORTED] * len(table), pa.string()))
 
 
-def _groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[ImportedGroup, ...]:
+def dataset_groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[ImportedGroup, ...]:
     task_ids = {trajectory.meta.group_uid: trajectory.task_id for trajectory in played}
     strangers = [group_uid.hex() for group_uid in task_ids if group_uid.hex() not in dataset.groups]
     if strangers:

@@ -30,6 +30,7 @@ from store.exchange import (
     SELECT_TIMEOUT_S,
     Dataset,
     check_condition,
+    dataset_groups,
     read_dataset,
     read_part,
     relabelled,
@@ -48,6 +49,7 @@ WORKER = "stored"  # the directory of their segments
 TRAIN = "train"  # the split they are taken from: held-out groups stay held out, imported ones are to be had where they are from
 FILE_STEPS = 2048  # rows of a segment: a batch of a few groups reads whole files
 MAX_GROUPS = 10_000_000  # of a source; what is known of them is held in memory
+UNKNOWN_OF_DATASETS = ("ordinal", "state", "reason", "opened_at", "completed_at")  # they are not in the files
 COLUMNS = pa.schema(  # what an order may use, and `source`, `played`
     [
         ("group_uid", UID_TYPE),
@@ -103,9 +105,10 @@ class _Selection:
 
 
 def parse_source(text: str) -> StoredSource:
-    """ "RUN" or "RUN@where"."""
-    place, _, where = text.partition("@")
-    return StoredSource(place=place, where=where or None)
+    """ "RUN" or "RUN@where": RUN ends at the last "@" (or the end) before which there is a directory, else at the first."""
+    parts = text.split("@")
+    n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
+    return StoredSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)
 
 
 def take_sources(run: Path, sources: Sequence[StoredSource], *, order: str) -> tuple[TakenSource, ...]:
@@ -123,7 +126,7 @@ def take_sources(run: Path, sources: Sequence[StoredSource], *, order: str) -> t
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
-            taken = tuple(_report(selection, chosen) for selection in selections)
+            taken = tuple(_reports(selections))
             catalog.stored.take(chosen, detail="; ".join(map(str, taken)))
         export(catalog, layout)
     return taken
@@ -143,6 +146,8 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGrou
     if not len(candidates):
         places = ", ".join(f"{one.source.place} ({one.source.where or 'all'})" for one in selections)
         raise StoreError(f"no whole training group is selected in {places}; nothing to train on")
+    if order and candidates["state"].null_count:  # so that an order by what is unknown is refused, and not nothing
+        candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
     groups = dict(zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True))
@@ -158,8 +163,11 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
                 raise StoreError(f"the order {order!r} is not one ORDER BY; write it as after those words")
             return connection.sql(f"SELECT * FROM candidates ORDER BY {order}\n, played").to_arrow_table()
         except duckdb.Error as error:
-            why = " ".join(str(error).split())
-            raise StoreError(f"the order {order!r} cannot be used ({why}); it is SQL over a group's columns") from error
+            why, unknown = " ".join(str(error).split()), set(UNKNOWN_OF_DATASETS) - set(candidates.column_names)
+            without = f"; with a dataset among the sources there is no {', '.join(sorted(unknown))}" if unknown else ""
+            raise StoreError(
+                f"the order {order!r} cannot be used ({why}); it is SQL over a group's columns{without}"
+            ) from error
 
 
 def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
@@ -175,14 +183,19 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
             raise FormatError(f"source {source.place!r} is neither a run directory nor one that `python -m store export` wrote")
         return _select_of_dataset(source, storage)
     theirs = RunLayout.open(source.place)
-    if source.where is not None:
-        check_condition(source.where)
     reader = opened.enter_context(open_run(theirs.root, warn=False))  # its files stay until all is read
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
     if reader.lsn is None:
         raise FormatError(f"{theirs.root} is of format 1; python -m store compact {theirs.root} upgrades it")
-    answer = reader.sql(SELECTED.format(where=source.where or "true"), timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
+    try:
+        check_condition(source.where or "true")
+        answer = reader.sql(SELECTED.format(where=source.where or "true"), timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
+    except StoreError as error:
+        raise StoreError(
+            f"source {source.place}@{source.where} cannot be selected: {error}; write what follows the @ as after WHERE, over "
+            "columns of the views trajectories and groups"
+        ) from error
     groups, n_incomplete = _whole(answer.cast(COLUMNS))
     tables = selected_rows(theirs, reader, pc.list_flatten(groups["members"]).combine_chunks())
     return _Selection(source=source, run_id=theirs.info.run_id, groups=groups, n_incomplete=n_incomplete, tables=tables)
@@ -197,7 +210,10 @@ def _select_of_dataset(source: StoredSource, storage: Storage) -> _Selection:
         for played in rows.trajectories(_as_rows(table)):
             if played.split == TRAIN:
                 found.setdefault(played.meta.group_uid, []).append(played)
-    records = [_record(group_uid, members, size=dataset.groups[group_uid.hex()]) for group_uid, members in found.items()]
+    sizes = {
+        group.group_uid: group.size for group in dataset_groups(dataset, [one for members in found.values() for one in members])
+    }
+    records = [_record(group_uid, members, size=sizes[group_uid]) for group_uid, members in found.items()]
     groups, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
     tables = _parts(storage, dataset)
     return _Selection(source=source, run_id=dataset.run_id, groups=groups, n_incomplete=n_incomplete, tables=tables)
@@ -274,7 +290,10 @@ def _as_rows(table: pa.Table) -> rows.Rows:
     return rows.Rows(run_id="", worker="", epoch=0, columns=frozenset(table.column_names), table=table.select(rows.COLUMNS))
 
 
-def _report(selection: _Selection, chosen: Sequence[StoredGroup]) -> TakenSource:
-    mine = set(selection.groups["group_uid"].to_pylist())
-    n_groups = sum(group.group_uid in mine and group.source == selection.run_id for group in chosen)
-    return TakenSource(source=selection.source, run_id=selection.run_id, n_groups=n_groups, n_incomplete=selection.n_incomplete)
+def _reports(selections: Sequence[_Selection]) -> Iterator[TakenSource]:
+    """A group in several of them counts once, as it is taken: of the first."""
+    seen: set[bytes] = set()
+    for one in selections:
+        mine = set(one.groups["group_uid"].to_pylist()) - seen
+        seen |= mine
+        yield TakenSource(source=one.source, run_id=one.run_id, n_groups=len(mine), n_incomplete=one.n_incomplete)

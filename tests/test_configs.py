@@ -53,6 +53,9 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
     assert config.source == [condition, "runs/b"]
     assert configs.from_yaml(configs.to_yaml(config)) == config
     assert configs.load(empty, ["source=[runs/a, runs/b]"]).source == ["runs/a", "runs/b"]
+    for wrong in (["source=runs/a", "source=[runs/b]"], ["source=[runs/a]", "source=[runs/b]"], ["source=runs/a@x = '${y}'"]):
+        with pytest.raises(ConfigError, match=r"a list is all sources|stands for another setting"):
+            configs.load(empty, wrong)
     assert configs.is_offline(config) and configs.n_workers(config) == 0 and configs.groups_of_a_step(config) == (0, 8)
     mixed = configs.load(empty, ["source=runs/b", "stored.share=0.25"])
     assert (configs.is_offline(mixed), configs.n_workers(mixed), configs.groups_of_a_step(mixed)) == (False, 1, (6, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import configs
 from actors import Coordinator
 from configs import Config, ConfigError
 from learner import Learner, check_train_on
-from learner.source import STORED_STALENESS, ReadyBatch, ready_batch, source_of
+from learner.explain import explain, table
+from learner.guards import StarvationError, check_batches
+from learner.metrics import Times, step_metrics
+from learner.source import STORED_STALENESS, ReadyBatch, ready_batch, source_of, with_staleness
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from store.reading.query import connect
 from tests.learner_loop import Handle, fast_directory, good, make_config, make_learner, open_coordinator, play
@@ -109,6 +113,58 @@ def test_a_condition_that_is_none_is_refused_before_a_run_starts(condition: str)
         check_train_on(condition)
     check_train_on("")
     check_train_on("won AND advantage > 0 -- or any comment")
+
+
+@pytest.mark.parametrize("condition", ["task_id::INT > 3", "'abc'", "traj_uid = (SELECT traj_uid FROM steps)"])
+def test_a_condition_that_fails_on_values_only_is_named_and_may_be_replaced(
+    tmp_path: Path, played: Path, condition: str
+) -> None:
+    config = make_run(stored_config(tmp_path / "run", played, train_on=condition))
+    with pytest.raises(ConfigError, match=r"stored\.train_on=.* goes on with another one"):
+        next_ready(config)
+    assert configs.differences(config, replace(config, stored=replace(config.stored, train_on="won"))) == []
+
+
+def test_batches_that_train_on_empties_end_the_run_with_its_name(tmp_path: Path, played: Path) -> None:
+    ready = next_ready(make_run(stored_config(tmp_path / "run", played, train_on="false")))
+    assert ready.updates == []
+    with pytest.raises(StarvationError, match="no step of it is one of stored.train_on=false. Use another stored.train_on"):
+        check_batches(11, success=1.0, no_signal=ready.no_signal)
+    check_batches(11, success=1.0, no_signal={b"g": "all returned 1"})
+
+
+def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(tmp_path: Path, played: Path) -> None:
+    config = make_run(stored_config(tmp_path / "run", played, share=0.5))
+    coordinator = open_coordinator(config)
+    coordinator.publish(VersionRecord(version=7, path="weights/7", digest="d", learner_step=0))
+    lease = coordinator.lease("w")
+    assert lease is not None
+    play(coordinator, lease)
+    coordinator.close()
+    mixed, offline = next_ready(config), next_ready(make_run(stored_config(tmp_path / "offline", played)))
+    assert 0 < mixed.n_live_tokens < mixed.n_response_tokens and offline.n_live_tokens == 0
+    times = Times(began_at_s=0.0, step_s=2.0)
+    figures = step_metrics(mixed, [], times)
+    assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
+    assert (figures["train/success"], figures["stored/success"]) == (mixed.live_success, mixed.stored_success) == (0.5, 0.5)
+    assert not step_metrics(offline, [], times).keys() & {"train/success", "tokens/generated_per_s"}
+    staleness = with_staleness(mixed.rows, version=7).select(["split", "staleness"]).to_pylist()
+    assert {(row["split"], row["staleness"]) for row in staleness} == {("train", 0), ("imported", STORED_STALENESS)}
+
+
+def test_a_stored_group_is_explained_without_a_staleness(tmp_path: Path, played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = next_ready(make_run(stored_config(tmp_path / "run", played)))
+    seen: list[set[int]] = []
+
+    def learnt(engine: object, parts: Any) -> tuple[list[None], None]:
+        seen.extend(set(part.rows["staleness"].to_pylist()) for part in parts)
+        return [None for _ in parts], None
+
+    monkeypatch.setattr("learner.explain._learnt", learnt)
+    explanation = explain(SimpleNamespace(learner=make_config(tmp_path, max_staleness=1).learner), ready)  # type: ignore[arg-type]
+    assert [group.staleness for group in explanation.groups] == [None, None]
+    assert list(table(explanation).columns[4].cells) == ["-", "-"]
+    assert seen == [{STORED_STALENESS}, {STORED_STALENESS}]
 
 
 def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_uses(

@@ -17,7 +17,9 @@ import psutil
 import pytest
 from rich.console import Console
 
+import configs
 import runs
+import train
 from runs import DRIVER_FILE, RUN_MARK, Driver, driver_of, driving, own_ray_session, remove_leftovers
 from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
@@ -124,6 +126,14 @@ def test_as_many_workers_as_were_asked_for(tmp_path: Path) -> None:
         assert runs.wanted_workers(tmp_path) == 3
     with driving(tmp_path):
         assert runs.wanted_workers(tmp_path) is None, "a new start follows its config"
+
+
+def test_a_run_that_plays_nothing_takes_no_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(configs.Config(source=["runs/a"])))
+    with driving(tmp_path / "run"):
+        assert train.main(["--workers", str(tmp_path / "run"), "3"]) == 2
+        assert runs.wanted_workers(tmp_path / "run") is None
+    assert "plays nothing (stored.share=1)" in capsys.readouterr().err
 
 
 def test_only_the_ray_session_a_driver_started_is_removed(tmp_path: Path) -> None:

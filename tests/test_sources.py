@@ -15,6 +15,7 @@ import sources
 from configs import Config, ConfigError, TinyModelConfig
 from learner import make_tiny_model, train_tokenizer
 from store import RunLayout, VersionRecord, write_open_sql
+from store.exchange import export_selection
 from tests.engine_samples import make_base
 from tests.learner_loop import fast_directory, make_config, open_coordinator, play
 
@@ -45,7 +46,7 @@ def from_source(tmp_path: Path, *texts: str) -> Config:
 def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> None:
     played = make_source(tmp_path / "played")
     config = from_source(tmp_path, f"{played}@won")
-    sources.check_sources(config)
+    sources.check_sources(config, Console(quiet=True))
     assert not (tmp_path / "new").exists(), "what is mistyped leaves no run behind"
     layout = RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=1)
@@ -64,9 +65,9 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     make_tiny_model(other, train_tokenizer(["open the chest"] * 9, vocabulary_size=280), tiny, seed=0)
     config = from_source(tmp_path, str(played))
     with pytest.raises(ConfigError, match=r"differs in \d+ entries"):
-        sources.check_sources(replace(config, model=replace(config.model, path=str(other))))
+        sources.check_sources(replace(config, model=replace(config.model, path=str(other))), Console(quiet=True))
     same = played / "base" / "policy"
-    sources.check_sources(replace(config, model=replace(config.model, path=str(same))))
+    sources.check_sources(replace(config, model=replace(config.model, path=str(same))), Console(quiet=True))
 
 
 def test_what_a_script_played_is_only_cloned(tmp_path: Path) -> None:
@@ -74,12 +75,23 @@ def test_what_a_script_played_is_only_cloned(tmp_path: Path) -> None:
     scripted = replace(usual, actors=replace(usual.actors, scripted=True))
     config = from_source(tmp_path, str(make_source(tmp_path / "played", scripted)))
     with pytest.raises(ConfigError, match="played by a script"):
-        sources.check_sources(config)
-    sources.check_sources(replace(config, loss=replace(config.loss, policy="behaviour_cloning")))
+        sources.check_sources(config, Console(quiet=True))
+    sources.check_sources(replace(config, loss=replace(config.loss, policy="behaviour_cloning")), Console(quiet=True))
 
 
 def test_a_source_without_a_base_policy_needs_one_given(tmp_path: Path) -> None:
     played = make_source(tmp_path / "played")
     (played / "base" / "policy" / "config.json").unlink()
     with pytest.raises(ConfigError, match="model.path=DIR"):
-        sources.check_sources(from_source(tmp_path, str(played)))
+        sources.check_sources(from_source(tmp_path, str(played)), Console(quiet=True))
+
+
+def test_tokens_that_are_not_compared_are_said(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    (played / "base" / "policy" / "tokenizer_config.json").unlink()
+    export_selection(played, tmp_path / "dataset", where=None, as_of=None)
+    out = io.StringIO()
+    sources.check_sources(from_source(tmp_path, str(played), str(tmp_path / "dataset")), Console(file=out, width=999))
+    first, second = out.getvalue().splitlines()
+    assert first.startswith(f"tokens of {played} were not compared: no tokenizer_config.json in {played}/base/policy")
+    assert second == f"tokens of {tmp_path / 'dataset'} were not compared: it has no base policy"

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,6 +20,7 @@ from store import (
     Batch,
     Catalog,
     DigestError,
+    FormatError,
     RunLayout,
     StoreError,
     export,
@@ -20,6 +29,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.catalog.batches import release
 from store.catalog.groups import insert_trajectory
 from store.catalog.stored import is_taken, rounds
 from store.exchange import export_selection, import_selection
@@ -35,6 +45,7 @@ from tests.store_runs import MERGE_TWO, flip
 from tests.store_samples import make_trajectory, open_train_group, play
 
 VERSION_HERE, BOUND = 3, 1
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link", "sqlite3.connect"}  # events of sys.audit
 
 
 def make_source(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout:
@@ -153,7 +164,7 @@ def test_several_sources_a_dataset_among_them(tmp_path: Path, source: RunLayout,
     whole = "group_uid IN (SELECT group_uid FROM trajectories WHERE version_min = 1)"
     export_selection(other.root, tmp_path / "dataset", where=f"{whole} OR version_min = 0 AND won", as_of=None)
     reports = taken_from(target, str(tmp_path / "dataset"), f"{source.root}@version_min > 0", str(source.root))
-    assert [(report.n_groups, report.n_incomplete) for report in reports] == [(1, 1), (2, 0), (3, 0)]
+    assert [(report.n_groups, report.n_incomplete) for report in reports] == [(1, 1), (2, 0), (1, 0)]
     found = ask(target, "SELECT source, task_id FROM groups ORDER BY ordinal")
     assert found == [(other.info.run_id, "task-1"), *((source.info.run_id, f"task-{n}") for n in (1, 2, 0))]
     assert sum(n for (n,) in ask(target, "SELECT count(*) FROM steps GROUP BY group_uid")) == 8 + 8 + 10 + 6
@@ -164,6 +175,7 @@ def test_several_sources_a_dataset_among_them(tmp_path: Path, source: RunLayout,
     [
         ("{run}@true) OR (true", "", "no SQL expression"),
         ("{run}@version_min > 99", "", "no whole training group is selected"),
+        ("{run}@wonn", "", r"source .*@wonn cannot be selected: .*write what follows the @ as after WHERE"),
         ("{run}", "nonsense", "nonsense"),
         ("{run}", "(SELECT count(*) FROM read_parquet('x.parquet'))", "cannot be used"),
         ("{run}-not", "", "neither a run directory nor"),
@@ -188,6 +200,41 @@ def test_a_dataset_takes_no_condition_and_no_changed_file(tmp_path: Path, source
         taken_from(target, str(tmp_path / "dataset"))
 
 
+def test_a_group_that_dataset_json_does_not_know_is_named(tmp_path: Path, source: RunLayout, target: RunLayout) -> None:
+    export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
+    described = tmp_path / "dataset" / "dataset.json"
+    content = json.loads(described.read_text())
+    content["groups"] = {}
+    described.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="does not tell the size of group .*; export it again"):
+        taken_from(target, str(tmp_path / "dataset"))
+
+
+@pytest.mark.parametrize("order", ["completed_at DESC", "n_won, state"])
+def test_an_order_by_what_a_dataset_does_not_say_is_refused(
+    tmp_path: Path, source: RunLayout, target: RunLayout, order: str
+) -> None:
+    export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
+    with pytest.raises(StoreError, match="with a dataset among the sources there is no completed_at, opened_at, ordinal"):
+        taken_from(target, str(source.root), str(tmp_path / "dataset"), order=order)
+    taken_from(target, str(tmp_path / "dataset"), order="version_min DESC")
+    assert ask(target, "SELECT task_id FROM groups ORDER BY ordinal") == [(f"task-{n}",) for n in (2, 1, 0)]
+
+
+def test_where_the_condition_of_a_source_begins(tmp_path: Path) -> None:
+    (tmp_path / "a@b").mkdir()
+    (tmp_path / "a").mkdir()
+    for text, place, where in (
+        ("a", "a", None),
+        ("a@b", "a@b", None),
+        ("a@b@won", "a@b", "won"),
+        ("a@task_id LIKE '%@%'", "a", "task_id LIKE '%@%'"),
+        ("none@x@y", "none", "x@y"),
+    ):
+        found = parse_source(f"{tmp_path}/{text}")
+        assert (found.place, found.where) == (f"{tmp_path}/{place}", where)
+
+
 def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., object]:
     """The function, but its call number `n` (from 0) is the last thing this process does."""
     left = [n]
@@ -209,7 +256,7 @@ def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., obj
         (("store.stored.export", export), 0),  # all is taken, readers do not know
     ],
 )
-def test_killed_at_any_moment_the_same_call_goes_on(
+def test_interrupted_between_two_of_its_parts_the_same_call_goes_on(
     source: RunLayout, target: RunLayout, function: tuple[str, Callable[..., object]], n: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -224,6 +271,47 @@ def test_killed_at_any_moment_the_same_call_goes_on(
     ]
     assert ask(target, "SELECT count(*) FROM steps") == [(6 + 8 + 10,)]
     assert check(target, level=CONTENTS) == []
+
+
+def take_and_die(target: Path, source: Path, *, dies_at: int | None, count: Any) -> None:
+    """Takes a source; killed at its file operation `dies_at` in the target, or with all of them in `count`."""
+    target_path = f"{target}/"
+    with mock.patch("store.stored.FILE_STEPS", 1):
+
+        def count_down(event: str, given: tuple[Any, ...]) -> None:
+            if event in FILE_OPERATIONS and target_path in f"{given[0]}/":
+                count.value += 1
+                if count.value == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count_down)
+        take_sources(target, [parse_source(str(source))], order="")
+
+
+def test_killed_at_its_file_operations_the_same_call_goes_on(tmp_path: Path, source: RunLayout) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+
+    def end_of(target: RunLayout, dies_at: int | None) -> tuple[int | None, int]:
+        count = processes.Value("i", 0, lock=False)
+        child = processes.Process(
+            target=take_and_die, args=(target.root, source.root), kwargs={"dies_at": dies_at, "count": count}
+        )
+        child.start()
+        child.join()
+        return child.exitcode, count.value
+
+    status, n_operations = end_of(new_run(tmp_path / "whole"), None)
+    assert status == 0 and n_operations > 10
+    for number, dies_at in enumerate(sorted(random.Random(7).sample(range(1, n_operations + 1), 4))):
+        target = new_run(tmp_path / f"target-{number}")
+        assert end_of(target, dies_at) == (-signal.SIGKILL, dies_at)
+        taken_from(target, str(source.root))
+        assert ask(target, "SELECT task_id, state, source IS NULL FROM groups ORDER BY ordinal") == [
+            (f"task-{n}", "complete", False) for n in range(3)
+        ]
+        assert ask(target, "SELECT count(*) FROM steps") == [(6 + 8 + 10,)]
+        assert check(target, level=CONTENTS) == []
 
 
 def test_the_least_used_come_first_each_so_often_and_then_there_are_none(catalog: Catalog, target: RunLayout) -> None:
@@ -243,6 +331,26 @@ def test_the_least_used_come_first_each_so_often_and_then_there_are_none(catalog
     ]  # fmt: skip
     assert ask(target, "SELECT DISTINCT state FROM groups") == [("complete",)]
     assert check(target, level=CONTENTS) == []
+
+
+def test_a_use_that_was_released_gives_its_number_back(catalog: Catalog) -> None:
+    first, second = claim(catalog, n_stored=3, uses=3), claim(catalog, n_stored=3, uses=3)
+    assert first is not None and second is not None
+    with catalog._database.transaction() as tx:
+        assert release(tx, first.batch_id, why="released") == 3
+    for _ in range(2):
+        assert claim(catalog, n_stored=3, uses=3) is not None
+    assert claim(catalog, n_stored=3, uses=3) is None
+    with catalog._database.transaction() as tx:
+        uses = [row["use"] for row in tx.rows("SELECT use FROM batch_group WHERE live = 1 ORDER BY use")]
+    assert uses == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_stored_groups_are_not_looked_for_while_live_ones_are_too_few(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.catalog.stored.least_used", lambda *given, **named: pytest.fail("it takes long"))
+    assert claim(catalog, n_live=1) is None
 
 
 def test_a_roll_back_unuses_them(catalog: Catalog, target: RunLayout) -> None:

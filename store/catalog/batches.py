@@ -33,7 +33,10 @@ def claim(
         """SELECT group_uid, task_id, ordinal, version_min, version_max, source, 1 AS use FROM grp
            WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
         n_groups=n_groups,
-    ) + stored.least_used(tx, n_groups=n_stored, uses=uses)
+    )
+    if len(rows) < n_groups:  # asked many times a second, while the least used of many are long to find
+        return None
+    rows += stored.least_used(tx, n_groups=n_stored, uses=uses) if n_stored else []
     if len(rows) < n_groups + n_stored:
         return None
     batch_id = tx.insert(

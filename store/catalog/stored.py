@@ -52,12 +52,18 @@ def is_taken(tx: Transaction) -> bool:
 
 
 def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row]:
-    """The next `n_groups` to be trained on, fewer if fewer are left: by how often they were used, then by their order."""
+    """The next `n_groups` to be trained on, fewer if fewer are left: by how often they were used, then by their order.
+
+    `use` is the smallest number that no live use of the group has: the next one, or that of a batch that was released.
+    """
     return tx.rows(
-        """SELECT g.group_uid, task_id, ordinal, g.version_min, g.version_max, source, coalesce(max(use), 0) + 1 AS use
-           FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
-           WHERE source IS NOT NULL AND state = 'complete'
-           GROUP BY g.group_uid HAVING count(use) < :uses ORDER BY count(use), ordinal LIMIT :n_groups""",
+        """WITH used AS NOT MATERIALIZED (SELECT group_uid, use FROM batch_group WHERE live = 1), chosen AS (
+               SELECT g.group_uid, task_id, ordinal, version_min, version_max, source, count(use) AS n_uses
+               FROM grp g LEFT JOIN used USING (group_uid) WHERE source IS NOT NULL AND state = 'complete'
+               GROUP BY g.group_uid HAVING n_uses < :uses ORDER BY n_uses, ordinal LIMIT :n_groups)
+           SELECT *, (SELECT min(number) FROM (SELECT 1 AS number UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
+                      WHERE number NOT IN (SELECT use FROM used WHERE group_uid = c.group_uid)) AS use
+           FROM chosen c ORDER BY n_uses, ordinal""",
         uses=uses,
         n_groups=n_groups,
     )
