@@ -290,7 +290,9 @@ def descriptions(named: dict[str, Setting]) -> list[str]:
     fields = [setting.fields() for setting in named.values()]
     differing = {name for name in fields[0] if len({each[name] for each in fields}) > 1}
     shown = differing or ("estimator", "gamma", "omega", "normalise", "signal")
-    return ["\n".join(f"{name}={value}" for name, value in each.items() if name in shown) for each in fields]
+    title = ("name",) if "b" in named else ()  # what later tables call them
+    named_fields = [{"name": name, **each} for name, each in zip(named, fields, strict=True)]
+    return ["\n".join(f"{key}={value}" for key, value in each.items() if key in (*title, *shown)) for each in named_fields]
 
 
 if __name__ == "__main__":

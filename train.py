@@ -164,8 +164,8 @@ def check_same_run(config: Config) -> None:
         changed = resume.differences(config, with_published(configs.from_yaml(layout.info.config_yaml)))
         if changed:
             raise ConfigError(
-                f"{root} was made by another config ({'; '.join(changed)}); go on with that one (--resume), "
-                "or choose another run_dir"
+                f"{root} was made by another config ({'; '.join(changed)}); go on with its own settings (--resume {root} "
+                f"without these), or begin a new run: another run_dir, or --fork {root}@STEP run_dir=NEW"
             )
 
 

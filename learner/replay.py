@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import ray
@@ -46,6 +47,16 @@ steps cannot be replayed, because a stored file was changed, for example, which 
 
 SAME, DIFFERENT = 0, 1
 LEARNING_RATE = "loss/learning_rate"  # the first to look at
+# Settings that a run may be continued with and that change what a learner step does, to the last bit at least.
+CHANGES_BITS = (
+    "learner.learning_rate",
+    "learner.steps",
+    "learner.ranks",
+    "learner.zero_stage",
+    "learner.micro_batch_tokens",
+    "stored.train_on",
+)
+NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `train.py` leaves it
 SHOWN_FIGURES = 5
 SHOWN_DIGITS = 12  # of a digest
 LEAST_WIDTH = 140  # characters, of the explanation
@@ -110,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     config = _config(layout, options.set)
     for step in replayed(layout, config, first=options.step, last=last, explained=show if options.explain else None, say=say):
         if not step.same:
-            say(_difference(step, config))
+            say(_difference(step, config, layout))
             return DIFFERENT
         n_trained, seconds, n_figures = n_trained + 1, seconds + step.seconds, step.n_figures
     each = f"weights and {n_figures} figures of each, bit for bit" if n_trained > 1 else f"weights and {n_figures} figures"
@@ -261,7 +272,7 @@ def _digest(ranks: Ranks, scratch: Path) -> str:
     return digest
 
 
-def _difference(step: Replayed, config: Config) -> str:
+def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
     """What is known of why."""
     after = f"after learner step {step.learner_step}"
     if step.digest != step.published.digest:
@@ -274,7 +285,11 @@ def _difference(step: Replayed, config: Config) -> str:
     device = "a GPU" if torch.cuda.is_available() else f"a CPU, learner.threads={config.learner.threads}"
     lines.append(
         f"this is torch {torch.__version__} on {device}; another release, processor or code than the run's changes bits. So do "
-        "learner.learning_rate, steps, ranks, zero_stage and micro_batch_tokens: if the run was continued with others than "
-        "run.json has, give those with --set"
+        f"{', '.join(CHANGES_BITS)}: where the run was continued with others than run.json has, give those with --set"
     )
+    newest = layout.root / NEWEST_CONFIG
+    if newest.is_file():
+        started = configs.from_yaml(newest.read_text())
+        changed = [f"{key}={now}" for key in CHANGES_BITS if (now := attrgetter(key)(started)) != attrgetter(key)(config)]
+        lines += [f"its newest start had others; try --set {' '.join(changed)}"] * bool(changed)
     return "\n".join(lines)

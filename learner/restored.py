@@ -14,8 +14,8 @@ def restored_lines(rolled_back: RollBack, faults: Sequence[str], *, learner_step
 
         continues at learner step 8 as version 11; 8 groups consumed after the checkpoint are available again, 3 unfinished
         groups are played first; 412 trajectories are kept
-        thrown away: 1 learner step, which is trained again; 4 complete groups too old for version 11 (max_staleness=1),
-        which stay in the store as stale
+        thrown away: 1 learner step, which is trained again; 4 complete groups, of those or of others, too old for version 11
+        (max_staleness=1), which stay in the store as stale (fewer with a smaller learner.checkpoint_every)
     """
     left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
     too_old = sum(n for oldest, n in rolled_back.complete.items() if oldest < version - max_staleness)
@@ -26,7 +26,8 @@ def restored_lines(rolled_back: RollBack, faults: Sequence[str], *, learner_step
     if too_old:
         bound = f"too old for version {version} (max_staleness={max_staleness})"
         lost.append(
-            f"{counted(too_old, 'complete group')} {bound}, which {'stays' if too_old == 1 else 'stay'} in the store as stale"
+            f"{counted(too_old, 'complete group')}, of those or of others, {bound}, which {'stays' if too_old == 1 else 'stay'}"
+            " in the store as stale (fewer with a smaller learner.checkpoint_every)"
         )
     again, unfinished = counted(rolled_back.groups, "group"), counted(rolled_back.open, "unfinished group")
     kept = counted(rolled_back.trajectories, "trajectory", "trajectories")

@@ -181,8 +181,8 @@ def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
         "4 unfinished groups are played first; 116 trajectories are kept"
     )
     assert lost == (
-        "thrown away: 2 learner steps, which are trained again; 9 complete groups too old for version 10 (max_staleness=1), "
-        "which stay in the store as stale"
+        "thrown away: 2 learner steps, which are trained again; 9 complete groups, of those or of others, too old for version "
+        "10 (max_staleness=1), which stay in the store as stale (fewer with a smaller learner.checkpoint_every)"
     )
     none = RollBack(batches=0, groups=0, checkpoints=0, learner_steps=0, open=1, complete={9: 3}, trajectories=1)
     said = restored_lines(none, ["a was cut"], learner_step=5, version=10, max_staleness=1)

@@ -138,6 +138,8 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
     now = counts(tx)
+    of_others = tx.row("SELECT coalesce(sum(n_members), 0) AS n FROM grp WHERE source IS NOT NULL")
+    assert of_others is not None
     return RollBack(
         batches=len(batches),
         groups=n_groups,
@@ -145,7 +147,7 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         learner_steps=sum(state == "trained" for _, state in batches),
         open=now.open,
         complete=complete_by_version(tx),
-        trajectories=now.trajectories,
+        trajectories=now.trajectories + of_others["n"],
     )
 
 
