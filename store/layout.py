@@ -33,6 +33,9 @@ class RunInfo:
     forked_from: str | None = None  # run id and learner step, as RUN@STEP; see forked.py
     ancestors: tuple[str, ...] = ()  # run ids of the runs it was forked from, oldest first: some of its files are theirs
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ancestors", tuple(self.ancestors))  # JSON has lists
+
     def wrote(self, run_id: str) -> bool:
         """Whether files of that run may be in this one."""
         return run_id in (self.run_id, *self.ancestors)
@@ -109,8 +112,7 @@ class RunLayout:
             raise FormatError(f"{root} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
         known = {field.name for field in dataclasses.fields(RunInfo)}
         try:
-            ancestors = tuple(content.get("ancestors", ()))
-            info = RunInfo(**{name: value for name, value in content.items() if name in known} | {"ancestors": ancestors})
+            info = RunInfo(**{name: value for name, value in content.items() if name in known})
         except TypeError as error:
             raise FormatError(f"{path} lacks a field ({error}); restore it from a backup") from error
         return cls(root=root, info=info)

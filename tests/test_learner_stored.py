@@ -207,7 +207,7 @@ def test_a_crash_unuses_what_no_checkpoint_has(tmp_path: Path, played: Path, mon
     assert again.step == 2
     assert again.run() == 5
     coordinator.close()
-    batches = "SELECT learner_step, list(task_id || use ORDER BY ALL) FROM lineage WHERE {} AND learner_step = 3 GROUP BY 1"
+    batches = "SELECT learner_step, list_sort(list(task_id || use)) FROM lineage WHERE {} AND learner_step = 3 GROUP BY 1"
     assert rows(config.run_dir, batches.format("live")) == rows(config.run_dir, batches.format("NOT live")), "the same again"
     assert rows(config.run_dir, "SELECT count(*) FROM lineage WHERE live") == [(10,)]
 

@@ -372,23 +372,30 @@ class session_entered:
 
 
 @pytest.mark.parametrize(
-    ("stop", "arguments", "line"),
+    ("stop", "named", "arguments", "line"),
     [
         (
             Stopped("runs/a: stopped in order"),
+            {},
             ["c.yaml", "env.options={x: 1}"],
             "runs/a: stopped in order. Go on with:  python",
         ),
-        (KeyboardInterrupt(), ["c.yaml"], "stopped; no process of the run was up. Go on with:  python train.py c.yaml"),
-        (KeyboardInterrupt(), [], "interrupted"),
+        (KeyboardInterrupt(), {}, ["c.yaml"], "stopped; no process of the run was up. Go on with:  python train.py c.yaml"),
+        (KeyboardInterrupt(), {"resume": "a"}, ["x=1"], "Go on with:  python train.py --resume a x=1"),
+        (KeyboardInterrupt(), {"fork": "a@4"}, ["run_dir=b"], "Go on with:  python train.py --fork a@4 run_dir=b"),
+        (KeyboardInterrupt(), {}, [], "interrupted"),
     ],
 )
-def test_train_says_what_came_of_ctrl_c(stop: KeyboardInterrupt, arguments: list[str], line: str) -> None:
-    options = argparse.Namespace(config=arguments[0] if arguments else None, overrides=arguments[1:])
+def test_train_says_what_came_of_ctrl_c(
+    stop: KeyboardInterrupt, named: dict[str, str], arguments: list[str], line: str
+) -> None:
+    options = argparse.Namespace(
+        config=arguments[0] if arguments else None, overrides=arguments[1:], **{"resume": None, "fork": None, **named}
+    )
     output = StringIO()
     assert train.interrupted(stop, options, Console(file=output, soft_wrap=True)) == 130
     assert line in output.getvalue()
-    if len(arguments) > 1:
+    if len(arguments) > 1:  # a config, and a setting
         assert "'env.options={x: 1}'" in output.getvalue(), "as a shell needs it"
 
 
