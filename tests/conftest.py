@@ -10,17 +10,6 @@ from actors import PromptForm
 from configs import PromptConfig
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: whole runs and engines first and one after the other, all else by file."""
-
-    def is_run(item: pytest.Item) -> bool:
-        return any(item.get_closest_marker(name) for name in ("run", "engine"))
-
-    items.sort(key=lambda item: not is_run(item))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("runs" if is_run(item) else item.path.name))
-
-
 class CharacterTokenizer:
     """One token per character; the chat template puts U: before and A: after the message."""
 
