@@ -246,7 +246,8 @@ def by_batch(steps: pa.Table, setting: Setting) -> pa.Table:
 def show(reader: store.Reader, rows: pa.Table, named: dict[str, Setting], *, console: Console) -> None:
     """The figures of each setting, and how two of them differ."""
     console.print(f"{len(rows)} steps at lsn {reader.lsn}")
-    figures = Table("", *descriptions(named))
+    names = [f"{name}\n" if "b" in named else "" for name in named]  # what later tables call them
+    figures = Table("", *(name + settings for name, settings in zip(names, descriptions(named), strict=True)))
     summaries = [summary(of(rows, suffix), signal=setting.signal) for suffix, setting in named.items()]
     for name in summaries[0]:
         figures.add_row(name, *(each[name] for each in summaries))
@@ -290,9 +291,7 @@ def descriptions(named: dict[str, Setting]) -> list[str]:
     fields = [setting.fields() for setting in named.values()]
     differing = {name for name in fields[0] if len({each[name] for each in fields}) > 1}
     shown = differing or ("estimator", "gamma", "omega", "normalise", "signal")
-    title = ("name",) if "b" in named else ()  # what later tables call them
-    named_fields = [{"name": name, **each} for name, each in zip(named, fields, strict=True)]
-    return ["\n".join(f"{key}={value}" for key, value in each.items() if key in (*title, *shown)) for each in named_fields]
+    return ["\n".join(f"{name}={value}" for name, value in each.items() if name in shown) for each in fields]
 
 
 if __name__ == "__main__":
