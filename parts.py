@@ -47,7 +47,7 @@ def start(part: Part, *, config: Config, model_path: str, coordinator: Any) -> N
         worker = WorkerSetup(name=part.name, config=config, model_path=model_path)
         part.handle = WorkerActor.options(**options).remote(worker, coordinator)
     part.asked_at_s = time.monotonic()
-    part.where = part.handle.capture_output.remote(part.name)
+    part.where = part.handle.where.remote()
     part.call = part.handle.start.remote()
 
 

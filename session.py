@@ -200,7 +200,7 @@ class Session:
         cause = cause_of(error)
         if isinstance(cause, RayActorError) and not cause.actor_init_failed:
             self._lost(part, "lost touch with the coordinator" if isinstance(error, RayTaskError) else DIED)
-        elif isinstance(cause, EngineLostError) and self.is_up:
+        elif isinstance(cause, EngineLostError):
             self._lost(part, f"lost its engine: {cause}")
         elif isinstance(cause, RankError):  # as if the learner itself had died
             self._lost(part, f"lost a rank: {cause}")
@@ -214,12 +214,13 @@ class Session:
             del self.parts[part.name]
             self.coordinator.forget(part.name, why)
             return
-        pause_s = self.restarts.pause_s(part.name) if self.is_up else None
+        pause_s = self.restarts.pause_s(part.name)
         self.coordinator.forget(part.name, why)
         if pause_s is None:
-            limit = f", more than {self.config.supervision.max_restarts} times" if self.is_up else ""
+            limit = self.config.supervision.max_restarts
             raise ComponentFailed(
-                f"{part.name} {why}{limit}{self._log(part.name)}. Nothing that was committed is lost; the same command goes on"
+                f"{part.name} {why}, more than {limit} times{self._log(part.name)}. "
+                "Nothing that was committed is lost; the same command goes on"
             )
         self._notice("started again", f"{part.name} {why}; it is started again in {pause_s:g} s")
         self.parts[part.name] = Part(name=part.name, due_at_s=time.monotonic() + pause_s)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from actors.concurrency import RequestGate
 from actors.engine_environment import engine_environment, environment
+from actors.engine_server import begin_loading, engines_from_server
 from actors.policy import Completion, Prompt
 from actors.vllm_engine import Preemptions, engine_args, stop_engine
 from actors.weight_files import WeightFileError, check_shapes, tensor_shapes
@@ -87,16 +88,18 @@ class VLLMPolicy:
         a pool's thread may end at any time.
         """
         shapes = tensor_shapes(model_path)
-        with environment(engine_environment(actors, log_path)):
+        variables = load_ahead(actors, log_path)
+        with environment(variables):
             # Imported here, not above: vLLM, huggingface_hub and OpenMP read their variables when they are loaded.
             from vllm.v1.engine.async_llm import AsyncLLM
 
             others = set(multiprocessing.active_children())
             preemptions = Preemptions()
-            llm = AsyncLLM.from_engine_args(
-                engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=gate.limit),
-                stat_loggers=[preemptions.logger],
-            )
+            with engines_from_server(variables):
+                llm = AsyncLLM.from_engine_args(
+                    engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=gate.limit),
+                    stat_loggers=[preemptions.logger],
+                )
         await llm.update_weight_version("0")
         if stop:  # vLLM without a tokenizer would ignore them in silence
             llm.output_processor.tokenizer = tokenizer
@@ -244,6 +247,17 @@ class VLLMPolicy:
             version_min=min(versions),
             version_max=max(versions),
         )
+
+
+def load_ahead(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+    """Has a CPU engine load vLLM from now on, beside whatever else is done before `VLLMPolicy.start`.
+
+    Returns the environment variables that an engine is started with.
+    """
+    variables = engine_environment(actors, log_path)
+    if not actors.gpus_per_worker:
+        begin_loading(variables)
+    return variables
 
 
 @contextlib.contextmanager

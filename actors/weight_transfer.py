@@ -31,12 +31,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.engine_environment import ENGINE_CORES, engine_cores
+from actors.engine_server import PR_SET_PDEATHSIG
 from actors.weight_files import WeightFileError, weight_files
 from store import files_digest
 
 BACKEND = "safetensors_file"
 STAGE_AT_ONCE_S = 0.003  # a tiny model's files are read in less: spares a call, which waits for the engine's next step
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
@@ -133,13 +133,14 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent is gone, however that happened.
 
     An orphaned engine would keep its cores and memory, and nobody could reach it. The kernel watches the parent's *thread*
-    that started us: start engines from a thread that lives as long as they should.
+    that started us: start engines from a thread that lives as long as they should. An engine from a fork server is that one's
+    child, which ends with the worker (`engine_loaded.py`).
     """
-    parent = multiprocessing.parent_process()
-    if parent is None:
+    owner = multiprocessing.parent_process()
+    if owner is None:
         return  # not started by another Python process: nobody to follow
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before we asked
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if not owner.is_alive():  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 

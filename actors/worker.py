@@ -9,6 +9,7 @@ _promise         says that the event loop is alive, and what the worker waits fo
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import time
@@ -31,7 +32,7 @@ from actors.program import play_program
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
 from actors.served_weights import ServedWeights
-from actors.vllm_policy import EngineLostError, VLLMPolicy
+from actors.vllm_policy import EngineLostError, VLLMPolicy, load_ahead
 from configs import Config
 from envs import EnvironmentPool, ProgramPool, is_program
 from store import Heartbeat, RunLayout, Trajectory, capture_output
@@ -53,12 +54,17 @@ class Worker:
     """`await start()`, then `await run()` until `stop()`; a failure of any part is raised by `run` with its cause."""
 
     def __init__(self, setup: WorkerSetup, coordinator: ActorHandle) -> None:
-        from transformers import AutoTokenizer  # here, with torch 5 s of CPU: the driver and the coordinator never need it
-
+        gc.disable()  # until it has started: a fifth of what imports take
         config = setup.config
         self.name, self.config, self.model_path = setup.name, config, setup.model_path
         self.coordinator = CoordinatorClient(coordinator, worker=setup.name)
         self.layout = RunLayout.open(Path(config.run_dir))
+        capture_output(self.layout.logs / f"{self.name}.log")
+        self.engine_log = self.layout.logs / f"{self.name}-engine.log"
+        if not config.actors.scripted:
+            load_ahead(config.actors, self.engine_log)
+        from transformers import AutoTokenizer  # here, with torch 5 s of CPU: the driver and the coordinator never need it
+
         self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote(setup.name, waiting_on))
         self.form = PromptForm(AutoTokenizer.from_pretrained(setup.model_path), config.prompt)
         env = config.env
@@ -72,9 +78,8 @@ class Worker:
         self.policy: Policy = ScriptedPolicy(self.form.encode_answer)
         self.player = Player(self.coordinator, config, play=self._play_member, weights=None, concurrency=Concurrency.of(config))
 
-    async def capture_output(self, name: str) -> tuple[str, int]:
-        """From now on prints go to the log `name`. Where this process is: host and pid."""
-        capture_output(self.layout.logs / f"{name}.log")
+    async def where(self) -> tuple[str, int]:
+        """Host and pid of this process."""
         return socket.gethostname(), os.getpid()
 
     async def start(self) -> float:
@@ -93,7 +98,7 @@ class Worker:
                 stop_token_ids=stops if isinstance(stops, list) else [stops],
                 stop=self.config.prompt.stop,
                 tokenizer=self.form.tokenizer,
-                log_path=self.layout.logs / f"{self.name}-engine.log",
+                log_path=self.engine_log,
             )
             self.policy = self.engine
             self.player.weights = ServedWeights(
@@ -108,6 +113,8 @@ class Worker:
         if isinstance(self.environments, ProgramPool):
             self.endpoint = Endpoint(self.policy, self.form.tokenizer, EndpointSettings.of(self.config))
             await self.endpoint.start()
+        gc.freeze()  # what was imported stays for good, and need not be looked through again
+        gc.enable()
         return time.monotonic() - started
 
     async def run(self) -> None:

@@ -11,8 +11,6 @@ stale, with the reason, and stays in the store. If that checkpoint is damaged th
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -48,7 +46,7 @@ from learner.ranks import Ranks
 from learner.restored import restored_lines
 from learner.source import ReadyBatch, source_of
 from learner.stats import UpdateStats
-from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, capture_output, files_digest, publish_directory
+from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, files_digest, publish_directory
 
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
@@ -76,11 +74,6 @@ class Learner:
         self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
         self.at_work = threading.Lock()  # held by `start` and `run`
         self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote("learner", waiting_on))
-
-    def capture_output(self, name: str) -> tuple[str, int]:
-        """From now on prints go to the log `name`. Where this process is: host and pid."""
-        capture_output(self.layout.logs / f"{name}.log")
-        return socket.gethostname(), os.getpid()
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""

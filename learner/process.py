@@ -5,12 +5,17 @@ Loads nothing that computes: torch, DeepSpeed and transformers take seconds of C
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
 from configs import Config
+from store import RunLayout, capture_output
 
 LEARNER_STEP = "learner step"  # what the learner is said to be at while it trains: work, not a wait
 
@@ -29,12 +34,17 @@ class LearnerProcess:
     """A `Learner` for Ray, which has to know the methods before the class is loaded."""
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
+        capture_output(RunLayout.open(Path(setup.config.run_dir)).logs / "learner.log")
+        gc.disable()  # a fifth of the import's time; what it made stays for good and need not be looked through again
         from learner.learner import Learner  # here, in the process that trains
 
+        gc.freeze()
+        gc.enable()
         self._learner = Learner(setup, coordinator)
 
-    def capture_output(self, name: str) -> tuple[str, int]:
-        return self._learner.capture_output(name)
+    def where(self) -> tuple[str, int]:
+        """Host and pid of this process."""
+        return socket.gethostname(), os.getpid()
 
     def start(self) -> str:
         return self._learner.start()

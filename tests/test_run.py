@@ -127,6 +127,11 @@ def learner_step(run: Path) -> int:
     return rows(run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'")[0][0]
 
 
+def checkpoint(run: Path) -> int:
+    """Learner step of the newest one."""
+    return rows(run, "SELECT coalesce(max(learner_step), 0) FROM checkpoints")[0][0]
+
+
 def trajectory_uids(run: Path) -> set[object]:
     return {uid for (uid,) in rows(run, "SELECT traj_uid FROM trajectories")}
 
@@ -278,47 +283,39 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Finished, Leftovers
     assert learner_step(finished[0].run) == 6
 
 
-def test_killed_at_any_moment_and_moved_it_goes_on_and_loses_nothing(tmp_path: Path, base: str) -> None:
+def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_path: Path, base: str) -> None:
     run, moved = tmp_path / "run", tmp_path / "elsewhere" / "moved"
-    process = start(run, base, "learner.steps=8")
+    process = start(run, base, "learner.steps=500")
     wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 3, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     committed = trajectory_uids(run)
     assert committed
+    runs.remove_leftovers(run)  # Ray ends them too, some seconds later
     moved.parent.mkdir()
     shutil.copytree(run, moved)
-    runs.remove_leftovers(run)  # Ray ends them too, some seconds later
     shutil.rmtree(run)
     run = moved
+    before = Leftovers.now()
     command = [sys.executable, str(ROOT / "train.py"), "--resume", run.name, "actors.groups_in_flight=2"]
     process = subprocess.Popen(
         command, cwd=run.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
+    wait_for(lambda: checkpoint(run) >= 6, process)
+    process.send_signal(signal.SIGINT)
     again = finish(process, run)
-    assert again.code == 0, again.output
+    assert again.code == 130, again.output
     assert "continues at learner step" in again.output and "thrown away: " in again.output
+    assert f"train.py --resume {run.name}" in again.output and "Traceback" not in again.output
     assert committed <= trajectory_uids(run)
+    steps = learner_step(run)
+    assert checkpoint(run) == steps  # nothing has to be trained again
     trained = rows(run, "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' GROUP BY 1 ORDER BY 1")
-    assert trained == [(step, 4) for step in range(1, 9)]
+    assert trained == [(step, 4) for step in range(1, steps + 1)]
     assert rows(run, "SELECT count(*) - count(DISTINCT group_uid) FROM lineage WHERE live") == [(0,)]
     assert rows(run, "SELECT count(*) FROM staleness_violations") == [(0,)]
     ((versions, newest),) = rows(run, "SELECT count(DISTINCT version), max(version) FROM versions")
     assert versions == newest + 1  # restored weights got a number of their own
-
-
-def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path, base: str) -> None:
-    run = tmp_path / "run"
-    before = Leftovers.now()
-    process = start(run, base, "learner.steps=500")
-    wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 1, process)
-    process.send_signal(signal.SIGINT)
-    done = finish(process, run)
-    assert done.code == 130, done.output
-    assert f"python train.py {run.parent / 'key_room.yaml'}" in done.output
-    assert "Traceback" not in done.output
-    steps = learner_step(run)
-    assert rows(run, "SELECT max(learner_step) FROM checkpoints") == [(steps,)]  # nothing has to be trained again
     after = Leftovers.now()
     assert after.pids <= before.pids
     assert after.shared_memory <= before.shared_memory

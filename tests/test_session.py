@@ -197,7 +197,9 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
         (LEARNER, as_ray_passes_it_on(RankError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
     ],
 )
-def test_who_is_lost_is_started_again(session: Session, name: str, error: RayError, words: str) -> None:
+@pytest.mark.parametrize("is_up", [True, False], ids=["while it runs", "while it starts"])
+def test_who_is_lost_is_started_again(session: Session, name: str, error: RayError, words: str, is_up: bool) -> None:
+    session.is_up = is_up
     part = session.parts[name] = Part(name=name, due_at_s=0.0, started=True)
     session._failed(part, error)
     assert session.parts[name] is not part and session.parts[name].handle is None

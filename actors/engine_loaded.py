@@ -1,0 +1,23 @@
+"""What the fork server of engines imports (`engine_server.py`): all that an engine needs, none of which starts a thread."""
+
+import ctypes
+import gc
+import importlib
+import signal
+
+from actors.engine_server import PR_SET_PDEATHSIG
+
+MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "actors.weight_transfer",
+)
+
+# With the worker, also if that is killed. An engine is a child of this process and ends with it in turn (weight_transfer.py).
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+gc.disable()  # a fifth of the time
+for module in MODULES:
+    importlib.import_module(module)
+gc.freeze()  # what all engines share is not copied by a look through it
+gc.enable()
