@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from actors import CoordinatorActor, Status
 from causes import DIED, ComponentFailed, cause_of, log_hint, one_line
 from configs import Config
-from store import CheckpointRecord
+from store import CheckpointRecord, VersionRecord
 
 START_TIMEOUT_S = 600.0  # it may have games to make
 ANSWER_TIMEOUT_S = 20.0
@@ -31,6 +31,9 @@ class CoordinatorCalls:
 
     def status(self) -> Status:
         return self._ask(self.handle.status.remote())
+
+    def publish(self, version: VersionRecord) -> None:
+        self._ask(self.handle.publish.remote(version))
 
     def evaluate(self, version: int, episodes_per_task: int) -> None:
         self._ask(self.handle.evaluate.remote(version, episodes_per_task))

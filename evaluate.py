@@ -1,6 +1,14 @@
-"""Plays every held-out task with the newest weights of a run and prints the success: python evaluate.py RUN
+"""Plays every held-out task, and shows the success by task type with confidence intervals.
 
-The episodes go into the run's store like all others. Episodes that are already there are not played again.
+python evaluate.py RUN                                        a run's newest weights, into the run's own store
+python evaluate.py RUN run_dir=NEW [key=value ...]            likewise with other tasks or settings, into a store of its own
+python evaluate.py RUN@STEP run_dir=NEW [key=value ...]       the weights of one of its checkpoints
+python evaluate.py CONFIG model.path=MODEL run_dir=NEW ...    any Hugging Face model
+python evaluate.py --compare RUN OTHER                        two that were evaluated, task by task
+
+Tasks: env.options, e.g. env.options.heldout=valid_unseen. Episodes of each: evaluation.final_episodes_per_task, each with a
+sampling seed of its own. evaluation.temperature=0 is greedy. The same command goes on where it was stopped: episodes that are
+in the store are not played again.
 """
 
 from __future__ import annotations
@@ -8,6 +16,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,53 +24,156 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
+import evaluation
 import report
+import resume
 import runs
+import store
+from actors import weight_files
 from causes import ComponentFailed
 from cluster import ray_cluster
-from configs import ConfigError
+from configs import Config, ConfigError
 from envs import EnvironmentFailed
+from opening import check_gpus, check_same_run, check_tasks, open_run
 from progress import Progress
 from session import Session
 from stopping import Interrupt
-from store import RunLayout, StoreError, check_unowned
+from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", help="a run directory")
-    options = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", nargs="?", metavar="RUN[@STEP]|CONFIG", help="a run directory, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of it")
+    parser.add_argument("--compare", nargs=2, metavar=("RUN", "OTHER"), type=Path, help="two evaluations, task by task")
+    options = parser.parse_intermixed_args(arguments)
     Interrupt().listen()
     console = Console(highlight=False, soft_wrap=True)
     try:
-        layout = RunLayout.open(Path(options.run))
-        config = replace(configs.from_yaml(layout.info.config_yaml), run_dir=options.run)
-        check_unowned(layout)
-        base = Path(options.run) / "base" / "policy"
-        model_path = config.model.path or str(base)
+        if options.compare:
+            first, second = options.compare
+            evaluation.show_comparison(first, second, console)
+            return 0
+        if not options.weights:
+            parser.error("give a run, e.g. runs/quickstart, a config, or --compare")
+        if options.overrides:
+            from learner import with_published  # here, as torch comes with it
+
+            config = with_published(asked_config(options.weights, options.overrides))
+            evaluate_apart(config, options.weights, console)
+        else:
+            config = own_config(options.weights)
+            play(config, config.model.path or str(Path(config.run_dir) / "base" / "policy"), console, apart=False)
+            report.show(config, console)
+        evaluation.show(Path(config.run_dir), console)
+    except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        again = shlex.join(["python", "evaluate.py", *arguments])
+        console.print(f"\n{str(stop) or 'stopped; no process was up'}. Go on with:  {again}", markup=False)
+        return 130
+    return 0
+
+
+def own_config(run: str) -> Config:
+    """Of a run that is evaluated in its own store. Raises ConfigError, StoreError."""
+    if run.rpartition("@")[0] or run.endswith((".yaml", ".yml")):
+        raise ConfigError(f"{run} is evaluated in a store of its own; give its directory: run_dir=...")
+    layout = RunLayout.open(Path(run))
+    check_unowned(layout)
+    return replace(configs.from_yaml(layout.info.config_yaml), run_dir=run)
+
+
+def asked_config(weights: str, overrides: Sequence[str]) -> Config:
+    """Of an evaluation with a directory of its own. Raises ConfigError, StoreError."""
+    directories = [text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")]
+    if not directories:
+        raise ConfigError(f"evaluate.py {weights} with settings of its own needs a directory of its own: run_dir=NEW")
+    if weights.endswith((".yaml", ".yml")):
+        config = configs.load(weights, overrides)
+        if not config.model.path:
+            raise ConfigError(f"{weights} has no model.path; give the model to evaluate: model.path=...")
+        return config
+    run, _ = run_and_step(weights)
+    others = [text for text in overrides if not text.startswith("run_dir=")]
+    if any(text.startswith("model.path=") for text in others):
+        raise ConfigError(f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a config instead")
+    config = resume.load(run, others)
+    new = directories[-1]
+    return replace(config, run_dir=new, source=[], model=replace(config.model, path=str(Path(new) / "model"), lora_rank=0))
+
+
+def run_and_step(text: str) -> tuple[Path, int | None]:
+    """Example: `runs/a@40` is runs/a and 40, `runs/a` its newest weights."""
+    run, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not step.isdigit():
+        raise ConfigError(f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. runs/a@40")
+    return Path(run), int(step)
+
+
+def evaluate_apart(config: Config, weights: str, console: Console) -> None:
+    """In the directory of `config`, which is made now if it is not there."""
+    check_same_run(config)
+    if not weights.endswith((".yaml", ".yml")):
+        take_weights(*run_and_step(weights), Path(config.model.path))
+    configs.check_model_path(config)
+    check_tasks(config, console)
+    open_run(config)
+    resume.remember(config)
+    play(config, config.model.path, console, apart=True)
+
+
+def take_weights(run: Path, step: int | None, model: Path) -> None:
+    """The weights to evaluate, as a Hugging Face directory `model`, unless they are there already. Raises StoreError."""
+    from learner import copy_weights, export_checkpoint
+
+    if model.is_dir():
+        return
+    layout = RunLayout.open(run)
+    if step is not None:
+        try:
+            export_checkpoint(layout, step, model)
+        except (ValueError, FileNotFoundError) as error:  # there is none, it is damaged, or the base model is gone
+            raise StoreError(f"{run}@{step} cannot be evaluated: {error}") from error
+        return
+    with store.open(run) as reader:
+        (newest,) = reader.sql("SELECT max(version) AS version FROM versions").to_pylist()
+    if newest["version"] is None:
+        raise StoreError(f"{run} has no weights yet; train it first")
+    copy_weights(layout.weights_dir(newest["version"]), model)
+
+
+def play(config: Config, model_path: str, console: Console, *, apart: bool) -> None:
+    """Every held-out task, `final_episodes_per_task` times, with the newest weights of the directory; `apart` the model's."""
+    run = Path(config.run_dir)
+    with runs.driving(run), ray_cluster(config.run_dir):
+        check_gpus(config, learns=False)
         with (
-            runs.driving(Path(options.run)),
-            ray_cluster(options.run),
             Session(
                 config,
                 model_path,
                 learns=False,
                 say=partial(console.print, markup=False),
-                say_stopping=partial(runs.say_stopping, Path(options.run)),
+                say_stopping=partial(runs.say_stopping, run),
             ) as session,
             Progress(config, "evaluating", console) as progress,
         ):
+            if apart and session.status().version < 0:
+                session.publish(version_zero(RunLayout.open(run), Path(model_path)))
             session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
-        report.show(config, console)
-    except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        console.print(
-            f"\n{str(stop) or 'stopped; no process was up'}. Go on with:  {shlex.join(['python', 'evaluate.py', options.run])}"
-        )
-        return 130
-    return 0
+
+
+def version_zero(layout: RunLayout, model: Path) -> VersionRecord:
+    """What the engines start from, by its digest; a link, as nobody changes it."""
+    directory = layout.weights_dir(0)
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.symlink_to(model.resolve(), target_is_directory=True)
+    digest = files_digest(weight_files(directory))
+    return VersionRecord(version=0, path=layout.relative(directory), digest=digest, learner_step=None)
 
 
 if __name__ == "__main__":

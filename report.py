@@ -80,7 +80,7 @@ def show(config: Config, console: Console) -> None:
     )
 
 
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     """95% score interval of a proportion (Wilson 1927): honest near 0 and 1, where the normal one is not."""
     rate, shrink = successes / trials, 1 + Z_95**2 / trials
     centre = (rate + Z_95**2 / (2 * trials)) / shrink

@@ -32,6 +32,7 @@ from learner import RankError
 from parts import LEARNER, Part
 from runs import wanted_workers
 from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
+from store import VersionRecord
 from supervision import Restarts, Watch
 
 POLL_S = 0.5
@@ -78,6 +79,10 @@ class Session:
             self._look(show)
         self.training = False
         return self.learner_step
+
+    def publish(self, version: VersionRecord) -> None:
+        """Weights that no learner of this session has made."""
+        self.coordinator.publish(version)
 
     def evaluate(self, episodes_per_task: int, show: Show) -> None:
         """Plays every held-out task `episodes_per_task` times with the newest weights."""

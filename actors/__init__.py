@@ -18,6 +18,7 @@ from actors.resume import ResumePoint
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.texts import sample_chats
 from actors.vllm_policy import EngineLostError
+from actors.weight_files import weight_files
 from actors.worker import Worker, WorkerActor, WorkerSetup
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "request_seed",
     "sample_chats",
     "task_index",
+    "weight_files",
 ]

@@ -1,0 +1,119 @@
+"""What `evaluate.py` shows: success on held-out tasks by type, and two evaluations compared task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import configs
+import store
+from envs import list_tasks
+from report import wilson_interval
+from store import RunLayout, StoreError
+
+FLIPS = 10_000
+SHOWN = 20  # tasks with the largest differences
+
+NEWEST_ROUND = """
+SELECT g.task_id, count(*) FILTER (t.won) AS won, count(*) AS played, avg(t.task_score) AS score, avg(t.n_steps) AS steps
+FROM groups AS g JOIN trajectories AS t USING (group_uid)
+WHERE g.split = 'heldout' AND g.purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')
+GROUP BY g.task_id ORDER BY g.task_id
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Played:
+    """One task in the newest evaluation round of a run."""
+
+    task_id: str
+    type: str  # "" where the environment has no types
+    won: int  # of `played` episodes
+    played: int
+    score: float | None  # mean graded score, where there is one
+    steps: float  # mean
+
+
+def newest_round(run: Path) -> list[Played]:
+    """Raises StoreError if nothing was played on held-out tasks yet."""
+    env = configs.from_yaml(RunLayout.open(run).info.config_yaml).env
+    types = {task.id: task.data.get("type", "") for task in list_tasks(env.name, env.options)["heldout"]}
+    with store.open(run) as reader:
+        rows = reader.sql(NEWEST_ROUND).to_pylist()
+    if not rows:
+        raise StoreError(f"{run}: nothing was played on held-out tasks yet; python evaluate.py {run}")
+    return [Played(type=types.get(row["task_id"], ""), **row) for row in rows]
+
+
+def interval(tasks: Sequence[Played]) -> tuple[float, float]:
+    """95% interval of the success: Wilson's, for as many independent episodes as would vary as much as these.
+
+    Episodes of one task are alike, so those count for less: at least one a task, at most all of them.
+    """
+    rate_T = np.array([task.won / task.played for task in tasks])
+    played = sum(task.played for task in tasks)
+    mean, variance = success(tasks), float(np.var(rate_T, ddof=1)) / len(tasks) if len(tasks) > 1 else 0.0
+    alike = mean * (1 - mean) / variance if variance > 0 else 0.0
+    effective = round(min(max(alike, len(tasks)), played))
+    return wilson_interval(mean * effective, effective)
+
+
+def success(tasks: Sequence[Played]) -> float:
+    return sum(task.won for task in tasks) / sum(task.played for task in tasks)
+
+
+def show(run: Path, console: Console) -> None:
+    """The newest round: a line for all tasks, and one for each type where there are several."""
+    tasks = newest_round(run)
+    of_type: dict[str, list[Played]] = {}
+    for task in tasks:
+        of_type.setdefault(task.type, []).append(task)
+    table = Table("type", "tasks", "episodes", "success", "95% interval", "score", "steps", box=None, pad_edge=False)
+    for name, some in [*(sorted(of_type.items()) if len(of_type) > 1 else []), ("all", tasks)]:
+        low, high = interval(some)
+        scores = [task.score for task in some if task.score is not None]
+        table.add_row(
+            name,
+            str(len(some)),
+            str(sum(task.played for task in some)),
+            f"{success(some):.3f}",
+            f"{low:.3f} to {high:.3f}",
+            f"{sum(scores) / len(scores):.3f}" if scores else "-",
+            f"{sum(task.steps * task.played for task in some) / sum(task.played for task in some):.1f}",
+        )
+    console.print(table)
+
+
+def show_comparison(first: Path, second: Path, console: Console) -> None:
+    """`second` against `first`, on the tasks that both have played. Raises StoreError if there are none."""
+    ours = {task.task_id: task for task in newest_round(second)}
+    pairs = [(task, ours[task.task_id]) for task in newest_round(first) if task.task_id in ours]
+    if not pairs:
+        raise StoreError(f"{first} and {second} have played no task in common; evaluate both on the same split")
+    difference_T = np.array([b.won / b.played - a.won / a.played for a, b in pairs])
+    rates = [success([pair[side] for pair in pairs]) for side in (0, 1)]
+    console.print(
+        f"{len(pairs)} tasks in common: {first} {rates[0]:.3f}, {second} {rates[1]:.3f}; difference of the tasks' means "
+        f"{difference_T.mean():+.3f}, p = {sign_flip_p(difference_T):.4f} (signs of the tasks' differences flipped)"
+    )
+    table = Table("task", "type", str(first), str(second), "difference", box=None, pad_edge=False)
+    order = np.argsort(-np.abs(difference_T), kind="stable")
+    for place in [int(place) for place in order[:SHOWN] if difference_T[place]]:
+        a, b = pairs[place]
+        table.add_row(a.task_id, a.type, f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}")
+    console.print(table)
+    n_different = int(np.count_nonzero(difference_T))
+    console.print(f"{n_different} tasks differ" + (f", {SHOWN} are shown" if n_different > SHOWN else ""))
+
+
+def sign_flip_p(difference_T: np.ndarray) -> float:
+    """Two-sided p of the mean of T differences, float64: each could as well have had the other sign."""
+    signs_FT = np.random.default_rng(0).choice([-1.0, 1.0], size=(FLIPS, len(difference_T)))
+    flipped_F = np.abs(signs_FT @ difference_T)
+    at_least = int(np.count_nonzero(flipped_F >= abs(difference_T.sum()) - 1e-9))
+    return (1 + at_least) / (1 + FLIPS)

@@ -1,0 +1,150 @@
+"""evaluate.py: what it refuses, and what it shows of the rounds in a store. Whole evaluations are in test_run.py."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import configs
+import evaluate
+import evaluation
+import store
+from actors import Coordinator
+from configs import ConfigError
+from evaluation import Played, interval, newest_round, sign_flip_p, success
+from report import wilson_interval
+from store import RunLayout, StoreError, write_open_sql
+from tests.fault_runs import ROOT, SCRIPTED, untrained_model
+from tests.test_actors_coordinator import make_config, play, publish
+
+
+def task(won: int, played: int, *, name: str = "t", kind: str = "") -> Played:
+    return Played(task_id=name, type=kind, won=won, played=played, score=None, steps=3.0)
+
+
+def test_one_episode_a_task_has_wilsons_interval() -> None:
+    tasks = [task(1, 1)] * 30 + [task(0, 1)] * 10
+    assert success(tasks) == 0.75
+    low, high = interval(tasks)
+    assert (low, high) == pytest.approx(wilson_interval(30, 40), abs=0.005)
+
+
+def test_episodes_that_are_all_alike_count_as_one_a_task() -> None:
+    tasks = [task(4, 4)] * 30 + [task(0, 4)] * 10
+    assert interval(tasks) == pytest.approx(wilson_interval(30, 40), abs=0.005)
+
+
+def test_episodes_that_differ_within_each_task_count_one_by_one() -> None:
+    """Every task won half of the time: the tasks' means do not vary at all, so all 80 episodes count at most."""
+    assert interval([task(2, 4)] * 20) == pytest.approx(wilson_interval(10, 20))  # no variance: as many as there are tasks
+    rng = np.random.default_rng(0)
+    tasks = [task(int(rng.binomial(4, 0.5)), 4) for _ in range(500)]
+    low, high = interval(tasks)
+    expected_low, expected_high = wilson_interval(success(tasks) * 2000, 2000)
+    assert high - low == pytest.approx(expected_high - expected_low, rel=0.1)
+
+
+def test_always_won_is_not_certain() -> None:
+    low, high = interval([task(3, 3)] * 10)
+    assert high == pytest.approx(1.0) and low == pytest.approx(wilson_interval(10, 10)[0])
+
+
+def test_flipped_signs_by_hand() -> None:
+    """Four differences of one sign: of the 16 patterns of signs two are as far from 0."""
+    assert sign_flip_p(np.ones(4)) == pytest.approx(2 / 16, abs=0.02)
+    assert sign_flip_p(np.zeros(4)) == 1.0
+    assert sign_flip_p(np.array([1.0, -1.0, 0.5])) > 0.5
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Path:
+    """A run with two evaluation rounds of its 20 held-out tasks."""
+    run = tmp_path / "run"
+    config = make_config(run, max_staleness=0)
+    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=0)
+    coordinator = Coordinator(config, learns=False)
+    for version in (0, 1):
+        publish(coordinator, version, version)
+        coordinator.evaluate(version, 2)
+        while (lease := coordinator.lease("w")) is not None:
+            play(coordinator, lease)
+    coordinator.close()
+    return run
+
+
+def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
+    tasks = newest_round(played)
+    assert len(tasks) == 20 and {one.played for one in tasks} == {2}
+    console = Console(width=100, record=True)
+    evaluation.show(played, console)
+    assert "all   20     40" in console.export_text()
+
+
+def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
+    console = Console(width=200, record=True)
+    evaluation.show_comparison(played, played, console)
+    text = console.export_text()
+    assert "20 tasks in common" in text and "p = 1.0000" in text and "0 tasks differ" in text
+
+
+def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", max_staleness=0)
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=0)
+    Coordinator(config, learns=False).close()
+    with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
+        newest_round(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("weights", "overrides", "words"),
+    [
+        ("runs/a", ["seed=1"], "needs a directory of its own: run_dir=NEW"),
+        ("runs/a@last", ["run_dir=b"], "one of its checkpoints' learner steps, e.g. runs/a@40"),
+        ("runs/a", ["run_dir=b", "model.path=m"], "model.path= beside runs/a"),
+        ("configs/key_room.yaml", ["run_dir=b"], "has no model.path; give the model to evaluate"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(weights: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        evaluate.asked_config(weights, overrides)
+
+
+@pytest.mark.parametrize("weights", ["runs/a@40", "configs/key_room.yaml"])
+def test_without_a_directory_only_a_run_is_evaluated(weights: str) -> None:
+    with pytest.raises(ConfigError, match="in a store of its own; give its directory"):
+        evaluate.own_config(weights)
+
+
+def test_settings_of_the_run_that_is_evaluated_are_kept(played: Path, tmp_path: Path) -> None:
+    config = evaluate.asked_config(f"{played}@3", [f"run_dir={tmp_path / 'new'}", "evaluation.temperature=0"])
+    assert config.run_dir == str(tmp_path / "new") and config.model.path == str(tmp_path / "new" / "model")
+    assert config.evaluation.temperature == 0.0
+    assert config.algorithm == configs.from_yaml(RunLayout.open(played).info.config_yaml).algorithm
+    assert math.isclose(config.env.win_reward, 10.0)
+
+
+@pytest.mark.run
+def test_any_model_is_evaluated_in_a_store_of_its_own_and_never_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Played by the scripted player, so that no engine has to start; all else is as ever."""
+    new = tmp_path / "new"
+    given = [f"run_dir={new}", f"model.path={untrained_model(tmp_path / 'model')}", *SCRIPTED, "learner.keep_versions=3002"]
+    command = [sys.executable, "evaluate.py", "configs/key_room.yaml", *given, "evaluation.final_episodes_per_task=2"]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "all   20     40" in done.stdout
+    with store.open(new) as reader:
+        assert reader.sql("SELECT count(*) AS n, max(version) AS version FROM versions").to_pylist() == [{"n": 1, "version": 0}]
+        assert reader.sql("SELECT count(*) AS n FROM trajectories").to_pylist() == [{"n": 40}]
+    assert evaluate.main([f"{new}@7", f"run_dir={tmp_path / 'other'}"]) == 2
+    assert "has no checkpoint of learner step 7" in capsys.readouterr().err
