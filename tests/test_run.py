@@ -68,7 +68,11 @@ class Leftovers:
     def now(cls) -> Leftovers:
         return cls(
             pids=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
-            shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir() if str(path) not in mapped_files()),
+            shared_memory=frozenset(
+                path.name
+                for path in Path("/dev/shm").iterdir()
+                if str(path) not in mapped_files() and not path.name.startswith("sem.")  # of Python's processes, a page each
+            ),
             sessions=frozenset(
                 path.name
                 for path in Path("/tmp").glob(f"{RAY_DIRECTORY}*")
