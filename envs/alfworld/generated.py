@@ -57,7 +57,7 @@ class Scene:
 
 
 def list_generated(split: str, games: int, *, seed: int, task_types: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, task type) of the first `games` games of a split, taking turns in type. Raises ValueError for 0: there is no end."""
+    """(name, task type) of the first games of a split, the types taking turns. Raises ValueError for 0: there is no end."""
     if games == 0:
         raise ValueError(
             f"alfworld option {split}_games=0 means all games, and games made on the spot have no end: "

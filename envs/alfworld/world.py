@@ -1,8 +1,8 @@
 """The environment: which games are tasks, and one of them played.
 
-Options: `data` (folder with the games, official or packed; "" makes small ones on the spot), `train` and `heldout` (the official
-splits that are played as such), `task_types` (a list of the six; [] is all), `train_games` and `heldout_games` (at most;
-0 is all), `seed` (of games made on the spot).
+Options: `data` (folder of games, official or packed; "" makes small ones on the spot), `train` and `heldout` (which official
+split is played as such), `task_types` (a list of the six; [] is all), `train_games` and `heldout_games` (at most; 0 is all),
+`seed` (of games made on the spot).
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ class _Options:
 
 
 class AlfWorldEnv:
-    """The step limit is the runner's. An observation is the game's text, unchanged, and is its own anchor state."""
+    """The step limit is the runner's. An observation is the game's text, unchanged, and is its own anchor state.
+
+    Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.", and whether it is punished
+    is for `prompt.admissible_only` to say.
+    """
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._data = _parse(options).data
@@ -81,9 +85,7 @@ class AlfWorldEnv:
     def step(self, action: str) -> Transition:
         if self._is_over or self._engine is None:
             raise ValueError("the episode is over: call reset(task) before step")
-        command = action.strip()
-        is_valid = command in self._engine.commands
-        text, won = self._engine.step(command)
+        text, won = self._engine.step(action.strip())
         self._is_over = won
         return Transition(
             observation=self._observation(text),
@@ -91,7 +93,6 @@ class AlfWorldEnv:
             terminated=won,
             truncated=False,
             won=won,
-            valid=is_valid,
         )
 
     def close(self) -> None:
