@@ -11,6 +11,7 @@ from typing import Any
 
 import fast_downward
 
+from envs.alfworld.games import TASK_MARK
 from envs.alfworld.texts import Facts, Placeholder
 from envs.alfworld.translation import Translation
 
@@ -41,7 +42,7 @@ class Engine:
         self._library.load_sas(zlib.decompress(game.sas))
         self._facts = Facts(game.facts)
         self._list_operators()
-        return self._say(INTRO, {}).replace(game.task_mark, game.task)
+        return self._say(INTRO, {}).replace(TASK_MARK, game.task)
 
     def step(self, command: str) -> tuple[str, bool]:
         """What the game answers, and whether it is won now. An unknown command changes nothing."""

@@ -56,18 +56,18 @@ class Language:
         for name, parents in types:
             if name not in {known.name for known in logic.types}:  # PDDL's root type is called object, as is one of ALFRED's
                 logic.types.add(Type(name, parents))
-        self._types = logic.types
-        self._rules = logic.grammar._rules
+        self.types = logic.types
+        self.rules = logic.grammar._rules
         self.commands: dict[str, str] = {name: action.template for name, action in logic.actions.items()}
         self.answers: dict[str, str] = {name: action.feedback_rule for name, action in logic.actions.items()}
         # Bounded by the grammar: it is the only source of texts.
-        self._parse: Callable[[str], Any] = cache(_parse)
-        self._query: Callable[[str], Any] = cache(self._parse_query)
-        self._code: Callable[[str], Any] = cache(lambda expression: compile(expression, "<grammar>", "eval"))
+        self.parse: Callable[[str], Any] = cache(_parse)
+        self.query: Callable[[str], Any] = cache(self._parse_query)
+        self.code: Callable[[str], Any] = cache(lambda expression: compile(expression, "<grammar>", "eval"))
 
     def say(self, text: str, binding: Binding, *, facts: Facts, entities: Mapping[str, Any]) -> str:
         """`text` of the grammar in full; `entities`: TextWorld's EntityInfo by id."""
-        return _Speaker(self, facts, entities).all(self._parse(text), binding)
+        return _Speaker(self, facts, entities).all(self.parse(text), binding)
 
     def _parse_query(self, query: str) -> list[tuple[list[Signature], list[Placeholder]]]:
         """For each predicate of a conjunction: the signatures that it may be met by, in TextWorld's order, and its terms."""
@@ -76,7 +76,7 @@ class Language:
             (
                 [
                     (predicate.name, tuple(kind.name for kind in kinds))
-                    for kinds in self._types.multi_subtypes([self._types.get(kind) for kind in predicate.types])
+                    for kinds in self.types.multi_subtypes([self.types.get(kind) for kind in predicate.types])
                 ],
                 [(term.name, term.type) for term in predicate.parameters],
             )
@@ -105,7 +105,7 @@ class _Speaker:
                 return self._rule(str(symbol), binding)
             case EvalSymbol():
                 named = {name: self._entities[entity] for (name, _), entity in binding.items()}
-                return str(eval(self._language._code(symbol.expression), named))
+                return str(eval(self._language.code(symbol.expression), named))
             case ConditionalSymbol():
                 return "".join(self._each(symbol, binding))
             case ListSymbol():
@@ -114,7 +114,7 @@ class _Speaker:
 
     def _rule(self, name: str, binding: Binding) -> str:
         """The first alternative whose condition is met."""
-        for rule in self._language._rules[name]:
+        for rule in self._language.rules[name]:
             if not rule.condition or next(self._bindings(rule.condition, binding), None) is not None:
                 return self.all(rule.rhs, binding)
         raise ValueError(f"the grammar's rule {name!r} has no alternative for this state")
@@ -133,7 +133,7 @@ class _Speaker:
 
     def _bindings(self, query: str, binding: Binding) -> Iterator[Binding]:
         """All ways to extend `binding` so that the conjunction holds; new placeholders take entities that none has yet."""
-        return self._extended(self._language._query(query), binding)
+        return self._extended(self._language.query(query), binding)
 
     def _extended(self, predicates: Sequence[Any], binding: Binding) -> Iterator[Binding]:
         if not predicates:

@@ -19,7 +19,7 @@ from alfworld.agents.utils.misc import Demangler
 from fast_downward.translate.pddl.conditions import Atom
 from textworld.generator.game import EntityInfo
 
-from envs.alfworld.games import TASK_MARK, Game, read_game
+from envs.alfworld.games import Game, read_game
 from envs.alfworld.generated import read_generated
 from envs.alfworld.texts import Language, Placeholder, Signature
 
@@ -35,7 +35,6 @@ class Translation:
     entities: Mapping[str, EntityInfo]  # by id, named as ALFWorld names them ("mug 1")
     parameters: Mapping[str, tuple[Placeholder, ...]]  # of each action
     task: str
-    task_mark: str
 
 
 @lru_cache(maxsize=KEPT_GAMES)
@@ -67,7 +66,6 @@ def translate(game: Game) -> Translation:
             for action in task.actions
         },
         task=game.task,
-        task_mark=TASK_MARK,
     )
 
 
