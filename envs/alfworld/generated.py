@@ -125,13 +125,13 @@ def _sentence(kind: str, object_: str, place: str) -> str:
 
 
 def _walkthrough(kind: str, scene: Scene) -> tuple[str, ...]:
-    """ALFWorld numbers things of one type from the last id down; the ids are those of `_ids`."""
+    """ALFWorld numbers things of one type from the last id down; in `_problem` the first thing has the first id."""
     commands: list[str] = []
     opened: set[str] = set()
 
     def go(place: str) -> None:
         commands.append(f"go to {place.lower()} 1")
-        if place in OPENABLE[:3] and place not in opened:
+        if place in OPENABLE and place not in opened:
             opened.add(place)
             commands.append(f"open {place.lower()} 1")
 
