@@ -30,6 +30,7 @@ from envs import Task
 from envs.alfworld import AlfWorldEnv
 from envs.alfworld.games import read_game
 from envs.alfworld.generated import read_generated
+from envs.alfworld.translation import translated
 from tests.alfworld_stock import load_stock, stock_engine
 
 REQUIRED = {"alfworld_over_stock": ">= 10", "alfworld_mib_growth": "flat"}
@@ -56,6 +57,7 @@ def measure(*, quick: bool, data: Path, episodes: int | None = None) -> dict[str
 
 
 def _beside_stock(tasks: Sequence[Task], options: Mapping[str, object], *, steps: int) -> dict[str, float]:
+    translated.cache_clear()  # the memory measurement has played these games
     env, stock = AlfWorldEnv(options), stock_engine()
     ours_s, stock_s, first_ms, again_ms, stock_load_ms = [], [], [], [], []
     for seed, task in enumerate(tasks):
@@ -75,7 +77,7 @@ def _beside_stock(tasks: Sequence[Task], options: Mapping[str, object], *, steps
         "alfworld_steps_s": 1 / statistics.mean(ours_s),
         "stock_steps_s": 1 / statistics.mean(stock_s),
         "alfworld_over_stock": statistics.median(theirs / ours for ours, theirs in zip(ours_s, stock_s, strict=True)),
-        "first_reset_ms": statistics.mean(first_ms[1:]),  # the very first one reads the file and the grammar
+        "first_reset_ms": statistics.mean(first_ms),
         "reset_again_ms": statistics.mean(again_ms),
         "stock_load_and_reset_ms": statistics.mean(stock_load_ms),
     }
