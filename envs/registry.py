@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # A new environment is one file in this folder and one line here. Named, not imported: an engine loads when it is used.
 ENVIRONMENTS = {
+    "alfworld": "envs.alfworld:AlfWorldEnv",
     "key_room": "envs.key_room:KeyRoomEnv",
     "textworld": "envs.textworld:TextWorldEnv",
 }

@@ -1,0 +1,142 @@
+"""ALFWorld: our steps beside the stock engine's, on the same games and commands, and memory over many episodes.
+
+    python benchmarks/env_alfworld.py [--quick] [--data FOLDER] [--episodes N]
+
+Steps: for each game both engines walk through the same random commands, in turns, from one process and core; a step includes
+the observation, the reward and all admissible commands. Loading and resetting is timed apart: the first reset of a game
+translates it for the planner, later ones of the same game do not; the stock engine does so each time.
+Memory: random episodes of 50 steps on one environment object; growth of the resident set after the first tenth of them, in
+which each game is played once.
+FOLDER has ALFWorld's games (docs/alfworld.md); without it small games made on the spot are played. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import psutil
+
+from envs import Task
+from envs.alfworld import AlfWorldEnv
+from envs.alfworld.games import read_game
+from envs.alfworld.generated import read_generated
+from envs.alfworld.translation import translated
+from tests.alfworld_stock import load_stock, stock_engine
+
+REQUIRED = {"alfworld_over_stock": ">= 10", "alfworld_mib_growth": "flat"}
+MAX_STEPS = 50
+MIB = 2**20
+
+
+def measure(*, quick: bool, data: Path, episodes: int | None = None) -> dict[str, float]:
+    """Steps and resets per engine in 1/s and ms, and the growth in MiB; `data` may be missing."""
+    options = {
+        "data": str(data) if data.is_dir() else "",
+        "train": "train",
+        "heldout": "valid_seen",
+        "task_types": [],
+        "train_games": 8,
+        "heldout_games": 0 if data.is_dir() else 140,
+        "seed": 0,
+    }
+    tasks = AlfWorldEnv.tasks("heldout", options)
+    return {
+        **_memory(tasks, options, episodes=episodes or (60 if quick else 1000)),  # first: the stock engine leaves much behind
+        **_beside_stock(tasks[: 3 if quick else 8], options, steps=15 if quick else 30),
+    }
+
+
+def _beside_stock(tasks: Sequence[Task], options: Mapping[str, object], *, steps: int) -> dict[str, float]:
+    translated.cache_clear()  # the memory measurement has played these games
+    env, stock = AlfWorldEnv(options), stock_engine()
+    ours_s, stock_s, first_ms, again_ms, stock_load_ms = [], [], [], [], []
+    for seed, task in enumerate(tasks):
+        name = task.data["game"]
+        game = read_game(Path(str(options["data"])), task.data["split"], name) if options["data"] else read_generated(name)
+        first_ms.append(_elapsed_s(env.reset, task) * 1000)
+        again_ms.append(_elapsed_s(env.reset, task) * 1000)
+        commands, elapsed_s = _walk(env, task, steps=steps, seed=seed)
+        ours_s.append(elapsed_s / len(commands))
+        stock_load_ms.append(_elapsed_s(load_stock, stock, game) * 1000)
+        start = time.perf_counter()
+        for command in commands:
+            stock.step(command)
+        stock_s.append((time.perf_counter() - start) / len(commands))
+    env.close()
+    return {
+        "alfworld_steps_s": 1 / statistics.mean(ours_s),
+        "stock_steps_s": 1 / statistics.mean(stock_s),
+        "alfworld_over_stock": statistics.median(theirs / ours for ours, theirs in zip(ours_s, stock_s, strict=True)),
+        "first_reset_ms": statistics.mean(first_ms),
+        "reset_again_ms": statistics.mean(again_ms),
+        "stock_load_and_reset_ms": statistics.mean(stock_load_ms),
+    }
+
+
+def _walk(env: AlfWorldEnv, task: Task, *, steps: int, seed: int) -> tuple[list[str], float]:
+    """Random commands until `steps` or a win, and the seconds they took."""
+    draw = random.Random(seed)
+    seen = env.reset(task)
+    commands: list[str] = []
+    start = time.perf_counter()
+    while len(commands) < steps:
+        commands.append(draw.choice(seen.actions or ("look",)))
+        transition = env.step(commands[-1])
+        seen = transition.observation
+        if transition.terminated:
+            break
+    return commands, time.perf_counter() - start
+
+
+def _memory(tasks: Sequence[Task], options: Mapping[str, object], *, episodes: int) -> dict[str, float]:
+    env, process = AlfWorldEnv(options), psutil.Process()
+    resident: list[float] = []
+    won = 0
+    start = time.perf_counter()
+    for episode in range(episodes):
+        task = tasks[episode % min(len(tasks), episodes // 10)]  # each once within the first tenth
+        won += len(_walk(env, task, steps=MAX_STEPS, seed=episode)[0]) < MAX_STEPS
+        resident.append(process.memory_info().rss / MIB)
+    env.close()
+    settled = episodes // 10
+    return {
+        "alfworld_episodes": float(episodes),
+        "alfworld_episodes_s": episodes / (time.perf_counter() - start),
+        "random_wins": float(won),
+        "alfworld_mib_after_a_tenth": resident[settled],
+        "alfworld_mib_at_the_end": resident[-1],
+        "alfworld_mib_growth": resident[-1] - resident[settled],
+    }
+
+
+def _elapsed_s(call: Callable[..., object], *arguments: object) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "../shared/data")) / "alfworld")
+    parser.add_argument("--episodes", type=int, default=None, help="of the memory measurement")
+    args = parser.parse_args()
+    figures = measure(quick=args.quick, data=args.data, episodes=args.episodes)
+    for name, value in figures.items():
+        required = f"   ({REQUIRED[name]})" if name in REQUIRED else ""
+        print(f"{name:28} {value:10.2f}{required}")
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

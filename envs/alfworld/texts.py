@@ -1,0 +1,165 @@
+"""What the engine says: ALFWorld's grammar, evaluated as TextWorld evaluates it, and some hundred times as fast.
+
+TextWorld parses a text each time it says it, and copies all it knows for each symbol of it. Here a text is parsed once, by
+TextWorld's own parsers, and evaluated in place. A *mapping* binds a placeholder, (name, type), to the id of an entity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from textworld.envs.pddl.logic import GameLogic
+from textworld.envs.pddl.textgen import (
+    ConditionalSymbol,
+    ContextSensitiveGrammar,
+    EvalSymbol,
+    ListSymbol,
+    NonterminalSymbol,
+    TerminalSymbol,
+)
+from textworld.logic import Rule, Type
+
+Placeholder = tuple[str, str]  # name, type
+Binding = Mapping[Placeholder, str]
+Signature = tuple[str, tuple[str, ...]]  # predicate, types of its arguments
+
+
+class Facts:
+    """What holds in a game now: tuples of entity ids by signature."""
+
+    def __init__(self, facts: Mapping[Signature, frozenset[tuple[str, ...]]]) -> None:
+        self._facts = {signature: set(arguments) for signature, arguments in facts.items()}
+        self._in_order: dict[Signature, list[tuple[str, ...]]] = {}
+
+    def set(self, signature: Signature, arguments: tuple[str, ...], *, holds: bool) -> None:
+        known = self._facts.setdefault(signature, set())
+        (known.add if holds else known.discard)(arguments)
+        self._in_order.pop(signature, None)
+
+    def holds(self, signature: Signature, arguments: tuple[str, ...]) -> bool:
+        return arguments in self._facts.get(signature, ())
+
+    def in_order(self, signature: Signature) -> list[tuple[str, ...]]:
+        if signature not in self._in_order:
+            self._in_order[signature] = sorted(self._facts.get(signature, ()))
+        return self._in_order[signature]
+
+
+class Language:
+    """The texts of a grammar: of its actions' commands and of what they are answered with."""
+
+    def __init__(self, domain: str, grammar: str, types: Sequence[tuple[str, Sequence[str]]]) -> None:
+        logic = GameLogic(domain, grammar)
+        for name, parents in types:
+            if name not in {known.name for known in logic.types}:  # PDDL's root type is called object, as is one of ALFRED's
+                logic.types.add(Type(name, parents))
+        self.types = logic.types
+        self.rules = logic.grammar._rules
+        self.commands: dict[str, str] = {name: action.template for name, action in logic.actions.items()}
+        self.answers: dict[str, str] = {name: action.feedback_rule for name, action in logic.actions.items()}
+        # Bounded by the grammar: it is the only source of texts.
+        self.parse: Callable[[str], Any] = cache(_parse)
+        self.query: Callable[[str], Any] = cache(self._parse_query)
+        self.code: Callable[[str], Any] = cache(lambda expression: compile(expression, "<grammar>", "eval"))
+
+    def say(self, text: str, binding: Binding, *, facts: Facts, entities: Mapping[str, Any]) -> str:
+        """`text` of the grammar in full; `entities`: TextWorld's EntityInfo by id."""
+        return _Speaker(self, facts, entities).all(self.parse(text), binding)
+
+    def _parse_query(self, query: str) -> list[tuple[list[Signature], list[Placeholder]]]:
+        """For each predicate of a conjunction: the signatures that it may be met by, in TextWorld's order, and its terms."""
+        predicates = Rule.parse_conjunctive_query(query).preconditions
+        return [
+            (
+                [
+                    (predicate.name, tuple(kind.name for kind in kinds))
+                    for kinds in self.types.multi_subtypes([self.types.get(kind) for kind in predicate.types])
+                ],
+                [(term.name, term.type) for term in predicate.parameters],
+            )
+            for predicate in predicates
+        ]
+
+
+def _parse(text: str) -> Any:
+    return ContextSensitiveGrammar.parse(json.dumps({"text": [{"rhs": text}]}))._rules["text"][0].rhs
+
+
+class _Speaker:
+    """One text being said."""
+
+    def __init__(self, language: Language, facts: Facts, entities: Mapping[str, Any]) -> None:
+        self._language, self._facts, self._entities = language, facts, entities
+
+    def all(self, symbols: Sequence[Any], binding: Binding) -> str:
+        return "".join(self._one(symbol, binding) for symbol in symbols)
+
+    def _one(self, symbol: Any, binding: Binding) -> str:
+        match symbol:
+            case TerminalSymbol():
+                return str(symbol)
+            case NonterminalSymbol():
+                return self._rule(str(symbol), binding)
+            case EvalSymbol():
+                named = {name: self._entities[entity] for (name, _), entity in binding.items()}
+                return str(eval(self._language.code(symbol.expression), named))
+            case ConditionalSymbol():
+                return "".join(self._each(symbol, binding))
+            case ListSymbol():
+                return self._listed(self._each(symbol.symbol, binding), binding)
+        raise TypeError(f"a grammar symbol of type {type(symbol).__name__}, which TextWorld has not known so far")
+
+    def _rule(self, name: str, binding: Binding) -> str:
+        """The first alternative whose condition is met."""
+        for rule in self._language.rules[name]:
+            if not rule.condition or next(self._bindings(rule.condition, binding), None) is not None:
+                return self.all(rule.rhs, binding)
+        raise ValueError(f"the grammar's rule {name!r} has no alternative for this state")
+
+    def _each(self, symbol: Any, binding: Binding) -> list[str]:
+        bindings = self._bindings(symbol.given, binding) if symbol.given else [binding]
+        return [self._one(symbol.expression, each) for each in bindings]
+
+    def _listed(self, texts: list[str], binding: Binding) -> str:
+        if not texts:
+            return self._rule("list_empty", binding)
+        if len(texts) == 1:
+            return texts[0]
+        separator, last = (self._rule(name, binding) for name in ("list_separator", "list_last_separator"))
+        return separator.join(texts[:-1]) + last + texts[-1]
+
+    def _bindings(self, query: str, binding: Binding) -> Iterator[Binding]:
+        """All ways to extend `binding` so that the conjunction holds; new placeholders take entities that none has yet."""
+        return self._extended(self._language.query(query), binding)
+
+    def _extended(self, predicates: Sequence[Any], binding: Binding) -> Iterator[Binding]:
+        if not predicates:
+            yield binding
+            return
+        (signatures, terms), rest = predicates[0], predicates[1:]
+        known = tuple(binding.get(term) for term in terms)
+        for signature in signatures:
+            if None not in known:
+                if self._facts.holds(signature, known):  # type: ignore[arg-type]  # there is no None in it
+                    yield from self._extended(rest, binding)
+                continue
+            for arguments in self._facts.in_order(signature):
+                extended = _bound(terms, arguments, binding)
+                if extended is not None:
+                    yield from self._extended(rest, extended)
+
+
+def _bound(terms: Sequence[Placeholder], arguments: Sequence[str], binding: Binding) -> Binding | None:
+    extended = dict(binding)
+    for term, entity in zip(terms, arguments, strict=True):
+        existing = extended.get(term)
+        if existing is None:
+            if entity in extended.values():
+                return None
+            extended[term] = entity
+        elif existing != entity:
+            return None
+    return extended

@@ -1,0 +1,139 @@
+"""The environment: which games are tasks, and one of them played.
+
+Options: `data` (folder of games, official or packed; "" makes small ones on the spot), `train` and `heldout` (which official
+split is played as such), `task_types` (a list of the six; [] is all), `train_games` and `heldout_games` (at most; 0 is all),
+`seed` (of games made on the spot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, Game, list_games, read_game
+from envs.alfworld.generated import list_generated, read_generated
+from envs.base import Observation, Task, Transition
+
+if TYPE_CHECKING:
+    from envs.alfworld.engine import Engine
+
+UNLISTED = "help"  # as upstream lists them to an agent; said outright it is answered
+OBJECTIVE = "Your task is to: "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    data: str
+    train: str
+    heldout: str
+    task_types: tuple[str, ...]
+    train_games: int
+    heldout_games: int
+    seed: int
+
+
+class AlfWorldEnv:
+    """The step limit is the runner's. An observation is the game's text, unchanged, and is its own anchor state.
+
+    Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.", and whether it is punished
+    is for `prompt.admissible_only` to say.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._data = _parse(options).data
+        self._engine: Engine | None = None
+        self._objective = ""
+        self._is_over = True
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        parsed = _parse(options)
+        if split not in ("train", "heldout"):
+            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+        official, count = (parsed.train, parsed.train_games) if split == "train" else (parsed.heldout, parsed.heldout_games)
+        if parsed.data:
+            games = list_games(Path(parsed.data).expanduser(), official)
+            games = [(name, kind) for name, kind in games if kind in parsed.task_types][: count or None]
+        else:
+            official = f"generated_{split}"
+            games = list_generated(split, count, seed=parsed.seed, task_types=parsed.task_types)
+        return [
+            Task(
+                id=f"{official}/{name}",
+                env_name="alfworld",
+                split=split,
+                seed=place,
+                data={"split": official, "game": name, "type": kind},
+            )
+            for place, (name, kind) in enumerate(games)
+        ]
+
+    def reset(self, task: Task) -> Observation:
+        from envs.alfworld.engine import Engine  # here, because the coordinator only needs the list of tasks
+        from envs.alfworld.translation import translated
+
+        game = translated(self._data, task.data["split"], task.data["game"])
+        if self._engine is None:
+            self._engine = Engine()
+        text = self._engine.reset(game)
+        self._objective = text.partition(OBJECTIVE)[2].strip()
+        self._is_over = False
+        return self._observation(text)
+
+    def step(self, action: str) -> Transition:
+        if self._is_over or self._engine is None:
+            raise ValueError("the episode is over: call reset(task) before step")
+        text, won = self._engine.step(action.strip())
+        self._is_over = won
+        return Transition(
+            observation=self._observation(text),
+            reward=float(won),
+            terminated=won,
+            truncated=False,
+            won=won,
+        )
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+        self._is_over = True
+
+    def _observation(self, text: str) -> Observation:
+        assert self._engine is not None
+        listed = tuple(command for command in self._engine.commands if command != UNLISTED)
+        return Observation(text=text, objective=self._objective, actions=listed)
+
+
+def task_walkthrough(task: Task, options: Mapping[str, object]) -> tuple[str, ...]:
+    """Commands that win the task: what a policy can be warm-started with. Loads no engine."""
+    return _game(_parse(options).data, task).walkthrough
+
+
+def _game(data: str, task: Task) -> Game:
+    if not data:
+        return read_generated(task.data["game"])
+    return read_game(Path(data).expanduser(), task.data["split"], task.data["game"])
+
+
+def _parse(options: Mapping[str, object]) -> _Options:
+    known = set(_Options.__dataclass_fields__)
+    if set(options) != known:
+        wrong = sorted(known.symmetric_difference(options))
+        raise ValueError(f"alfworld options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+    for name in ("train", "heldout"):
+        if options[name] not in OFFICIAL_SPLITS:
+            raise ValueError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")
+    for name in ("train_games", "heldout_games", "seed"):
+        value = options[name]
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"alfworld option {name}={value!r} must be a whole number, at least 0")
+    kinds = options["task_types"]
+    if not isinstance(kinds, Sequence) or not set(kinds) <= set(TASK_TYPES):
+        raise ValueError(f"alfworld option task_types={kinds!r} must be a list of some of {list(TASK_TYPES)}, or [] for all")
+    if not isinstance(options["data"], str):
+        raise ValueError(f"alfworld option data={options['data']!r} must be a folder, or '' for games made on the spot")
+    values = {**options, "task_types": tuple(kind for kind in TASK_TYPES if not kinds or kind in kinds)}
+    return _Options(**values)  # type: ignore[arg-type]  # checked above
