@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ENVIRONMENTS = {
     "key_room": "envs.key_room:KeyRoomEnv",
     "textworld": "envs.textworld:TextWorldEnv",
+    "webshop": "envs.webshop:WebShopEnv",
 }
 
 

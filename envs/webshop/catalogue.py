@@ -176,7 +176,9 @@ def _options(listed: Any) -> dict[str, tuple[str, ...]]:
 
 def _synthetic(described: dict[str, Any]) -> Instruction | None:
     text = described.get("instruction")
-    return Instruction(text=text, attributes=tuple(described["instruction_attributes"]), options=()) if text is not None else None
+    return (
+        Instruction(text=text, attributes=tuple(described["instruction_attributes"]), options=()) if text is not None else None
+    )
 
 
 def _human(listed: Iterable[dict[str, Any]]) -> Iterator[Instruction]:

@@ -1,9 +1,9 @@
 """WebShop as an environment: one shopper, one instruction, until something is bought.
 
-Options: `data` (str, the folder with WebShop's files), `catalogue` ("small": 1,000 products, "full"), `instructions` ("synthetic",
-"human"), `heldout` (which official split is played as held-out: "test" or "eval"), `train_tasks`, `heldout_tasks` (the first so
-many of each, 0 for all), `seed` (of the prices), `observation` ("whole": what WebShop's text mode gives; "page": as in the paper,
-without the instruction, each text in quotes).
+Options: `data` (str, the folder with WebShop's files), `catalogue` ("small": 1,000 products, or "full"), `instructions`
+("synthetic" or "human"), `heldout` (which official split is played as held-out: "test" or "eval"), `train_tasks`,
+`heldout_tasks` (the first so many of each, 0 for all), `seed` (of the prices), `observation` ("whole": what WebShop's text mode
+gives; "page": as in the paper, without the instruction, each text in quotes).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class WebShopEnv:
     """Steps are `search[words]` and `click[name]`. As in WebShop one may search from every page, also from those that have no
     search bar and do not list it; capital letters make no difference; after `buy now` the episode is over.
 
-    What is no such step, or clicks what is not on the page, changes nothing and is not `valid`. The paper's authors count only a
-    reply without the right tags as invalid. The reward is 1 for a perfect purchase and 0 otherwise; `task_score` has the grade.
+    What is no such step, or clicks what is not on the page, changes nothing and is not `valid`. The paper's authors count only
+    a reply without the right tags as invalid. The reward is 1 for a perfect purchase, else 0; `task_score` has the grade.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -80,8 +80,8 @@ class WebShopEnv:
         places = shop.goals.places(official)
         if not places:
             raise ValueError(
-                f"webshop has no {official} tasks: {len(shop.goals)} {parsed.instructions} instructions, and {official} ones begin "
-                f"at number {SPLITS[official][0]}; take instructions=synthetic or catalogue=full"
+                f"webshop has no {official} tasks: {len(shop.goals)} {parsed.instructions} instructions, and {official} ones "
+                f"begin at number {SPLITS[official][0]}; take instructions=synthetic or catalogue=full"
             )
         prefix = f"webshop-{parsed.instructions}-{len(shop.catalogue)}-seed{parsed.seed}-{official}"
         return [

@@ -1,8 +1,8 @@
 """The shop's pages, as the visible texts of WebShop's HTML and the names of what can be clicked on them.
 
-    page = item_page(product)
-    " [SEP] ".join(page.texts)      # after the instruction, which every page but the last begins with
-    page.buttons                    # lower case, in the order in which WebShop lists them
+page = item_page(product)
+" [SEP] ".join(page.texts)      # after the instruction, which every page but the last begins with
+page.buttons                    # lower case, in the order in which WebShop lists them
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a purchase is worth, 0 to 1, as WebShop has it (Yao et al. 2022, arXiv 2207.01206, section 3.1):
 
-    score = type * (attributes found + options found + [price within the limit]) / (attributes + options + 1)
+score = type * (attributes found + options found + [price within the limit]) / (attributes + options + 1)
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ SHARED_DEPARTMENTS = 2
 # Title scores: the share of the wanted name's nouns that the bought one has.
 SAME_TYPE, OTHER_TYPE = 0.2, 0.1
 NO_NOUNS = 0.2  # of a wanted name that has none
-# The first of these that is in an option's value stands for the value. The order is WebShop's, and matters: "light blue" is blue.
-COLOURS = tuple(
-    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel "
-    "champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim "
-    "eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender "
-    "lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy nude "
-    "olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone "
-    "stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow".split()
-)
+# The first of these that is in an option's value stands for the value. The order is WebShop's, and matters: "light blue" is
+# blue.
+COLOUR_NAMES = """
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
+    caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
+    dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
+    ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor
+    mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand
+    sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut
+    wheat white wine yellow
+"""
+COLOURS = tuple(COLOUR_NAMES.split())
 LATIN_1_ABOVE_ASCII = dict.fromkeys(range(128, 256))
 
 
@@ -68,7 +71,8 @@ def _departments(path: str) -> frozenset[str]:
 
 def _attributes_found(goal: Goal, product: Product) -> int:
     return sum(
-        any(are_alike(theirs, ours) for theirs in product.attributes) or _is_mentioned(ours, product) for ours in goal.attributes
+        any(are_alike(theirs, ours) for theirs in product.attributes) or _is_mentioned(ours, product)
+        for ours in goal.attributes
     )
 
 
@@ -81,7 +85,7 @@ def _wanted(option: str | tuple[str, str]) -> str:
     """What a chosen value is compared with.
 
     Of a synthetic goal WebShop compares the pair of name and value, printed, unless one of the two is a colour by itself. So
-    "1877brown", which stands for "brown" where it is chosen, is not found where it is wanted, and such a goal has no score of 1.
+    "1877brown", which is "brown" where it is chosen, is not found where it is wanted, and such a goal has no score of 1.
     """
     if isinstance(option, str):
         return colour(option)

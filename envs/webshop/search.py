@@ -3,7 +3,8 @@
     index = build(contents)                    # once; arrays only, so it can be kept in files and shared by processes
     search(index, "red shoes", limit=50)       # document numbers, best first
 
-Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or near ties would fall otherwise.
+Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or near ties would fall
+otherwise.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import numpy as np
 from envs.webshop.stemming import stem
 
 K1, B = 0.9, 0.4  # Anserini's
-STOP_WORDS = frozenset(
-    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was "
-    "will with".split()
-)
-# Words as Unicode bounds them (UAX 29, version 12 as in Lucene), as far as texts in Latin letters need it: a word goes on over one
-# of BETWEEN_LETTERS or BETWEEN_DIGITS; marks belong to the letter before them; a pictograph is a word.
+STOP_WORDS = """
+    a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
+    will with
+"""
+IS_STOP_WORD = frozenset(STOP_WORDS.split())
+# Words as Unicode bounds them (UAX 29, version 12 as in Lucene), as far as texts in Latin letters need it: a word goes on over
+# one of BETWEEN_LETTERS or BETWEEN_DIGITS; marks belong to the letter before them; a pictograph is a word.
 MARKS = "\u00ad\u0300-\u036f\u200c-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufe20-\ufe2f\ufeff"
 BETWEEN_BOTH = r".'\u2018\u2019\u2024\ufe52\uff07\uff0e"
 BETWEEN_LETTERS = rf"[{BETWEEN_BOTH}:\u00b7\u0387\u2027\ufe13\ufe55\uff1a]"
@@ -46,8 +48,10 @@ WORD = re.compile(
     rf"\w(?:[\w{MARKS}]|(?<={LETTER}){BETWEEN_LETTERS}(?={LETTER})|(?<=\d){BETWEEN_DIGITS}(?=\d))*"
     rf"|{PICTOGRAPH}[\u200d\ufe0f\U0001f3fb-\U0001f3ff]*|[\U0001f1e6-\U0001f1ff]{{2}}"
 )
-# Python takes these for parts of words; Unicode does not (fractions, raised and circled digits), or each is a word (Chinese, kana).
-NO_WORD = re.compile("[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070\u2074-\u2079\u2080-\u2089\u2150-\u215f\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]")
+# Python takes these for parts of words; Unicode does not (fractions, raised and circled digits), or each is a word (Chinese).
+NO_WORD = re.compile(
+    "[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070\u2074-\u2079\u2080-\u2089\u2150-\u215f\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
+)
 ONE_WORD = re.compile("[\u3005\u3007\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 POSSESSIVE = re.compile("['’＇]s$")
 
@@ -67,7 +71,7 @@ def tokens(text: str) -> list[str]:
     """The terms of a text, in order, repeats included."""
     text = ONE_WORD.sub(r" \g<0> ", NO_WORD.sub(" ", text))
     words = (POSSESSIVE.sub("", word).lower() for word in WORD.findall(text))
-    return [_stem(word) for word in words if word not in STOP_WORDS and word.strip("_")]
+    return [_stem(word) for word in words if word not in IS_STOP_WORD and word.strip("_")]
 
 
 _stem = lru_cache(maxsize=200_000)(stem)

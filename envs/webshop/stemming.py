@@ -1,5 +1,5 @@
-"""Porter's stemmer (An algorithm for suffix stripping, 1980) as Lucene has it: with its author's two later departures ("bli" and
-"logi" in step 2), words of one or two letters left alone. Any character but a, e, i, o, u and some y counts as a consonant.
+"""Porter's stemmer (An algorithm for suffix stripping, 1980) as Lucene has it: with its author's two later departures ("bli"
+and "logi" in step 2), words of one or two letters left alone. Any character but a, e, i, o, u and some y is a consonant.
 
     stem("relational") == "relat"; stem("batteries") == "batteri"; stem("tvs") == "tv"
 """
