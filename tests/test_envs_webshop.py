@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from webshop_samples import ALL
 
 from envs import Observation, Task
 from envs.webshop import WebShopEnv, nouns, search
 from envs.webshop.catalogue import Catalogue, read
 from envs.webshop.goals import HUMAN, SYNTHETIC, Goals
+from tests.webshop_samples import ALL
 
 
 @pytest.fixture(scope="module")
