@@ -358,6 +358,13 @@ def test_without_spacy_the_command_says_so_in_one_line(
     assert line.startswith("error: ") and "spacy" in line
 
 
+def test_of_two_options_with_the_same_value_the_last_is_chosen(tmp_path: Path) -> None:
+    twice = item("B000000001", "Rug", customization_options={"Size": choices("red", "1"), "Color": choices("red", "red")})
+    options = write_shop(tmp_path / "shop", items=[twice])
+    *_, bought = play(options, "search[rug]", "click[b000000001]", "click[red]", "click[1]", "click[buy now]")
+    assert 'options [SEP] {"color": "red", "size": "1"} [SEP]' in bought.observation.text  # type: ignore[attr-defined]
+
+
 def test_environments_of_one_process_share_the_shop_and_keep_apart(options: dict[str, object]) -> None:
     one, other = (environment_class("webshop")(options) for _ in range(2))
     task = WebShopEnv.tasks("heldout", options)[0]
