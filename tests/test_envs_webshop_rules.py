@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import configs
 from envs import environment_class
 from envs.webshop import WebShopEnv, nouns, reward, search
 from envs.webshop.__main__ import main as webshop_main
@@ -298,6 +299,12 @@ def test_options_that_cannot_be_played_are_refused_by_name(
     with pytest.raises(ValueError, match=complaint) as caught:
         WebShopEnv.tasks("heldout", {**options, **changes})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["webshop_qwen2.5_1.5b", "webshop_qwen2.5_7b"])
+def test_the_papers_configs_give_every_option(options: dict[str, object], name: str) -> None:
+    config = configs.load(ROOT / "configs" / f"{name}.yaml")
+    environment_class(config.env.name)({**config.env.options, "data": options["data"]})
 
 
 def test_missing_files_and_splits_are_refused_by_name(options: dict[str, object], tmp_path: Path) -> None:

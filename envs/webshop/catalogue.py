@@ -192,11 +192,12 @@ def _human(listed: Iterable[dict[str, Any]]) -> Iterator[Instruction]:
 
 
 def _product_of(fields: dict[str, Any]) -> Product:
-    synthetic = fields.pop("synthetic")
-    human = tuple(_instruction_of(one) for one in fields.pop("human"))
-    options = {name: tuple(values) for name, values in fields.pop("options").items()}
-    lists = {name: tuple(fields.pop(name)) for name in ("bullets", "prices", "attributes")}
-    return Product(**fields, **lists, options=options, human=human, synthetic=_instruction_of(synthetic) if synthetic else None)
+    for name in ("bullets", "prices", "attributes"):
+        fields[name] = tuple(fields[name])
+    fields["options"] = {name: tuple(values) for name, values in fields["options"].items()}
+    fields["human"] = tuple(_instruction_of(one) for one in fields["human"])
+    fields["synthetic"] = _instruction_of(fields["synthetic"]) if fields["synthetic"] else None
+    return Product(**fields)
 
 
 def _instruction_of(fields: dict[str, Any]) -> Instruction:
