@@ -46,7 +46,7 @@ class Goals:
         n_D = catalogue.n_human_D if self._is_human else catalogue.n_synthetic_D
         self._starts = np.concatenate([[0], np.cumsum(n_D)])
         # One limit for a synthetic instruction and all its choices, one for each of the crowd workers'.
-        n_limits_D = n_D if self._is_human else catalogue.asks_D
+        n_limits_D = (n_D if self._is_human else catalogue.asks_D).tolist()
         self._limits = [_draw_limit(rng, price) for price, n in zip(self.price_D, n_limits_D, strict=True) for _ in range(n)]
         self._limit_starts = np.concatenate([[0], np.cumsum(n_limits_D)])
         order = list(range(int(self._starts[-1])))

@@ -23,6 +23,7 @@ import numpy as np
 from envs.webshop.stemming import stem
 
 K1, B = 0.9, 0.4  # Anserini's
+FREE = 24  # of Lucene's bytes for lengths: so many, the least, stand for themselves
 STOP_WORDS = """
     a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
     will with
@@ -112,8 +113,9 @@ def search(index: Index, query: str, *, limit: int) -> list[int]:
     """The best `limit` documents that have a term of the query; numbers, best first, equal scores by name."""
     scores_D = np.zeros(len(index.ranks_D))
     for term, count in Counter(tokens(query)).items():
-        place = int(np.searchsorted(index.terms_V, np.uint64(_hash(term))))
-        if place == len(index.terms_V) or index.terms_V[place] != _hash(term):
+        key = np.uint64(_hash(term))
+        place = int(np.searchsorted(index.terms_V, key))
+        if place == len(index.terms_V) or index.terms_V[place] != key:
             continue
         postings = slice(index.starts_V[place], index.starts_V[place + 1])
         documents_P = index.documents_P[postings]
@@ -168,6 +170,3 @@ def _of_byte(byte: int) -> int:
         return byte
     exponent, bits = (byte - FREE) >> 3, (byte - FREE) & 7
     return FREE + (bits if exponent == 0 else (bits | 8) << (exponent - 1))
-
-
-FREE = 24  # lengths that a byte holds exactly, besides the first 16 of the rest
