@@ -17,6 +17,7 @@ ENVIRONMENTS = {
     "alfworld": "envs.alfworld:AlfWorldEnv",
     "key_room": "envs.key_room:KeyRoomEnv",
     "textworld": "envs.textworld:TextWorldEnv",
+    "webshop": "envs.webshop:WebShopEnv",
 }
 
 

@@ -1,0 +1,145 @@
+"""WebShop: steps a second of one core, seconds until a new process can play, and what equals the original engine.
+
+    python benchmarks/env_webshop.py [--quick] [--data ../shared/data]
+
+Steps: a random player, each episode another goal; it searches for the instruction, then clicks what is there, 15 steps at most.
+Its searches are all new; choosing the clicks is not counted. Start: from the first import to the first page of results, in a
+process of its own; median. Equal: the recorded episodes of the original engine, where DATA/webshop has them. The original's own
+speed is not measured here, as it takes Java, Lucene's index and spaCy: it was 19 steps/s on two busy cores. The last line is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from envs.webshop import WebShopEnv
+
+ROOT = Path(__file__).resolve().parent.parent
+ORIGINAL_STEPS_S = 19.0
+MAX_STEPS = 15
+REQUIRED = {
+    "webshop_steps_s": ">= 2000",
+    "webshop_over_original": ">= 100",
+    "webshop_start_s": "< 2",
+    "webshop_equal_steps": "1",
+    "webshop_equal_rewards": ">= 0.99",
+    "webshop_equal_first_pages": ">= 0.98",
+}
+START = """
+import json, sys, time
+begin = time.perf_counter()
+from envs import environment_class
+options = json.loads(sys.argv[1])
+env = environment_class("webshop")(options)
+env.reset(env.tasks("heldout", options)[0])
+env.step("search[red shoes]")
+print(time.perf_counter() - begin)
+"""
+
+
+def measure(*, quick: bool, data: Path) -> dict[str, float]:
+    """`data` is the folder that has `webshop/`."""
+    options = {
+        "data": str(data / "webshop"),
+        "catalogue": "small",
+        "instructions": "synthetic",
+        "heldout": "test",
+        "train_tasks": 0,
+        "heldout_tasks": 0,
+        "seed": 0,
+        "observation": "whole",
+    }
+    steps_s = statistics.median(
+        random_steps_s(options, seed=seed, episodes=200 if quick else 1000) for seed in range(3 if quick else 9)
+    )
+    figures = {
+        "webshop_steps_s": steps_s,
+        "webshop_over_original": steps_s / ORIGINAL_STEPS_S,
+        "webshop_start_s": statistics.median(start_s(options) for _ in range(1 if quick else 5)),
+    }
+    traces = data / "webshop" / "engine_traces.jsonl.xz"
+    return figures | (equal_shares(options, traces) if traces.is_file() else {})
+
+
+def random_steps_s(options: dict[str, object], *, seed: int, episodes: int) -> float:
+    rng, env = random.Random(seed), WebShopEnv(options)
+    tasks = rng.sample(list(WebShopEnv.tasks("train", options)), episodes)
+    env.reset(tasks[0])
+    env.step("search[red shoes]")  # the index is made by the first search
+    n_steps, seconds = 0, 0.0
+    for task in tasks:
+        begin = time.process_time()
+        observation = env.reset(task)
+        seconds += time.process_time() - begin
+        action = f"search[{observation.objective} {seed}]"
+        for _ in range(MAX_STEPS):
+            begin = time.process_time()
+            transition = env.step(action)
+            seconds += time.process_time() - begin
+            n_steps += 1
+            if transition.terminated:
+                break
+            action = rng.choice(transition.observation.actions or ())
+    return n_steps / seconds
+
+
+def start_s(options: dict[str, object]) -> float:
+    command = [sys.executable, "-c", START, json.dumps(options)]
+    return float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+def equal_shares(options: dict[str, object], traces: Path) -> dict[str, float]:
+    played = (("train", "test"), ("heldout", "test"), ("heldout", "eval"))
+    every = [task for role, split in played for task in WebShopEnv.tasks(role, {**options, "heldout": split})]
+    tasks = {int(task.data["goal"]): task for task in every}
+    env = WebShopEnv(options)
+    steps, rewards, pages = [], [], []
+    for line in lzma.decompress(traces.read_bytes()).splitlines():
+        episode = json.loads(line)
+        observation, score, is_over = env.reset(tasks[episode["goal"]]), 0.0, False
+        for step in episode["steps"]:
+            if step["action"] is not None:
+                transition = env.step(step["action"])
+                observation, is_over = transition.observation, transition.terminated
+                score = transition.task_score or 0.0
+            text = re.sub(r"(?<=1\.0\) \[SEP\] )\S+", str(step["reward"]), observation.text) if is_over else observation.text
+            listed = step["actions"] or {"has_search_bar": False, "clickables": []}
+            actions = ["search[<your query>]"] * listed["has_search_bar"] + [f"click[{name}]" for name in listed["clickables"]]
+            steps.append((text, list(observation.actions or ()), is_over) == (step["observation"], actions, step["done"]))
+            rewards.append(score == step["reward"])
+            if (step["action"] or "").startswith("search["):
+                pages.append(observation.text == step["observation"])
+    return {
+        "webshop_equal_steps": statistics.mean(steps),
+        "webshop_equal_rewards": statistics.mean(rewards),
+        "webshop_equal_first_pages": statistics.mean(pages),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer episodes and starts")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", ROOT.parent / "shared" / "data")))
+    arguments = parser.parse_args()
+    figures = measure(quick=arguments.quick, data=arguments.data)
+    print(f"{'figure':32} {'measured':>12}   required")
+    for figure, value in figures.items():
+        print(f"{figure:32} {value:12,.3f}   {REQUIRED[figure]}")
+    print(json.dumps({figure: round(value, 4) for figure, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The nouns of a product's name, which WebShop has tagged by spaCy's small English model at every purchase.
+
+They come from tags made beforehand where there are some: those of the 1,000 products' names are in this folder (the places of
+the nouns in each name, by the name's hash), `python -m envs.webshop nouns` makes those of another catalogue. The nouns of any
+other name are all its words but the smallest ones: spaCy takes nearly every word of such names for a proper noun.
+docs/webshop.md has how often that makes a difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+TAGGED_SMALL = Path(__file__).parent / "nouns_1000.npz"
+TAGGED = "nouns.npz"  # in the data folder
+PARTS_OF_SPEECH = ("NOUN", "PROPN")
+UNUSED = ("parser", "lemmatizer", "ner")  # of the model; they change no tag
+LONGEST = 255  # characters that a span's byte can skip or take
+WORD = re.compile(r"[^\W_]+(?:\.[^\W_]+)*")
+LETTER = re.compile(r"[^\W\d_]")
+POSSESSIVE = re.compile(r"['’]s\b")
+SMALL_WORDS = """
+    a all and any are as at be both but by can do does each every for from her his in into is it its my no nor not of off on
+    onto or our out over per s t than that the their these this those to under up via will with without you your
+"""
+IS_SMALL = frozenset(SMALL_WORDS.split())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tagged:
+    """The nouns of N names: name n has the spans from starts[n] to starts[n + 1], each the characters to skip and to take."""
+
+    keys_N: np.ndarray  # uint64, hashes of the names, ascending
+    starts_N: np.ndarray  # int64, N + 1 of them
+    spans: np.ndarray  # uint8, two of them a span
+
+    def nouns(self, name: str) -> list[str] | None:
+        """In lower case, repeats included; None if the name is not among them."""
+        key = _key(name)
+        at = int(np.searchsorted(self.keys_N, np.uint64(key)))
+        if at == len(self.keys_N) or self.keys_N[at] != key:
+            return None
+        found, place = [], 0
+        for skipped, taken in self.spans[self.starts_N[at] : self.starts_N[at + 1]].tolist():
+            place += skipped + taken
+            if taken:
+                found.append(name[place - taken : place].lower())
+        return found
+
+    def save(self, path: Path) -> None:
+        np.savez_compressed(path, keys_N=self.keys_N, starts_N=self.starts_N, spans=self.spans)
+
+
+def load(path: Path) -> Tagged:
+    with np.load(path) as arrays:
+        return Tagged(keys_N=arrays["keys_N"], starts_N=arrays["starts_N"], spans=arrays["spans"])
+
+
+def nouns(name: str, tagged: Sequence[Tagged]) -> list[str]:
+    """In lower case, repeats included; from the first that has the name, else by the rule."""
+    for one in tagged:
+        found = one.nouns(name)
+        if found is not None:
+            return found
+    words = (word.lower() for word in WORD.findall(POSSESSIVE.sub(" ", name)))
+    return [word for word in words if LETTER.search(word) and word not in IS_SMALL]
+
+
+def tag(names: Iterable[str], model: str) -> Tagged:
+    """By a spaCy model. Raises ImportError without spaCy, OSError if there is no such model."""
+    import spacy  # not needed to play
+
+    tagger = spacy.load(model, exclude=UNUSED)
+    spans_of: dict[int, list[tuple[int, int]]] = {}
+    for document in tagger.pipe(dict.fromkeys(names)):
+        found = [(token.idx, len(token.text)) for token in document if token.pos_ in PARTS_OF_SPEECH]
+        spans_of[_key(document.text)] = _spans(found)
+    keys = sorted(spans_of)
+    return Tagged(
+        keys_N=np.array(keys, dtype=np.uint64),
+        starts_N=np.cumsum([0, *(len(spans_of[key]) for key in keys)], dtype=np.int64),
+        spans=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(-1, 2),
+    )
+
+
+def _spans(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(place, length) of the nouns, in order, as what to skip and what to take; a longer word than fits loses its end."""
+    spans, place = [], 0
+    for start, length in found:
+        spans += [(LONGEST, 0)] * ((start - place) // LONGEST)
+        spans.append(((start - place) % LONGEST, min(length, LONGEST)))
+        place = start + min(length, LONGEST)
+    return spans
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,172 @@
+"""The shop's search: what Lucene 9 answers, through Anserini, with BM25 (k1 0.9, b 0.4) and the English analyser. Without Java.
+
+    index = build(contents)                    # once; arrays only, so it can be kept in files and shared by processes
+    search(index, "red shoes", limit=50)       # document numbers, best first
+
+Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or near ties would fall
+otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from envs.webshop.stemming import stem
+
+K1, B = 0.9, 0.4  # Anserini's
+FREE = 24  # of Lucene's bytes for lengths: so many, the least, stand for themselves
+STOP_WORDS = """
+    a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
+    will with
+"""
+IS_STOP_WORD = frozenset(STOP_WORDS.split())
+# Words as Unicode bounds them (UAX 29, version 12 as in Lucene), as far as texts in Latin letters need it: a word goes on over
+# one of BETWEEN_LETTERS or BETWEEN_DIGITS; marks belong to the letter before them; a pictograph is a word.
+MARKS = "\u00ad\u0300-\u036f\u200c-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufe20-\ufe2f\ufeff"
+BETWEEN_BOTH = r".'\u2018\u2019\u2024\ufe52\uff07\uff0e"
+BETWEEN_LETTERS = rf"[{BETWEEN_BOTH}:\u00b7\u0387\u2027\ufe13\ufe55\uff1a]"
+BETWEEN_DIGITS = rf"[{BETWEEN_BOTH},;\u037e\u2044\ufe10\ufe14\ufe50\ufe54\uff0c\uff1b]"
+PICTOGRAPH = (
+    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u2388\u23cf\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab"
+    "\u25b6\u25c0\u25fb-\u25fe\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733\u2734\u2744"
+    "\u2747\u274c\u274e\u2753-\u2755\u2757\u2763-\u2767\u2795-\u2797\u27a1\u27b0\u27bf\u2934\u2935\u2b05-\u2b07\u2b1b\u2b1c\u2b50\u2b55\u3030"
+    "\u303d\u3297\u3299\U0001f000-\U0001f0ff\U0001f10d-\U0001f10f\U0001f12f\U0001f16c-\U0001f171\U0001f17e\U0001f17f\U0001f18e"
+    "\U0001f191-\U0001f19a\U0001f1ad-\U0001f1e5\U0001f201-\U0001f20f\U0001f21a\U0001f22f\U0001f232-\U0001f23a\U0001f23c-\U0001f23f"
+    "\U0001f249-\U0001f3fa\U0001f400-\U0001f53d\U0001f546-\U0001f64f\U0001f680-\U0001f6ff\U0001f774-\U0001f77f\U0001f7d5-\U0001f7ff"
+    "\U0001f90c-\U0001f93a\U0001f93c-\U0001f945\U0001f947-\U0001faff]"
+)
+LETTER = r"[^\W\d_]"
+WORD = re.compile(
+    rf"\w(?:[\w{MARKS}]|(?<={LETTER}){BETWEEN_LETTERS}(?={LETTER})|(?<=\d){BETWEEN_DIGITS}(?=\d))*"
+    rf"|{PICTOGRAPH}[\u200d\ufe0f\U0001f3fb-\U0001f3ff]*|[\U0001f1e6-\U0001f1ff]{{2}}"
+)
+# Python takes these for parts of words; Unicode does not (fractions, raised and circled digits), or each is a word (Chinese).
+NO_WORD = re.compile(
+    "[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070\u2074-\u2079\u2080-\u2089\u2150-\u215f\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
+)
+ONE_WORD = re.compile("[\u3005\u3007\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+POSSESSIVE = re.compile("['’＇]s$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """V terms, P postings (a term in a document), D documents. Terms are in order of their 64-bit hash."""
+
+    terms_V: np.ndarray  # uint64, hashes
+    starts_V: np.ndarray  # int64, V + 1 of them: the postings of term v are starts[v] to starts[v + 1]
+    documents_P: np.ndarray  # uint32, ascending within a term
+    saturations_P: np.ndarray  # float32, 1 + count / (k1 * (1 - b + b * length / mean length))
+    ranks_D: np.ndarray  # uint32, place of the document's name among all names: what decides between equal scores
+
+
+def tokens(text: str) -> list[str]:
+    """The terms of a text, in order, repeats included."""
+    text = ONE_WORD.sub(r" \g<0> ", NO_WORD.sub(" ", text))
+    words = (POSSESSIVE.sub("", word).lower() for word in WORD.findall(text))
+    return [_stem(word) for word in words if word not in IS_STOP_WORD and word.strip("_")]
+
+
+_stem = lru_cache(maxsize=200_000)(stem)
+
+
+def build(contents: Iterable[str], names: list[str]) -> Index:
+    """Of documents with these texts and names; names are in the order of texts."""
+    numbers: dict[str, int] = {}
+    terms, documents, counts, lengths = array("I"), array("I"), array("I"), array("I")
+    for document, text in enumerate(contents):
+        found = tokens(text)
+        lengths.append(len(found))
+        for term, count in Counter(found).items():
+            terms.append(numbers.setdefault(term, len(numbers)))
+            documents.append(document)
+            counts.append(count)
+    hashes_V = np.array([_hash(term) for term in numbers], dtype=np.uint64)
+    places_V = np.argsort(hashes_V)
+    order_V = np.empty_like(places_V)
+    order_V[places_V] = np.arange(len(places_V))
+    terms_P = order_V[np.frombuffer(terms, dtype=np.uint32)]
+    order_P = np.argsort(terms_P, kind="stable")
+    documents_P = np.frombuffer(documents, dtype=np.uint32)[order_P]
+    counts_P = np.frombuffer(counts, dtype=np.uint32)[order_P].astype(np.float32)
+    lengths_D = np.frombuffer(lengths, dtype=np.uint32)
+    ranks_D = np.empty(len(names), dtype=np.uint32)
+    ranks_D[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names), dtype=np.uint32)
+    return Index(
+        terms_V=hashes_V[places_V],
+        starts_V=np.concatenate([[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]).astype(np.int64),
+        documents_P=documents_P,
+        saturations_P=np.float32(1) + counts_P * _inverse_norms(lengths_D)[documents_P],
+        ranks_D=ranks_D,
+    )
+
+
+def search(index: Index, query: str, *, limit: int) -> list[int]:
+    """The best `limit` documents that have a term of the query; numbers, best first, equal scores by name."""
+    scores_D = np.zeros(len(index.ranks_D))
+    for term, count in Counter(tokens(query)).items():
+        key = np.uint64(_hash(term))
+        place = int(np.searchsorted(index.terms_V, key))
+        if place == len(index.terms_V) or index.terms_V[place] != key:
+            continue
+        postings = slice(index.starts_V[place], index.starts_V[place + 1])
+        documents_P = index.documents_P[postings]
+        weight = np.float32(count) * _idf(len(documents_P), len(scores_D))
+        scores_D[documents_P] += weight - weight / index.saturations_P[postings]
+    scores_D = scores_D.astype(np.float32)
+    least = np.partition(scores_D, -limit)[-limit] if limit < len(scores_D) else 0.0
+    best = np.flatnonzero(scores_D >= max(least, np.finfo(np.float32).tiny))
+    order = np.lexsort((index.ranks_D[best], -scores_D[best]))
+    return best[order][:limit].tolist()
+
+
+def save(index: Index, directory: Path) -> None:
+    for field in fields(index):
+        np.save(directory / f"{field.name}.npy", getattr(index, field.name))
+
+
+def load(directory: Path) -> Index:
+    """Of `save`; not read but mapped: all processes of a machine share one copy in memory."""
+    return Index(**{field.name: np.load(directory / f"{field.name}.npy", mmap_mode="r") for field in fields(Index)})
+
+
+def _hash(term: str) -> int:
+    return int.from_bytes(blake2b(term.encode(), digest_size=8).digest(), "little")
+
+
+def _idf(n_with: int, n_all: int) -> np.float32:
+    return np.float32(np.log(1 + (n_all - n_with + 0.5) / (n_with + 0.5)))
+
+
+def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
+    mean = np.float32(lengths_D.sum() / len(lengths_D))
+    table = np.array([_of_byte(byte) for byte in range(256)], dtype=np.float32)
+    inverse = np.float32(1) / (np.float32(K1) * (np.float32(1 - B) + np.float32(B) * table / mean))
+    kept = np.array([_of_byte(_to_byte(int(length))) for length in range(int(lengths_D.max()) + 1)], dtype=np.float32)
+    return inverse[np.searchsorted(table, kept)][lengths_D]
+
+
+def _to_byte(number: int) -> int:
+    """Lucene's one byte for a length: exact below 40, above it four leading bits of the rest and their place (SmallFloat)."""
+    if number < FREE:
+        return number
+    rest = number - FREE
+    if rest < 8:
+        return FREE + rest
+    shift = rest.bit_length() - 4
+    return FREE + (((shift + 1) << 3) | ((rest >> shift) & 7))
+
+
+def _of_byte(byte: int) -> int:
+    if byte < FREE:
+        return byte
+    exponent, bits = (byte - FREE) >> 3, (byte - FREE) & 7
+    return FREE + (bits if exponent == 0 else (bits | 8) << (exponent - 1))
