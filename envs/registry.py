@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # A new environment is one file in this folder and one line here. Named, not imported: an engine loads when it is used.
 ENVIRONMENTS = {
     "key_room": "envs.key_room:KeyRoomEnv",
+    "search": "envs.search:SearchEnv",
+    "search_local": "envs.search:LocalSearchEnv",
     "textworld": "envs.textworld:TextWorldEnv",
 }
 

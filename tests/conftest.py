@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,12 @@ def form() -> Callable[..., PromptForm]:
         return PromptForm(CharacterTokenizer(), PromptConfig(**settings))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real ALFWorld, WebShop and QA data; it is not part of the project. GIGPO_DATA names it."""
+    folder = Path(os.environ.get("GIGPO_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no development data at {folder}; set GIGPO_DATA to the folder that has it")
+    return folder

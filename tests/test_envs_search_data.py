@@ -1,0 +1,66 @@
+"""The real questions and passages: recall of the index, and splits that do not meet."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from envs import environment_class
+from envs.search.files import json_lines
+from envs.search.library import bm25_library
+from envs.search.scoring import normalised
+
+SEVEN = ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]
+# of the question as the only search, where the corpus has an answer at all
+RECALL_AT_3 = {
+    "nq": 0.72,
+    "triviaqa": 0.72,
+    "popqa": 0.54,
+    "hotpotqa": 0.69,
+    "2wikimultihopqa": 0.29,
+    "bamboogle": 0.22,
+    "musique": 0.13,
+}
+
+
+def test_recall_at_3_is_what_two_other_indices_reached(shared_data: Path) -> None:
+    library = bm25_library(shared_data / "qa" / "corpus.jsonl.xz")
+    assert len(library) == 19_401
+    found = defaultdict(list)
+    for row in json_lines(shared_data / "qa" / "questions.jsonl.xz", what="questions"):
+        if row["answer_in_corpus"]:
+            golden = {f" {normalised(answer)} " for answer in row["golden_answers"]} - {"  "}
+            seen = [f" {normalised(hit.passage.contents)} " for hit in library.search([row["question"]], 3)[0]]
+            found[row["source"]].append(any(answer in text for answer in golden for text in seen))
+    assert {source: mean(hits) for source, hits in found.items()} == pytest.approx(RECALL_AT_3, abs=0.02)
+
+
+def test_splits_of_the_real_questions(shared_data: Path) -> None:
+    options: dict[str, Any] = {
+        "questions": [str(shared_data / "qa" / "questions.jsonl.xz")],
+        "train_sources": ["nq", "hotpotqa"],
+        "heldout_sources": SEVEN,
+        "heldout_limit": 0,
+        "topk": 3,
+        "retriever": "http://127.0.0.1:8000/retrieve",
+    }
+    search = environment_class("search")
+    train, heldout = search.tasks("train", options), search.tasks("heldout", options)
+    assert Counter(task.data["type"] for task in heldout) == Counter(
+        {"triviaqa": 1000, "popqa": 1000, "2wikimultihopqa": 2692, "musique": 500, "bamboogle": 125, "nq": 0, "hotpotqa": 0}
+    ) + Counter(task.data["type"] for task in heldout if task.data["type"] in ("nq", "hotpotqa"))
+    trained = Counter(task.data["type"] for task in train)
+    assert trained.keys() == {"nq", "hotpotqa"}
+    assert trained["nq"] == pytest.approx(800, abs=50)
+    assert len({task.id for task in (*train, *heldout)}) == len(train) + len(heldout) == 6817
+
+    everything = options | {"train_sources": SEVEN}
+    asked = [
+        {" ".join(task.data["question"].lower().split()) for task in search.tasks(split, everything)}
+        for split in ("train", "heldout")
+    ]
+    assert asked[0].isdisjoint(asked[1])
