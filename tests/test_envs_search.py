@@ -60,7 +60,7 @@ def test_exact_match(answer: str, golden: list[str], hits: bool) -> None:
     assert is_match(answer, golden) is hits
 
 
-@given(st.lists(st.text("bcdéß12", min_size=1), min_size=1), st.integers())
+@given(st.lists(st.text("bcdéñ12", min_size=1), min_size=1), st.integers())
 def test_case_articles_punctuation_and_spaces_never_matter(words: list[str], seed: int) -> None:
     draw = random.Random(seed)
     dressed = " ".join(
@@ -213,7 +213,7 @@ def test_bm25_by_hand(tmp_path) -> None:
     assert found("tarn") == ["7"]  # titles count, case does not
     assert found("MOUNTAIN?") == ["8"]  # stems
     assert found("rivers") == ["7", "9"]  # equal scores: the order of the corpus
-    assert found("river of the Wend")[0] == "9"
+    assert found("wend river") == ["9", "7"]
     assert found("rivers", topk=1) == ["7"]
     assert found('title:tarn AND NOT (river* "wend" -vesk)^2 ~ \\') != []  # no query language
     assert found("?!") == found("") == found("zebra") == []

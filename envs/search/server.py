@@ -47,7 +47,7 @@ def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
 
 
 def _item(hit: Hit, *, with_scores: bool) -> dict[str, object]:
-    document = {"id": hit.passage.id, "contents": hit.passage.contents}
+    document: dict[str, object] = {"id": hit.passage.id, "contents": hit.passage.contents}
     return {"document": document, "score": hit.score} if with_scores else document
 
 
