@@ -68,8 +68,8 @@ def recall_at_3(library: Library, rows: Sequence[dict]) -> dict[str, float]:  # 
     hits = defaultdict(list)
     for row in rows:
         if row["answer_in_corpus"]:
-            golden = {f" {normalised(answer)} " for answer in row["golden_answers"]} - {"  "}
-            seen = [f" {normalised(hit.passage.contents)} " for hit in library.search([row["question"]], TOPK)[0]]
+            golden = {normalised(answer) for answer in row["golden_answers"]} - {""}
+            seen = [normalised(hit.passage.contents) for hit in library.search([row["question"]], TOPK)[0]]
             hits[row["source"]].append(any(answer in text for answer in golden for text in seen))
     return {source: statistics.mean(own) for source, own in hits.items()}
 
