@@ -128,6 +128,9 @@ def test_an_episode_by_hand() -> None:
         True,
     )
 
+    asked = env.step(SEARCH.format("Aldmoor"))  # the right words, but no answer
+    assert (asked.reward, asked.won, asked.terminated) == (0, False, False)
+
     babbled = env.step("Let me think.")
     assert (babbled.observation.text, babbled.valid, babbled.terminated) == ("", False, False)
     both = env.step(SEARCH.format("zzz") + ANSWER.format("Aldmoor"))

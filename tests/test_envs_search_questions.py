@@ -69,6 +69,7 @@ def test_a_limit_takes_the_same_questions_however_many_there_are_beside_them() -
     few = ids(questions, "heldout", ["x"], ["nq", "popqa"], 10)
     assert [name.partition("-")[0] for name in few] == ["nq"] * 10 + ["popqa"] * 10
     assert set(few) < set(ids(questions, "heldout", ["x"], ["nq", "popqa"], 20))
+    assert any(int(name.rpartition("_")[2]) > 50 for name in few)  # from everywhere in the file
     assert few == [q.id for q in questions if q.id in few]  # in the order of the files
 
 
