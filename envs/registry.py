@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 ENVIRONMENTS = {
     "alfworld": "envs.alfworld:AlfWorldEnv",
     "key_room": "envs.key_room:KeyRoomEnv",
+    "search": "envs.search:SearchEnv",
+    "search_local": "envs.search:LocalSearchEnv",
     "textworld": "envs.textworld:TextWorldEnv",
     "webshop": "envs.webshop:WebShopEnv",
 }

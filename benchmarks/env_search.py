@@ -1,0 +1,144 @@
+"""How fast, and how well, questions are searched for: the BM25 index, the server, and the worlds under our runner's pool.
+
+    python benchmarks/env_search.py [--quick] [--data FOLDER]
+
+FOLDER has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question itself as the only search: the part
+of the questions with a golden answer somewhere in the corpus (`answer_in_corpus`) that have one in the first three passages.
+Server, client and environments share this process's event loop, so `server_queries_s` is of one core. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from aiohttp.test_utils import TestServer
+
+from envs import EnvironmentPool, Task, environment_class
+from envs.search.client import ask_server
+from envs.search.files import json_lines
+from envs.search.library import Library, bm25_library
+from envs.search.scoring import normalised
+from envs.search.server import application
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPK = 3
+LAST_LINE = ("search_queries_s", "search_server_queries_s", "search_local_steps_s", "search_steps_s", "search_recall_at_3")
+
+
+def measure(*, quick: bool, data: Path) -> dict[str, float]:
+    """Queries and environment steps per second, seconds to index the corpus, and recall at 3 of each data set."""
+    corpus, rows = data / "qa" / "corpus.jsonl.xz", list(json_lines(data / "qa" / "questions.jsonl.xz", what="questions"))
+    started = time.perf_counter()
+    library = bm25_library(corpus)
+    figures = {"search_index_s": time.perf_counter() - started}
+    questions = [str(row["question"]) for row in rows[:: 10 if quick else 1]]
+    figures["search_queries_s"] = median_rate(lambda: [library.search([text], TOPK) for text in questions], len(questions))
+    few = questions[: 200 if quick else 2000]
+    figures["search_server_queries_s"] = asyncio.run(server_rate(library, few))
+    figures |= asyncio.run(step_rates(library, data, episodes=len(few)))
+    recalls = recall_at_3(library, rows)
+    return (
+        figures
+        | {f"search_recall_at_3_{source}": recall for source, recall in recalls.items()}
+        | {"search_recall_at_3": statistics.mean(recalls.values())}
+    )
+
+
+def median_rate(work, count: int) -> float:  # type: ignore[no-untyped-def]
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return count / statistics.median(seconds)
+
+
+def recall_at_3(library: Library, rows: Sequence[dict]) -> dict[str, float]:  # type: ignore[type-arg]
+    hits = defaultdict(list)
+    for row in rows:
+        if row["answer_in_corpus"]:
+            golden = {normalised(answer) for answer in row["golden_answers"]} - {""}
+            seen = [normalised(hit.passage.contents) for hit in library.search([row["question"]], TOPK)[0]]
+            hits[row["source"]].append(any(answer in text for answer in golden for text in seen))
+    return {source: statistics.mean(own) for source, own in hits.items()}
+
+
+async def server_rate(library: Library, questions: Sequence[str]) -> float:
+    """16 in flight, a connection for each, as the environment asks."""
+    async with TestServer(application(library, topk=TOPK)) as server:
+        url, waiting = str(server.make_url("/retrieve")), list(questions)
+
+        async def ask() -> None:
+            while waiting:
+                await ask_server(url, waiting.pop(), topk=TOPK)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(16)))
+        return len(questions) / (time.perf_counter() - started)
+
+
+async def step_rates(library: Library, data: Path, *, episodes: int) -> dict[str, float]:
+    """Episodes of a search and an answer, 16 at once, through the pool that workers use."""
+    common = {
+        "questions": [str(data / "qa" / "questions.jsonl.xz")],
+        "train_sources": ["nq", "hotpotqa"],
+        "heldout_sources": ["nq", "hotpotqa"],
+        "heldout_limit": 0,
+        "topk": TOPK,
+    }
+    local = {**common, "corpus": str(data / "qa" / "corpus.jsonl.xz"), "list_actions": False}
+    async with TestServer(application(library, topk=TOPK)) as server:
+        remote = {**common, "retriever": str(server.make_url("/retrieve"))}
+        return {
+            "search_local_steps_s": await steps_s("search_local", local, episodes=episodes),
+            "search_steps_s": await steps_s("search", remote, episodes=episodes),
+        }
+
+
+async def steps_s(name: str, options: dict[str, object], *, episodes: int) -> float:
+    pool = EnvironmentPool(name, options, processes=1, answer_timeout_s=60.0)
+    tasks = list(environment_class(name).tasks("train", options))[:episodes]
+    try:
+        await play(pool, tasks[:1])  # starts the process, loads the corpus
+        started = time.perf_counter()
+        waiting = list(tasks)
+        await asyncio.gather(*(play(pool, waiting) for _ in range(16)))
+        return 2 * len(tasks) / (time.perf_counter() - started)
+    finally:
+        pool.close()
+
+
+async def play(pool: EnvironmentPool, waiting: list[Task]) -> None:
+    while waiting:
+        task = waiting.pop()
+        async with pool.environment() as environment:
+            await environment.reset(task)
+            await environment.step(f"<search>{task.data['question']}</search>")
+            await environment.step("<answer>nobody</answer>")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer questions, for a run of some seconds")
+    usual = os.environ.get("GIGPO_DATA", ROOT.parent / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=Path(usual), help="folder with qa/; GIGPO_DATA unless given")
+    options = parser.parse_args()
+    figures = measure(quick=options.quick, data=options.data)
+    for figure, value in figures.items():
+        print(f"{figure:40} {value:12,.3f}")
+    print(json.dumps({figure: round(figures[figure], 4) for figure in LAST_LINE}))
+
+
+if __name__ == "__main__":
+    main()
