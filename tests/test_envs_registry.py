@@ -24,8 +24,8 @@ def test_a_class_of_ones_own_is_found_by_module_and_class() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("textwrld", r"unknown environment 'textwrld': did you mean 'textworld'\? Known: key_room, textworld"),
-        ("zzz", r"unknown environment 'zzz': Known: key_room, textworld"),
+        ("textwrld", r"unknown environment 'textwrld': did you mean 'textworld'\? Known: .*key_room, .*textworld, "),
+        ("zzz", r"unknown environment 'zzz': Known: .*key_room, .*textworld, "),
         ("no_such_module:Env", "no module 'no_such_module'"),
         ("envs.key_room:Nothing", "module 'envs.key_room' has no class 'Nothing'"),
         ("envs.key_room:ROOMS", "has no class 'ROOMS'"),

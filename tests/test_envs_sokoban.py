@@ -139,7 +139,7 @@ def test_the_splits_share_no_layout_whatever_the_seed_and_the_numbers_of_rooms()
         return {(room.floor, room.targets) for room in rooms}
 
     small = {"rows": 5, "columns": 5, "boxes": 1}
-    assert not layouts("train", train_rooms=200, **small) & layouts("heldout", heldout_rooms=50, seed=7, **small)
+    assert not layouts("train", train_rooms=100, **small) & layouts("heldout", heldout_rooms=20, seed=7, **small)
     tasks = [*SokobanEnv.tasks("train", OPTIONS), *SokobanEnv.tasks("heldout", OPTIONS)]
     assert len({task.id for task in tasks}) == len({task.data["room"] for task in tasks}) == 50
     assert tasks[:40] == SokobanEnv.tasks("train", OPTIONS)
