@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS, QUICK_STEPS, TURNS, EPISODE_STEPS = 20_000, 2_000, 5, 20
 LAKE = configs.load(ROOT / "configs/frozenlake.yaml").env.options
 TAXI = LAKE | {
-    "id": "Taxi-v3",
+    "id": "Taxi-v4",
     "kwargs": {},
     "task_kwargs": "",
     "render": "envs.adapters.toy_text:taxi",
@@ -47,7 +47,7 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
         "frozenlake_of_seed": ("gymnasium", LAKE),
         "taxi": ("gymnasium", TAXI),
     }
-    bare = {"frozenlake": ("FrozenLake-v1", {"map_name": "4x4", "is_slippery": False}), "taxi": ("Taxi-v3", {})}
+    bare = {"frozenlake": ("FrozenLake-v1", {"map_name": "4x4", "is_slippery": False}), "taxi": ("Taxi-v4", {})}
     figures: dict[str, list[float]] = {}
     for _ in range(TURNS):
         for world, (name, options) in worlds.items():

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-import time
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from envs import EnvironmentDied, EnvironmentPool, environment_class, list_tasks
+from envs import EnvironmentDied, EnvironmentPool, PooledEnvironment, Task, Transition, environment_class, list_tasks
+from envs.server import LISTENING
 
+ROOT = Path(__file__).resolve().parent.parent
 SEEDS: dict[str, object] = {"train_seeds": [0, 20], "heldout_seeds": [20, 25]}
 
 
@@ -188,151 +191,160 @@ def test_a_skyrl_id_or_module_that_is_not_there_is_named(skyrl: dict[str, object
         environment_class("skyrl_gym")(skyrl | {"imports": ["no_such_world"]})
 
 
-# GEM
+# GEM and OpenEnv: packages that want other versions than training does, so where they are installed they serve
 
-GEM: dict[str, object] = SEEDS | {
-    "id": "game:GuessTheNumber-v0-easy",
-    "kwargs": {"min_number": 1, "max_number": 10, "max_turns": 11},
-    "imports": [],
-    "action": "\\boxed{{action}}",
-    "win_at": 1.0,
-}
+PYTHON = os.environ.get("ADAPTERS_PYTHON", sys.executable)
+
+
+@contextmanager
+def served(module: str, *command: str) -> Iterator[str]:
+    """The URL of a server that the interpreter ADAPTERS_PYTHON runs; skips the test if that has no such module."""
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if subprocess.run([PYTHON, "-c", look], cwd=ROOT, check=False).returncode:
+        pytest.skip(f"{PYTHON} has no module {module}; set ADAPTERS_PYTHON to an interpreter that has it")
+    process = subprocess.Popen([PYTHON, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(LISTENING), line
+        yield line.removeprefix(LISTENING).strip()
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+Episode = Callable[[PooledEnvironment, Task], Coroutine[Any, Any, Any]]
+
+
+def play(name: str, options: dict[str, object], episode: Episode, *, times: int) -> list[Any]:
+    """What `episode` returns of every training task, all at once, so many times."""
+    tasks = list_tasks(name, options)["train"]
+
+    async def one(pool: EnvironmentPool, task: Task) -> Any:
+        async with pool.environment() as environment:
+            return await episode(environment, task)
+
+    async def all_of_them() -> list[Any]:
+        pool = EnvironmentPool(name, options, processes=1, answer_timeout_s=30.0)
+        try:
+            return [done for _ in range(times) for done in await asyncio.gather(*(one(pool, task) for task in tasks))]
+        finally:
+            pool.close()
+
+    return asyncio.run(all_of_them())
+
+
+def gem_options(**changes: object) -> dict[str, object]:
+    game = {"id": "game:GuessTheNumber-v0-easy", "kwargs": {"max_turns": 10}, "anchor": "observation"}
+    return SEEDS | {"imports": [], "action": "\\boxed{{action}}", "win_at": 1.0} | game | changes
 
 
 def test_a_gem_game_gives_the_same_task_the_same_number() -> None:
-    pytest.importorskip("gem", reason="gem-llm is not installed")
-    env, other = environment_class("gem")(GEM), environment_class("gem")(GEM)
-    numbers = []
-    for task in env.tasks("train", GEM):
-        first = env.reset(task)
-        assert "between 1 and 10" in first.objective and first.text == "Nothing has happened yet."
-        other.reset(task)
-        numbers.append(guess_up(env))
-        assert guess_up(other) == numbers[-1]
-    assert len(set(numbers)) > 3
+    async def guess_up(environment: PooledEnvironment, task: Task) -> int:
+        first = await environment.reset(task)
+        assert "between 1 and 10" in first.objective and first.text == "Enter your next guess."
+        for number in range(1, 10):
+            transition = await environment.step(str(number))
+            assert transition.won == (transition.terminated and transition.reward == 1.0)
+            if transition.won:
+                return number
+            assert "higher" in transition.observation.text
+        return 10
 
-
-def guess_up(env: Any) -> int:
-    for number in range(1, 11):
-        transition = env.step(str(number))
-        assert transition.won == (transition.terminated and transition.reward == 1.0)
-        if transition.won:
-            return number
-        assert "higher" in transition.observation.text
-    raise AssertionError("none of them")
+    with served("gem", "-m", "envs.server", "gem", json.dumps(gem_options()), "0") as url:
+        numbers = play("remote", {"url": url}, guess_up, times=2)
+    assert numbers[:20] == numbers[20:] and len(set(numbers)) > 3
 
 
 def test_a_gem_game_that_is_cut_off_is_truncated_and_not_terminated() -> None:
-    pytest.importorskip("gem", reason="gem-llm is not installed")
-    env = environment_class("gem")(GEM | {"kwargs": {"min_number": 1, "max_number": 1000, "max_turns": 2}})
-    for task in env.tasks("train", GEM):
-        env.reset(task)
-        first, last = env.step("1"), env.step("2")
+    async def guess_twice(environment: PooledEnvironment, task: Task) -> Transition:
+        await environment.reset(task)
+        first, last = await environment.step("1"), await environment.step("2")
         assert (first.terminated, first.truncated) == (False, False)
-        assert (last.terminated, last.truncated, last.won) == (False, True, False)
+        return last
+
+    options = gem_options(kwargs={"min_number": 1, "max_number": 1000, "max_turns": 2})
+    with served("gem", "-m", "envs.server", "gem", json.dumps(options), "0") as url:
+        ends = play("remote", {"url": url}, guess_twice, times=1)
+    assert {(end.terminated, end.truncated, end.won) for end in ends} == {(False, True, False)}
 
 
-# OpenEnv: its own server, in a thread
+def test_a_gem_games_board_is_its_anchor() -> None:
+    async def back_and_forth(environment: PooledEnvironment, task: Task) -> bool:
+        board = (await environment.reset(task)).anchor
+        seen = [(await environment.step(move)).observation for move in ("up", "down", "left", "right", "up", "down")]
+        assert board is not None and all(one.text != one.anchor and one.text.endswith(one.anchor or "") for one in seen)
+        return board in [one.anchor for one in seen]  # of two opposite moves one pair at least is possible, and leads back
+
+    options = gem_options(id="game:FifteenPuzzle-v0-easy", kwargs={"max_turns": 50}, anchor="suffix")
+    with served("gem", "-m", "envs.server", "gem", json.dumps(options), "0") as url:
+        assert all(play("remote", {"url": url}, back_and_forth, times=1))
 
 
-def openenv_world() -> tuple[type, type, type]:
-    """Steps "down" from a number that follows from the seed, to zero: the environment, its actions, its observations."""
-    from openenv.core.env_server import Action, Environment, Observation, State
-
-    class Move(Action):
-        way: str
-
-    class Seen(Observation):
-        height: str
-
-    class Stairs(Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.height = 0
-
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Seen:
-            self.height = 2 + (seed or 0) % 3
-            return Seen(height=f"at {self.height}", done=False, reward=None)
-
-        def step(self, action: Move, timeout_s: float | None = None, **kwargs: Any) -> Seen:
-            if action.way == "jump":
-                raise RuntimeError("the stairs break")
-            self.height -= action.way == "down"
-            return Seen(height=f"at {self.height}", done=self.height == 0, reward=float(self.height == 0))
-
-        @property
-        def state(self) -> State:
-            return State()
-
-    return Stairs, Move, Seen
+STAIRS = """
+import socket
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+class Move(Action):
+    way: str
+class Seen(Observation):
+    height: str
+class Stairs(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.height = 2 + seed % 3
+        return Seen(height=f"at {self.height}")
+    def step(self, action, timeout_s=None, **kwargs):
+        if action.way == "jump": raise RuntimeError("the stairs break")
+        self.height -= action.way == "down"
+        return Seen(height=f"at {self.height}", done=self.height == 0, reward=float(self.height == 0))
+    @property
+    def state(self): return State()
+app = create_fastapi_app(Stairs, Move, Seen, max_concurrent_envs=40)
+with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(100)
+    print(f"listens on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
+"""
 
 
-@pytest.fixture(scope="module")
-def openenv_url() -> Iterator[str]:
-    pytest.importorskip("openenv.core", reason="openenv-core is not installed")
-    import uvicorn
-    from openenv.core.env_server import create_fastapi_app
-
-    stairs, move, seen = openenv_world()
-    app = create_fastapi_app(stairs, move, seen, max_concurrent_envs=20)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.02)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(timeout=10)
+def openenv_options(url: str, **changes: object) -> dict[str, object]:
+    fields = {"url": url, "action_field": "way", "text_field": "height", "objective": "go down.", "win_at": 1.0}
+    return SEEDS | fields | changes
 
 
-def openenv_options(url: str) -> dict[str, object]:
-    return SEEDS | {"url": url, "action_field": "way", "text_field": "height", "objective": "go down.", "win_at": 1.0}
+def test_an_openenv_environment_many_at_once() -> None:
+    async def go_down(environment: PooledEnvironment, task: Task) -> list[str]:
+        seen = [(await environment.reset(task)).text]
+        while not seen[-1].endswith(" 0"):
+            transition = await environment.step("down")
+            seen.append(transition.observation.text)
+            assert transition.won == transition.terminated == (transition.reward == 1.0) == seen[-1].endswith(" 0")
+        return seen
+
+    expected = [[f"at {height}" for height in range(2 + seed % 3, -1, -1)] for seed in range(20)]
+    with served("openenv", "-c", STAIRS) as url:
+        assert play("openenv", openenv_options(url), go_down, times=2) == expected * 2
 
 
-def test_an_openenv_environment_through_the_pool_many_at_once(openenv_url: str) -> None:
-    options = openenv_options(openenv_url)
-    tasks = list_tasks("openenv", options)["train"]
+def test_an_openenv_error_is_the_episodes_and_names_the_cause() -> None:
+    async def jump(environment: PooledEnvironment, task: Task) -> None:
+        await environment.reset(task)
+        await environment.step("jump")
 
-    async def episode(pool: EnvironmentPool, number: int) -> list[str]:
-        async with pool.environment() as environment:
-            seen = [(await environment.reset(tasks[number])).text]
-            while not seen[-1].endswith(" 0"):
-                transition = await environment.step("down")
-                seen.append(transition.observation.text)
-                assert transition.won == transition.terminated == (transition.reward == 1.0) == seen[-1].endswith(" 0")
-            return seen
-
-    async def play() -> list[list[str]]:
-        pool = EnvironmentPool("openenv", options, processes=1, answer_timeout_s=20.0)
-        try:
-            first = await asyncio.gather(*(episode(pool, number) for number in range(8)))
-            return [*first, *await asyncio.gather(*(episode(pool, number) for number in range(8)))]
-        finally:
-            pool.close()
-
-    expected = [[f"at {height}" for height in range(2 + number % 3, -1, -1)] for number in range(8)]
-    assert asyncio.run(play()) == expected * 2
+    with served("openenv", "-c", STAIRS) as url:
+        with pytest.raises(EnvironmentDied, match=r"'openenv' failed in step: .*the server says: the stairs break"):
+            play("openenv", openenv_options(url), jump, times=1)
+        with pytest.raises(EnvironmentDied, match=r"text_field='depth' is none of the observation's: \['height'\]"):
+            play("openenv", openenv_options(url, text_field="depth"), jump, times=1)
+        with pytest.raises(EnvironmentDied, match="'openenv' failed in step: .*the server says: "):
+            play("openenv", openenv_options(url, action_field="speed"), jump, times=1)
 
 
-def test_an_openenv_error_is_the_episodes_and_names_the_cause(openenv_url: str) -> None:
-    async def play(options: dict[str, object]) -> None:
-        pool = EnvironmentPool("openenv", options, processes=1, answer_timeout_s=20.0)
-        try:
-            async with pool.environment() as environment:
-                await environment.reset(list_tasks("openenv", options)["train"][0])
-                await environment.step("jump")
-        finally:
-            pool.close()
+def test_an_openenv_server_that_is_not_there_is_the_episodes_error() -> None:
+    async def begin(environment: PooledEnvironment, task: Task) -> None:
+        await environment.reset(task)
 
-    with pytest.raises(EnvironmentDied, match=r"'openenv' failed in step: .*the stairs break"):
-        asyncio.run(play(openenv_options(openenv_url)))
-    with pytest.raises(EnvironmentDied, match=r"text_field='depth' is none of the observation's: \['height'\]"):
-        asyncio.run(play(openenv_options(openenv_url) | {"text_field": "depth"}))
-    with pytest.raises(EnvironmentDied, match="'openenv' failed in reset: .*Failed to connect"):
-        asyncio.run(play(openenv_options("http://127.0.0.1:1")))
+    with pytest.raises(EnvironmentDied, match=r"'openenv' failed in reset: .*127\.0\.0\.1:1"):
+        play("openenv", openenv_options("http://127.0.0.1:1"), begin, times=1)

@@ -64,7 +64,7 @@ def import_all(adapter: str, modules: Sequence[str]) -> None:
             raise ValueError(f"{adapter} option imports={list(modules)}: {error}; is it on PYTHONPATH?") from error
 
 
-PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "openenv": "openenv-core", "gem": "gem-llm"}
+PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"}
 
 
 def _seeds(adapter: str, key: str, value: object) -> range:
