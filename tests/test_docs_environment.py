@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -9,13 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import configs
-from actors import sample_chats
-from envs import environment_class, list_tasks
-from learner import make_tiny_model, train_tokenizer
-from store import RunLayout
+from actors import EpisodeIds, EpisodeRules, PromptForm, ScriptedPolicy, play_episode, sample_chats
+from envs import EnvironmentPool, Task, environment_class, list_tasks
+from gigpo import compute_advantages
+from learner import advantage_settings, make_tiny_model, train_tokenizer
+from learner.batch import micro_batches
+from learner.engine import Engine
+from store import RunLayout, Trajectory, to_table, uid
 from store.reading.query import connect
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +86,52 @@ def test_the_environment_plays_as_its_rules_say(lamps: Path) -> None:
     assert (won.reward, won.terminated, won.truncated, won.won) == (1.0, True, False, True)
 
 
-@pytest.mark.run
+def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
+    """What a worker and the learner do with it, in this process: a scripted player's moves, which a tiny model learns."""
+    config = configs.load(ROOT / "configs/key_room.yaml", [f"env.name={NAME}", "env.options={}", "env.max_steps=8"])
+    tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
+    make_tiny_model(lamps / "tiny", tokenizer, config.model.tiny, seed=0)
+    form, rules = PromptForm(tokenizer, config.prompt), EpisodeRules.of(config, temperature=1.0)
+
+    async def play() -> list[Trajectory]:
+        pool = EnvironmentPool(NAME, {}, processes=1, answer_timeout_s=30.0)
+
+        async def episode(task: Task, member: int) -> Trajectory:
+            async with pool.environment() as environment:
+                ids = EpisodeIds.of(uid(task.id), member)
+                policy = ScriptedPolicy(form.encode_answer)
+                return await play_episode(environment, policy, form, task=task, episode=ids, rules=rules)
+
+        try:
+            return await asyncio.gather(
+                *(episode(task, member) for task in list_tasks(NAME, {})["train"] for member in range(4))
+            )
+        finally:
+            pool.close()
+
+    trajectories = asyncio.run(play())
+    assert 0 < sum(trajectory.won for trajectory in trajectories) < len(trajectories) == 40
+    rows = to_table(trajectories)
+    computed = compute_advantages(rows, advantage_settings(config))
+    assert any(computed["steps_differ"].to_pylist()), "no two steps of a group have the same anchor and another worth"
+    rows = rows.append_column("advantage", computed["advantage"]).append_column("staleness", pa.array([0] * len(rows)))
+    engine = Engine(
+        model_path=lamps / "tiny",
+        model=configs.ModelConfig(),
+        learner=configs.LearnerConfig(learning_rate=3e-3),
+        loss=configs.LossConfig(policy="behaviour_cloning"),
+        temperature=1.0,
+        seed=0,
+        rank=0,
+        address=None,
+    )
+    batch = micro_batches(rows, micro_batch_tokens=4096, merge_steps=False, ranks=1)
+    losses = [update.loss for _ in range(3) for update in engine.train([batch])]
+    engine.close()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
 def test_the_documented_command_trains_it(lamps: Path) -> None:
     """With the scripted player for a policy and its moves to be learned, so that no engine has to start."""
     config = configs.load(ROOT / "configs/key_room.yaml", [f"env.name={NAME}", "env.options={}"])
