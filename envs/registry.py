@@ -15,10 +15,17 @@ if TYPE_CHECKING:
 # A new environment is one file in this folder and one line here. Named, not imported: an engine loads when it is used.
 ENVIRONMENTS = {
     "alfworld": "envs.alfworld:AlfWorldEnv",
+    "gem": "envs.adapters.from_gem:GemEnv",
+    "gymnasium": "envs.adapters.from_gymnasium:GymnasiumEnv",
     "key_room": "envs.key_room:KeyRoomEnv",
+    "openenv": "envs.adapters.from_openenv:OpenEnvEnv",
+    "remote": "envs.remote:RemoteEnv",
     "search": "envs.search:SearchEnv",
     "search_local": "envs.search:LocalSearchEnv",
+    "skyrl_gym": "envs.adapters.from_skyrl_gym:SkyRLGymEnv",
+    "sokoban": "envs.sokoban:SokobanEnv",
     "textworld": "envs.textworld:TextWorldEnv",
+    "verl_agent": "envs.adapters.from_verl_agent:VerlAgentEnv",
     "webshop": "envs.webshop:WebShopEnv",
 }
 

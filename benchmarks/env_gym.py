@@ -1,0 +1,107 @@
+"""Steps per second of Sokoban, and of Gymnasium's FrozenLake and Taxi through the adapter and without it.
+
+    python benchmarks/env_gym.py [--quick]
+
+A random player in one process; episodes of at most 20 steps; resets count as part of the time. Adapter and bare environment
+take turns, and their ratio is the median of the turns. Times are of the processor. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import configs
+from envs import environment_class
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, QUICK_STEPS, TURNS, EPISODE_STEPS = 20_000, 2_000, 5, 20
+LAKE = configs.load(ROOT / "configs/frozenlake.yaml").env.options
+TAXI = LAKE | {
+    "id": "Taxi-v4",
+    "kwargs": {},
+    "task_kwargs": "",
+    "render": "envs.adapters.toy_text:taxi",
+    "actions": ["south", "north", "east", "west", "pick up", "drop off"],
+    "win_at": 20.0,
+}
+ROOMS = {"rows": 6, "columns": 6, "boxes": 2, "least_moves": 3, "most_moves": 15, "heldout_rooms": 1, "seed": 0}
+
+
+def measure(*, quick: bool, data: Path) -> dict[str, float]:
+    """Steps/s and ratios; `data` is not needed."""
+    n_steps = QUICK_STEPS if quick else STEPS
+    worlds: dict[str, tuple[str, Mapping[str, object]]] = {
+        "sokoban": ("sokoban", ROOMS | {"train_rooms": 50}),
+        "frozenlake": ("gymnasium", LAKE | {"kwargs": {"is_slippery": False, "map_name": "4x4"}, "task_kwargs": ""}),
+        "frozenlake_of_seed": ("gymnasium", LAKE),
+        "taxi": ("gymnasium", TAXI),
+    }
+    bare = {"frozenlake": ("FrozenLake-v1", {"map_name": "4x4", "is_slippery": False}), "taxi": ("Taxi-v4", {})}
+    figures: dict[str, list[float]] = {}
+    for _ in range(TURNS):
+        for world, (name, options) in worlds.items():
+            rate = per_second(lambda n, name=name, options=options: play(name, options, n), n_steps)  # type: ignore[misc]
+            figures.setdefault(f"{world}_steps_s", []).append(rate)
+            if world in bare:
+                id_, kwargs = bare[world]
+                bare_rate = per_second(lambda n, id_=id_, kwargs=kwargs: play_bare(id_, kwargs, n), n_steps)  # type: ignore[misc]
+                figures.setdefault(f"{world}_over_bare", []).append(rate / bare_rate)
+    n_rooms = 100 if quick else 1000
+    made = per_second(lambda n: environment_class("sokoban").tasks("train", ROOMS | {"train_rooms": n}), n_rooms)
+    return {name: statistics.median(values) for name, values in figures.items()} | {"sokoban_rooms_made_s": made}
+
+
+def per_second(work: Callable[[int], Any], count: int) -> float:
+    began = time.process_time()
+    work(count)
+    return count / (time.process_time() - began)
+
+
+def play(name: str, options: Mapping[str, object], n_steps: int) -> None:
+    rng = random.Random(0)
+    tasks = environment_class(name).tasks("train", options)
+    env = environment_class(name)(options)
+    is_over = True
+    for step in range(n_steps):
+        if step % EPISODE_STEPS == 0 or is_over:
+            observation = env.reset(tasks[rng.randrange(len(tasks))])
+        assert observation.actions
+        transition = env.step(rng.choice(observation.actions))
+        observation, is_over = transition.observation, transition.terminated or transition.truncated
+    env.close()
+
+
+def play_bare(id_: str, kwargs: Mapping[str, Any], n_steps: int) -> None:
+    rng = random.Random(0)
+    env = gymnasium.make(id_, **kwargs)
+    is_over = True
+    for step in range(n_steps):
+        if step % EPISODE_STEPS == 0 or is_over:
+            env.reset(seed=rng.randrange(200))
+        _, _, terminated, truncated, _ = env.step(rng.randrange(env.action_space.n))  # type: ignore[attr-defined]
+        is_over = terminated or truncated
+    env.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps, for a run of a few seconds")
+    figures = measure(quick=parser.parse_args().quick, data=ROOT)
+    for name, value in figures.items():
+        print(f"{name:28} {value:12,.2f}")
+    print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Environments of OpenEnv, behind their server's WebSocket: one session is one environment.
+
+Options: `url`, `action_field` (of the action the server takes: {action_field: text}), `text_field` (of the observation it
+answers with), `objective`, `win_at` (an episode is won when it ends with a reward of at least this), `train_seeds`,
+`heldout_seeds` (given to the environment's `reset`; one that does not heed them plays another task in each episode of a
+group).
+
+The server runs anywhere. Its messages are spoken here, as openenv-core would bring 40 packages that only a server needs. It
+does not say whether an episode ended or was cut off, nor whether it understood an action.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from envs.adapters.common import SEEDS, check_options, close_soon, seeded_tasks
+from envs.base import Observation, Task, Transition
+
+if TYPE_CHECKING:
+    import aiohttp
+
+OPTIONS = ("url", "action_field", "text_field", "objective", "win_at", *SEEDS)
+
+
+class OpenEnvEnv:
+    """It waits for somebody else, so `reset` and `step` are coroutines."""
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._options = check_options("openenv", options, OPTIONS)
+        self._session: aiohttp.ClientSession | None = None  # made where its event loop is
+        self._socket: aiohttp.ClientWebSocketResponse
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        given = check_options("openenv", options, OPTIONS)
+        return seeded_tasks("openenv", split, given, name=str(given["url"]))
+
+    async def reset(self, task: Task) -> Observation:
+        if self._session is None:
+            import aiohttp  # here, because who only lists tasks needs none of it
+
+            self._session = aiohttp.ClientSession()
+            self._socket = await self._session.ws_connect(f"{str(self._options['url']).rstrip('/')}/ws")
+        return self._observe(await self._ask("reset", {"seed": task.seed}))
+
+    async def step(self, action: str) -> Transition:
+        answer = await self._ask("step", {self._options["action_field"]: action})
+        reward, done = float(answer["reward"] or 0.0), bool(answer["done"])
+        return Transition(
+            observation=self._observe(answer),
+            reward=reward,
+            terminated=done,
+            truncated=False,
+            won=done and reward >= self._options["win_at"],
+        )
+
+    def close(self) -> None:
+        if self._session is not None:
+            close_soon(self._session.close())
+            self._session = None
+
+    async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
+        await self._socket.send_json({"type": kind, "data": data})
+        said = (await self._socket.receive()).data
+        if not isinstance(said, str):
+            raise RuntimeError("the server ended the session")
+        answer = json.loads(said)
+        if answer["type"] == "error":
+            raise RuntimeError(f"the server says: {answer['data']['message']}")
+        return answer["data"]
+
+    def _observe(self, answer: Mapping[str, Any]) -> Observation:
+        field, seen = self._options["text_field"], answer["observation"]
+        if field not in seen:
+            raise ValueError(f"openenv option text_field={field!r} is none of the observation's: {sorted(seen)}")
+        return Observation(text=str(seen[field]), objective=self._options["objective"])

@@ -1,0 +1,76 @@
+"""Environments of SkyRL-gym, whose tasks are the rows of a data set: a chat to begin with, and what the answer is judged by.
+
+Options: `id`, `env_config` (both as `skyrl_gym.make` takes them), `imports` (modules that register environments of their own),
+`train_file`, `heldout_file` (JSON lines; `prompt` is a list of chat messages, all other keys are given to the environment as
+its extras), `action` (how an action is given to the environment, such as "<answer>{action}</answer>": {action} stands for it),
+`win_at` (an episode is won when it ends with a reward of at least this).
+
+The chat to begin with is the objective. Such an environment does not say whether an episode ended or was cut off, nor whether
+it understood an action.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envs.adapters.common import BEGIN, check_options, import_all, installed
+from envs.base import Observation, Task, Transition
+
+OPTIONS = ("id", "env_config", "imports", "train_file", "heldout_file", "action", "win_at")
+
+
+class SkyRLGymEnv:
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._options = check_options("skyrl_gym", options, OPTIONS)
+        self._make = installed("skyrl_gym", "skyrl_gym").make
+        import_all("skyrl_gym", self._options["imports"])
+        self._env: Any = None
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        given = check_options("skyrl_gym", options, OPTIONS)
+        if split not in ("train", "heldout"):
+            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+        lines = Path(given[f"{split}_file"]).read_text().splitlines()
+        return [
+            Task(id=f"skyrl_gym-{given['id']}-{split}-{n}", env_name="skyrl_gym", split=split, seed=n, data={"row": line})
+            for n, line in enumerate(lines)
+        ]
+
+    def reset(self, task: Task) -> Observation:
+        self.close()
+        extras = json.loads(task.data["row"])
+        prompt = extras.pop("prompt")
+        # An environment is of one row: the row is given when it is made.
+        self._env = self._make(self._options["id"], env_config=self._config(), extras=extras)
+        messages, _ = self._env.init(prompt)
+        self._objective = _text(messages)
+        return Observation(text=BEGIN, objective=self._objective)
+
+    def step(self, action: str) -> Transition:
+        answer = self._env.step(self._options["action"].replace("{action}", action))
+        reward, done = float(answer["reward"]), bool(answer["done"])
+        return Transition(
+            observation=Observation(text=_text(answer["observations"]), objective=self._objective),
+            reward=reward,
+            terminated=done,
+            truncated=False,
+            won=done and reward >= self._options["win_at"],
+        )
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _config(self) -> Any:
+        from omegaconf import OmegaConf  # whose dictionaries its environments read as attributes
+
+        return OmegaConf.create(self._options["env_config"])
+
+
+def _text(messages: Sequence[Mapping[str, str]]) -> str:
+    return "\n\n".join(message["content"] for message in messages)

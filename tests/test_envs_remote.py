@@ -1,0 +1,168 @@
+"""An environment over HTTP: the same answers as without, and errors that say what the server said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, environment_class, list_tasks
+from envs.server import LISTENING, Server
+
+ROOT = Path(__file__).resolve().parent.parent
+ACTIONS = ["go east", "nonsense", "go west", "go west", "take key"]
+KeyRoom = environment_class("key_room")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """`python -m envs.server`, as users start it."""
+    command = [sys.executable, "-m", "envs.server", "key_room", "{}", "0", "--processes", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(LISTENING), line
+    yield line.removeprefix(LISTENING).strip()
+    process.terminate()
+    process.wait(timeout=20)
+
+
+def play(url: str, *numbers: int) -> list[list[object]]:
+    """Episodes of these training tasks, at once."""
+    tasks = list_tasks("remote", {"url": url})["train"]
+
+    async def episode(pool: EnvironmentPool, task: Task) -> list[object]:
+        async with pool.environment() as environment:
+            return [await environment.reset(task), *[await environment.step(action) for action in ACTIONS]]
+
+    async def all_of_them() -> list[list[object]]:
+        pool = EnvironmentPool("remote", {"url": url}, processes=1, answer_timeout_s=20.0)
+        try:
+            return await asyncio.gather(*(episode(pool, tasks[number]) for number in numbers))
+        finally:
+            pool.close()
+
+    return asyncio.run(all_of_them())
+
+
+def played_here(number: int) -> list[object]:
+    env = KeyRoom({})
+    return [env.reset(KeyRoom.tasks("train", {})[number]), *[env.step(action) for action in ACTIONS]]
+
+
+def ask(url: str, verb: str, body: object) -> tuple[int, dict[str, object]]:
+    request = urllib.request.Request(f"{url}/{verb}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_it_answers_over_http_as_without(url: str) -> None:
+    assert play(url, *range(8)) == [played_here(number) for number in range(8)]
+    for split, tasks in list_tasks("remote", {"url": url}).items():
+        here = KeyRoom.tasks(split, {})
+        assert [(t.id, t.split, t.seed, t.data) for t in tasks] == [(t.id, t.split, t.seed, t.data) for t in here]
+        assert all(task.env_name == "remote" for task in tasks)
+
+
+def test_the_requests_are_as_documented(url: str) -> None:
+    task = {"id": "mine", "env_name": "any", "split": "train", "seed": 0, "data": {"start": "0", "key": "1", "door": "2"}}
+    status, created = ask(url, "create", {})
+    assert status == 200 and created.keys() == {"id"}
+    assert ask(url, "reset", created | {"task": task}) == (
+        200,
+        {"text": "The red room.", "objective": "unlock the door.", "anchor": None, "actions": ["go east"]},
+    )
+    status, transition = ask(url, "step", created | {"action": "go east"})
+    assert status == 200 and transition["observation"]["text"] == "The blue room. A key lies here."  # type: ignore[index]
+    assert {k: v for k, v in transition.items() if k != "observation"} == {
+        "reward": 0.0, "terminated": False, "truncated": False, "won": False, "valid": True, "task_score": None,
+    }  # fmt: skip
+    assert ask(url, "close", created) == (200, {})
+    assert ask(url, "step", created | {"action": "go east"})[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "complaint"),
+    [
+        ("step", {"id": "7", "action": "go east"}, 404, "id 7 is unknown"),
+        ("step", {"id": "7"}, 400, "/step needs a JSON object with id, action; action is missing"),
+        ("reset", [], 400, "/reset needs a JSON object with id, task"),
+        ("tasks", {"split": "test"}, 400, "split 'test' is not one of ['heldout', 'train']"),
+    ],
+)
+def test_a_wrong_request_is_answered_in_one_line(url: str, verb: str, body: object, status: int, complaint: str) -> None:
+    code, answer = ask(url, verb, body)
+    assert code == status and complaint in str(answer["error"]) and "\n" not in str(answer["error"])
+
+
+def test_nobody_there_is_said_before_anything_starts() -> None:
+    with pytest.raises(EnvironmentFailed, match=r"remote environment http://127.0.0.1:1/tasks gives no tasks: .*is it up\?"):
+        list_tasks("remote", {"url": "http://127.0.0.1:1"})
+
+
+BROKEN = """
+from envs import Observation, Task
+class Broken:
+    def __init__(self, options): pass
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=f"b-{split}", env_name="broken", split=split, seed=0)]
+    def reset(self, task): return Observation(text="start")
+    def step(self, action): raise RuntimeError(f"no such door: {action}")
+    def close(self): pass
+"""
+
+
+def test_an_error_there_is_the_episodes_error_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_far_away.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def play() -> None:
+        there = Server("broken_far_away:Broken", {}, processes=1)
+        options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        task = Task(id="b-train", env_name="remote", split="train", seed=0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(task)
+                with pytest.raises(EnvironmentDied, match=r"'remote' failed in step: .*500: .*no such door: open"):
+                    await environment.step("open")
+            async with pool.environment() as environment:  # and the next episode is none the worse for it
+                assert (await environment.reset(task)).text == "start"
+        finally:
+            pool.close()
+            await there.close()
+
+    asyncio.run(play())
+
+
+def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew() -> None:
+    tasks = KeyRoom.tasks("train", {})
+
+    async def play() -> None:
+        there = Server("key_room", {}, processes=1)
+        options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(tasks[0])
+                await there.give_up(idle_s=3600.0)
+                assert (await environment.step("go east")).valid
+                await there.give_up(idle_s=0.0)
+                assert (await environment.reset(tasks[1])).text == KeyRoom({}).reset(tasks[1]).text
+                await there.give_up(idle_s=0.0)
+                with pytest.raises(EnvironmentDied, match=r"404: id \w+ is unknown, or was idle"):
+                    await environment.step("go east")
+        finally:
+            pool.close()
+            await there.close()
+
+    asyncio.run(play())
