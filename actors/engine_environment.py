@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs import ActorsConfig
 
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # the directory of those by which an engine is talked to; a short name
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # vLLM obeys it only where the model has a process of its own; else we do
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.engine_environment import environment
+from actors.engine_environment import ENGINE_SOCKETS, environment
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOADED = "actors.engine_loaded"  # what the server imports before it serves
@@ -32,8 +34,19 @@ def begin_loading(variables: Mapping[str, str]) -> None:
     if not _begun_with:
         _begun_with.update(variables)
         multiprocessing.set_forkserver_preload([LOADED])
-        with environment(variables):
+        with environment(variables), _short_names():
             multiprocessing.forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _short_names() -> Iterator[None]:
+    """Python puts the server's socket into its temporary directory, whose name may be longer than a socket's can be."""
+    before = tempfile.tempdir
+    tempfile.tempdir = os.environ.get(ENGINE_SOCKETS, before)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Protocol
 class Prompt:
     token_ids: tuple[int, ...]
     actions: tuple[str, ...] | None  # admissible actions of this observation; only a scripted policy reads them
+    demonstrated: str | None = None  # the observation's; likewise
     n_dropped_turns: int = 0  # earlier turns that were to be shown and that the token budget had no room for
     n_dropped_tokens: int = 0  # tokens of the prompt without a budget, less those it has
 
@@ -37,18 +38,19 @@ class Policy(Protocol):
 
 
 class ScriptedPolicy:
-    """Chooses uniformly among the admissible actions and writes it in the answer format.
+    """Writes the demonstrated action in the answer format, or, where there is none, one of the n admissible ones at random.
 
     `encode_answer` turns an action into the response's token ids, end token included. The log-probability of the choice,
-    log(1/n), is put on the first token, 0 on the rest, so that they sum to that of the response.
+    0 or log(1/n), is put on the first token, 0 on the rest, so that they sum to that of the response.
     """
 
     def __init__(self, encode_answer: Callable[[str], Sequence[int]]) -> None:
         self.encode_answer = encode_answer
 
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
-        if not prompt.actions:
+        choices = (prompt.demonstrated,) if prompt.demonstrated is not None else prompt.actions
+        if not choices:
             raise ValueError("a scripted policy needs an environment that lists its admissible actions; this one lists none")
-        token_ids = tuple(self.encode_answer(random.Random(seed).choice(prompt.actions)))
-        logprobs = (-math.log(len(prompt.actions)),) + (0.0,) * (len(token_ids) - 1)
+        token_ids = tuple(self.encode_answer(random.Random(seed).choice(choices)))
+        logprobs = (-math.log(len(choices)),) + (0.0,) * (len(token_ids) - 1)
         return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_min=0, version_max=0)

@@ -68,6 +68,7 @@ class PromptForm:
         return Prompt(
             token_ids=token_ids,
             actions=observation.actions,
+            demonstrated=observation.demonstrated,
             n_dropped_turns=asked - kept,
             n_dropped_tokens=len(whole) - len(token_ids),
         )
@@ -89,6 +90,7 @@ class PromptForm:
         return Prompt(
             token_ids=token_ids,
             actions=observation.actions,
+            demonstrated=observation.demonstrated,
             n_dropped_turns=n_dropped_turns,
             n_dropped_tokens=n_dropped_tokens,
         )

@@ -12,7 +12,7 @@ from envs import EnvironmentFailed, Observation, environment_class, list_tasks
 
 
 def sample_chats(config: Config) -> Iterator[str]:
-    """Message and answer of every step of one uniformly random episode of each training task."""
+    """Message and answer of every step of one episode of each training task, as the scripted player plays it."""
     template = find_template(config.prompt.template)
     environment = environment_class(config.env.name)(config.env.options)
     draw = random.Random(config.seed)
@@ -22,7 +22,7 @@ def sample_chats(config: Config) -> Iterator[str]:
         while not over and len(history) < config.env.max_steps:
             if not observation.actions:
                 raise EnvironmentFailed(f"env.name={config.env.name} lists no admissible actions to clone from; set model.path")
-            action = draw.choice(observation.actions)
+            action = observation.demonstrated or draw.choice(observation.actions)
             yield _message(config.prompt, observation, history) + answer_text(template, action, parser=config.prompt.parser)
             history.append(Turn(observation=observation.text, action=action))
             transition = environment.step(action)

@@ -35,6 +35,7 @@ class Observation:
     objective: str = ""  # what the agent is asked to do; constant over the episode
     anchor: str | None = None  # canonical text of the anchor state; None means "use `text`"
     actions: tuple[str, ...] | None = None  # admissible actions, None where the environment cannot list them
+    demonstrated: str | None = None  # what leads on to a win, where that is known; for the scripted player, no model sees it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,6 +74,8 @@ def _checked_observation(answer: object, *, what: str) -> Observation:
         raise TypeError(f"{what} returned an Observation whose text or objective is no str: {_shown(answer)}")
     if answer.anchor is not None and not isinstance(answer.anchor, str):
         raise TypeError(f"{what} returned anchor={answer.anchor!r}; it must be text or None")
+    if answer.demonstrated is not None and not isinstance(answer.demonstrated, str):
+        raise TypeError(f"{what} returned demonstrated={answer.demonstrated!r}; it must be text or None")
     if answer.actions is None:
         return answer
     if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in answer.actions):

@@ -136,5 +136,8 @@ def test_a_scripted_policy_draws_admissible_actions_and_says_how_likely_they_wer
     completions = [asyncio.run(policy.generate(prompt, seed=seed, temperature=1.0)) for seed in range(60)]
     assert {form().parse(c.token_ids).action for c in completions} == {"a", "b", "c"}
     assert all(sum(c.logprobs) == pytest.approx(-math.log(3)) for c in completions)
+    demonstration = Prompt(token_ids=(1,), actions=("a", "b", "c"), demonstrated="b")
+    completion = asyncio.run(policy.generate(demonstration, seed=0, temperature=1.0))
+    assert (form().parse(completion.token_ids).action, sum(completion.logprobs)) == ("b", 0.0)
     with pytest.raises(ValueError, match="lists none"):
         asyncio.run(policy.generate(Prompt(token_ids=(1,), actions=None), seed=0, temperature=1.0))

@@ -58,6 +58,19 @@ def test_every_type_is_won_by_its_walkthrough_and_only_the_last_step_pays() -> N
     assert sys.argv == arguments and random.getstate() == state
 
 
+def test_what_leads_on_is_demonstrated_until_one_strays() -> None:
+    env, task = AlfWorld(OPTIONS), heldout_tasks()[0]
+    shown = [env.reset(task).demonstrated]
+    for _ in range(len(task_walkthrough(task, OPTIONS)) - 1):
+        shown.append(env.step(shown[-1] or "").observation.demonstrated)
+    assert tuple(shown) == task_walkthrough(task, OPTIONS)
+    assert env.step(shown[-1] or "").won
+    env.reset(task)
+    assert env.step("inventory").observation.demonstrated is None
+    assert env.step(shown[0] or "").observation.demonstrated is None
+    env.close()
+
+
 def test_all_that_is_said_paid_and_listed_is_what_the_stock_engine_says_pays_and_lists() -> None:
     env, stock = AlfWorld(OPTIONS), stock_engine()
     for seed, task in enumerate(heldout_tasks()):

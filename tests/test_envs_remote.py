@@ -79,7 +79,13 @@ def test_the_requests_are_as_documented(url: str) -> None:
     assert status == 200 and created.keys() == {"id"}
     assert ask(url, "reset", created | {"task": task}) == (
         200,
-        {"text": "The red room.", "objective": "unlock the door.", "anchor": None, "actions": ["go east"]},
+        {
+            "text": "The red room.",
+            "objective": "unlock the door.",
+            "anchor": None,
+            "actions": ["go east"],
+            "demonstrated": None,
+        },
     )
     status, transition = ask(url, "step", created | {"action": "go east"})
     assert status == 200 and transition["observation"]["text"] == "The blue room. A key lies here."  # type: ignore[index]

@@ -140,6 +140,7 @@ def test_a_run_goes_on_at_another_zero_stage(base: Path, tmp_path: Path, dtype: 
     again.close()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_three_ranks_and_back_with_one(base: Path, tmp_path: Path) -> None:
     """One rank at ZeRO 1, then three at ZeRO 3, whose parts of 64 elements are padded, then one at ZeRO 0."""
     engine = make_engine(base, zero_stage=1)

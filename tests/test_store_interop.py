@@ -177,6 +177,7 @@ def local_ray() -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_ray_data(sample: Sample, local_ray: None) -> None:
     dataset = ray.data.read_parquet(sample.files)
     assert_same(pa.concat_tables(ray.get(dataset.to_arrow_refs())), sample)

@@ -35,7 +35,7 @@ from store.reading.query import connect
 from tests.store_samples import make_trajectory, open_train_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-READ_FOR_S = float(os.environ.get("STORE_LIVE_READER_S", "12"))
+READ_FOR_S = float(os.environ.get("STORE_LIVE_READER_S", "8"))
 N_WRITERS, GROUPS_PER_STEP, WAITING_GROUPS = 3, 4, 24
 EAGER = MaintainerSettings(
     snapshot_window_s=0.0,

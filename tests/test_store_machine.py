@@ -32,7 +32,7 @@ from store.upkeep.sweep import sweep_orphans, sweep_retired
 from tests.store_model import FIRST_VERSION, SEEN_BY_SQL, STATES, TOO_OLD, US_PER_S, DisposableRun, Model, dies_within, look_at
 from tests.store_samples import make_trajectory
 
-EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "150")), 12  # `make test-crash` has 500
+EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "80")), 12  # `make test-crash` has 500
 GROUP_SIZE, MAX_STALENESS, KEPT_CHECKPOINTS = 2, 1, 2
 LEASE_S, LONG_S = 10, 7_200  # no worker retries a commit for LONG_S; the grace of orphans is shorter
 POLICY = CompactionPolicy(fan_in=2, max_live_files=2, min_file_bytes=1 << 20)  # also files that are not settled

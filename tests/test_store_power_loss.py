@@ -17,7 +17,7 @@ from tests.crash.lab import WORKERS, lose_power, phases, scratch, workers
 from tests.crash.scenarios import RECORDED, recording_of
 from tests.crash.tracer import FileCall
 
-CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "240"))
+CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "120"))
 FEW = CRASHES // 12  # of what takes longer to look at, and is rarer
 SEED = 20_000
 ROOT = Path("/disk")

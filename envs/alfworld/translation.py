@@ -35,6 +35,7 @@ class Translation:
     entities: Mapping[str, EntityInfo]  # by id, named as ALFWorld names them ("mug 1")
     parameters: Mapping[str, tuple[Placeholder, ...]]  # of each action
     task: str
+    walkthrough: tuple[str, ...]
 
 
 @lru_cache(maxsize=KEPT_GAMES)
@@ -66,6 +67,7 @@ def translate(game: Game) -> Translation:
             for action in task.actions
         },
         task=game.task,
+        walkthrough=game.walkthrough,
     )
 
 

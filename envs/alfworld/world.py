@@ -38,13 +38,14 @@ class AlfWorldEnv:
     """The step limit is the runner's. An observation is the game's text, unchanged, and is its own anchor state.
 
     Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.", and whether it is punished
-    is for `prompt.admissible_only` to say.
+    is for `prompt.admissible_only` to say. The next command of the game's walkthrough is demonstrated until one strays from it.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._data = _parse(options).data
         self._engine: Engine | None = None
         self._objective = ""
+        self._walkthrough: tuple[str, ...] = ()  # what is left of it
         self._is_over = True
 
     @classmethod
@@ -78,6 +79,7 @@ class AlfWorldEnv:
         if self._engine is None:
             self._engine = Engine()
         text = self._engine.reset(game)
+        self._walkthrough = game.walkthrough
         self._objective = text.partition(OBJECTIVE)[2].strip()
         self._is_over = False
         return self._observation(text)
@@ -85,7 +87,9 @@ class AlfWorldEnv:
     def step(self, action: str) -> Transition:
         if self._is_over or self._engine is None:
             raise ValueError("the episode is over: call reset(task) before step")
-        text, won = self._engine.step(action.strip())
+        action = action.strip()
+        text, won = self._engine.step(action)
+        self._walkthrough = self._walkthrough[1:] if self._walkthrough[:1] == (action,) else ()
         self._is_over = won
         return Transition(
             observation=self._observation(text),
@@ -104,7 +108,8 @@ class AlfWorldEnv:
     def _observation(self, text: str) -> Observation:
         assert self._engine is not None
         listed = tuple(command for command in self._engine.commands if command != UNLISTED)
-        return Observation(text=text, objective=self._objective, actions=listed)
+        demonstrated = self._walkthrough[0] if self._walkthrough else None
+        return Observation(text=text, objective=self._objective, actions=listed, demonstrated=demonstrated)
 
 
 def task_walkthrough(task: Task, options: Mapping[str, object]) -> tuple[str, ...]:
