@@ -1,5 +1,7 @@
 """Text worlds behind one contract. `base.py` is the contract (Task, Observation, Transition, Environment); one file per
-world (`textworld.py` with its games in `textworld_games.py`, `key_room.py`, the one to copy for a world of your own);
+world (`textworld.py` with its games in `textworld_games.py`, `sokoban.py`, `key_room.py`, the one to copy for a world of your
+own), or one package (`alfworld/`, `webshop/`, `search/`); `adapters/` wraps environments of other packages, `remote.py` plays
+over HTTP what `server.py` serves;
 `registry.py` finds a class by name, `check.py` refuses a broken one early, `pool.py` runs many, each `process.py` holding some.
 `programs.py` is for an agent that calls a chat model by itself instead of being stepped (docs/agent_programs.md). `child.py`
 starts and ends the processes of both, `waits.py` names what is waited for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from configs import AlgorithmConfig, Config, ConfigError
 from gigpo import ESTIMATORS, compute_advantages
 from learner import advantage_settings
 
+PAPER = Path(__file__).parent.parent / "docs" / "paper.md"
 FILES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 
@@ -255,3 +257,12 @@ def test_a_scripted_player_whose_groups_would_all_become_too_old_is_refused(tmp_
     with pytest.raises(ConfigError, match=r"max_staleness=1 .* from learner step 3 on; use max_staleness=100"):
         configs.load(tmp_path / "c.yaml", ["algorithm.estimator=grpo"])
     configs.load(tmp_path / "c.yaml", ["max_staleness=99", "learner.keep_versions=101"])
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"^python train\.py (.*)$", (FILES[0].parent.parent / "docs/paper.md").read_text(), re.M)
+)
+def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> None:
+    path, *overrides = line.split()
+    config = configs.load(PAPER.parent.parent / path, overrides)
+    assert "GPU" in configs.describe_plan(config)

@@ -1,18 +1,13 @@
 """Steps per second of Sokoban, and of Gymnasium's FrozenLake and Taxi through the adapter and without it.
 
-    python benchmarks/env_gym.py [--quick]
-
 A random player in one process; episodes of at most 20 steps; resets count as part of the time. Adapter and bare environment
-take turns, and their ratio is the median of the turns. Times are of the processor. The last line is JSON.
+take turns, and their ratio is the median of the turns. Times are of the processor.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +15,10 @@ from typing import Any
 
 import gymnasium
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from envs import environment_class
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, QUICK_STEPS, TURNS, EPISODE_STEPS = 20_000, 2_000, 5, 20
 LAKE = configs.load(ROOT / "configs/frozenlake.yaml").env.options
 TAXI = LAKE | {
@@ -92,16 +86,3 @@ def play_bare(id_: str, kwargs: Mapping[str, Any], n_steps: int) -> None:
         _, _, terminated, truncated, _ = env.step(rng.randrange(env.action_space.n))  # type: ignore[attr-defined]
         is_over = terminated or truncated
     env.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, for a run of a few seconds")
-    figures = measure(quick=parser.parse_args().quick, data=ROOT)
-    for name, value in figures.items():
-        print(f"{name:28} {value:12,.2f}")
-    print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,19 @@
 """How fast, and how well, questions are searched for: the BM25 index, the server, and the worlds under our runner's pool.
 
-    python benchmarks/env_search.py [--quick] [--data FOLDER]
-
-FOLDER has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question itself as the only search: the part
+`data` has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question itself as the only search: the part
 of the questions with a golden answer somewhere in the corpus (`answer_in_corpus`) that have one in the first three passages.
-Server, client and environments share this process's event loop, so `server_queries_s` is of one core. The last line is JSON.
+Server, client and environments share this process's event loop, so `server_queries_s` is of one core.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from aiohttp.test_utils import TestServer
 
 from envs import EnvironmentPool, Task, environment_class
@@ -31,9 +23,8 @@ from envs.search.library import Library, bm25_library
 from envs.search.scoring import normalised
 from envs.search.server import application
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOPK = 3
-LAST_LINE = ("search_queries_s", "search_server_queries_s", "search_local_steps_s", "search_steps_s", "search_recall_at_3")
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
@@ -126,19 +117,3 @@ async def play(pool: EnvironmentPool, waiting: list[Task]) -> None:
             await environment.reset(task)
             await environment.step(f"<search>{task.data['question']}</search>")
             await environment.step("<answer>nobody</answer>")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer questions, for a run of some seconds")
-    usual = os.environ.get("GIGPO_DATA", ROOT.parent / "shared" / "data")
-    parser.add_argument("--data", type=Path, default=Path(usual), help="folder with qa/; GIGPO_DATA unless given")
-    options = parser.parse_args()
-    figures = measure(quick=options.quick, data=options.data)
-    for figure, value in figures.items():
-        print(f"{figure:40} {value:12,.3f}")
-    print(json.dumps({figure: round(figures[figure], 4) for figure in LAST_LINE}))
-
-
-if __name__ == "__main__":
-    main()

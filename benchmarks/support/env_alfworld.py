@@ -1,29 +1,21 @@
 """ALFWorld: our steps beside the stock engine's, on the same games and commands, and memory over many episodes.
 
-    python benchmarks/env_alfworld.py [--quick] [--data FOLDER] [--episodes N]
-
 Steps: for each game both engines walk through the same random commands, in turns, from one process and core; a step includes
 the observation, the reward and all admissible commands. Loading and resetting is timed apart: the first reset of a game
 translates it for the planner, later ones of the same game do not; the stock engine does so each time.
 Memory: random episodes of 50 steps on one environment object; growth of the resident set after the first tenth of them, in
 which each game is played once.
-FOLDER has ALFWorld's games (docs/alfworld.md); without it small games made on the spot are played. The last line is JSON.
+`data` may have ALFWorld's games (docs/alfworld.md); without them small games made on the spot are played.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 
 from envs import Task
@@ -33,13 +25,13 @@ from envs.alfworld.generated import read_generated
 from envs.alfworld.translation import translated
 from tests.alfworld_stock import load_stock, stock_engine
 
-REQUIRED = {"alfworld_over_stock": ">= 10", "alfworld_mib_growth": "flat"}
 MAX_STEPS = 50
 MIB = 2**20
 
 
-def measure(*, quick: bool, data: Path, episodes: int | None = None) -> dict[str, float]:
-    """Steps and resets per engine in 1/s and ms, and the growth in MiB; `data` may be missing."""
+def measure(*, quick: bool, data: Path) -> dict[str, float]:
+    """Steps and resets per engine in 1/s and ms, and the growth in MiB; `data` is the folder that has `alfworld/`, if any."""
+    data = data / "alfworld"
     options = {
         "data": str(data) if data.is_dir() else "",
         "train": "train",
@@ -51,7 +43,7 @@ def measure(*, quick: bool, data: Path, episodes: int | None = None) -> dict[str
     }
     tasks = AlfWorldEnv.tasks("heldout", options)
     return {
-        **_memory(tasks, options, episodes=episodes or (60 if quick else 1000)),  # first: the stock engine leaves much behind
+        **_memory(tasks, options, episodes=60 if quick else 1000),  # first: the stock engine leaves much behind
         **_beside_stock(tasks[: 3 if quick else 8], options, steps=15 if quick else 30),
     }
 
@@ -123,20 +115,3 @@ def _elapsed_s(call: Callable[..., object], *arguments: object) -> float:
     start = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - start
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "../shared/data")) / "alfworld")
-    parser.add_argument("--episodes", type=int, default=None, help="of the memory measurement")
-    args = parser.parse_args()
-    figures = measure(quick=args.quick, data=args.data, episodes=args.episodes)
-    for name, value in figures.items():
-        required = f"   ({REQUIRED[name]})" if name in REQUIRED else ""
-        print(f"{name:28} {value:10.2f}{required}")
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
-
-
-if __name__ == "__main__":
-    main()
