@@ -35,12 +35,9 @@ def parse_action(text: str, *, template: Template, parser: str, opening: str) ->
     if parser == "upstream":
         assert template.upstream is not None, "PromptForm refuses this"
         if len(template.tags) > 1:
-            return _one_block(text, template.tags, unparsed_characters=template.upstream.unparsed_characters)
+            return _upstream_block(text, template.tags)
         return _upstream(text, tag=template.tags[0], rule=template.upstream)
-    if len(template.tags) > 1:
-        answer = _one_block(text, template.tags, unparsed_characters=UNPARSED_CHARACTERS)
-    else:
-        answer = _tagged(text, tag=template.tags[0])
+    answer = _one_block(text, template.tags) if len(template.tags) > 1 else _tagged(text, tag=template.tags[0])
     has_thought = not template.thinks or has_tags(opening + text, "think")
     return Answer(action=answer.action, well_formed=answer.well_formed and has_thought)
 
@@ -62,13 +59,28 @@ def _tagged(text: str, *, tag: str) -> Answer:
     return Answer(action=action.strip().lower(), well_formed=True)
 
 
-def _one_block(text: str, tags: Sequence[str], *, unparsed_characters: int) -> Answer:
+def _one_block(text: str, tags: Sequence[str]) -> Answer:
     """The first block of the first tag that has one. Blocks of two tags, or two of one, are not well formed."""
     found = {tag: re.findall(f"<{tag}>.*?</{tag}>", text, re.DOTALL | re.IGNORECASE) for tag in tags}
     blocks = [block for tag in tags for block in found[tag]]
     if not blocks:
-        return Answer(action=_end(text, unparsed_characters), well_formed=False)
+        return Answer(action=text[-UNPARSED_CHARACTERS:], well_formed=False)
     return Answer(action=blocks[0], well_formed=len(blocks) == 1)
+
+
+def _upstream_block(text: str, tags: Sequence[str]) -> Answer:
+    """The first block of the first tag that has one, up to where the first tag that is closed is closed for the first time.
+
+    Well formed if no other block is opened in the whole reply, a thought included.
+    """
+    closing = next((f"</{tag}>" for tag in tags if f"</{tag}>" in text), None)
+    said = text if closing is None else text.partition(closing)[0] + closing
+    n_opened = sum(len(re.findall(f"<{tag}>", text, re.IGNORECASE)) for tag in tags)
+    for tag in tags:
+        block = re.search(f"<{tag}>(.*?)</{tag}>", said, re.DOTALL | re.IGNORECASE)
+        if block is not None:
+            return Answer(action=f"<{tag}>{block[1].strip()}</{tag}>", well_formed=n_opened == 1)
+    return Answer(action="", well_formed=False)
 
 
 def _upstream(text: str, *, tag: str, rule: UpstreamRule) -> Answer:

@@ -66,10 +66,13 @@ def test_a_template_may_have_another_tag() -> None:
         ("<think></think><action>down, then up</action>", "sokoban", "up", True),
         ("<think></think><action>jump</action>", "sokoban", "still", False),
         ("up", "sokoban", "still", False),
-        ("<search> A </search>", "search", "<search> A </search>", True),
-        ("<think>?</think><Answer>B\nC</Answer> and so on", "search", "<Answer>B\nC</Answer>", True),
+        ("<search> A </search>", "search", "<search>A</search>", True),
+        ("<think>?</think><Answer>B\nC</Answer> and so on", "search", "<answer>B\nC</answer>", True),
         ("<answer>x</answer><search>y</search>", "search", "<search>y</search>", False),
         ("<search>x</search><search>y</search>", "search", "<search>x</search>", False),
+        ("<search>a <answer>b</answer>", "search", "<answer>b</answer>", False),  # what is opened counts, closed or not
+        ("<think>a <search> here?</think><answer>b</answer>", "search", "<answer>b</answer>", False),
+        ("</search><answer>x</answer>", "search", "", False),  # nothing is said before the first end of a search
         ("<search>x", "search", "", False),
     ],
 )
