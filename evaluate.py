@@ -14,6 +14,7 @@ in the store are not played again.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,10 +26,8 @@ from rich.console import Console
 
 import configs
 import evaluation
-import report
 import resume
 import runs
-import store
 from actors import weight_files
 from causes import ComponentFailed
 from cluster import ray_cluster
@@ -64,7 +63,6 @@ def main(arguments: list[str]) -> int:
         else:
             config = own_config(options.weights)
             play(config, config.model.path or str(Path(config.run_dir) / "base" / "policy"), console, apart=False)
-            report.show(config, console)
         evaluation.show(Path(config.run_dir), console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -80,9 +78,8 @@ def own_config(run: str) -> Config:
     """Of a run that is evaluated in its own store. Raises ConfigError, StoreError."""
     if run.rpartition("@")[0] or run.endswith((".yaml", ".yml")):
         raise ConfigError(f"{run} is evaluated in a store of its own; give its directory: run_dir=...")
-    layout = RunLayout.open(Path(run))
-    check_unowned(layout)
-    return replace(configs.from_yaml(layout.info.config_yaml), run_dir=run)
+    check_unowned(RunLayout.open(Path(run)))
+    return resume.load(Path(run), [])
 
 
 def asked_config(weights: str, overrides: Sequence[str]) -> Config:
@@ -95,13 +92,14 @@ def asked_config(weights: str, overrides: Sequence[str]) -> Config:
         if not config.model.path:
             raise ConfigError(f"{weights} has no model.path; give the model to evaluate: model.path=...")
         return config
-    run, _ = run_and_step(weights)
+    run, step = run_and_step(weights)
     others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a config instead")
     config = resume.load(run, others)
     new = directories[-1]
-    return replace(config, run_dir=new, source=[], model=replace(config.model, path=str(Path(new) / "model"), lora_rank=0))
+    model = Path(new) / weights_name(run, step)
+    return replace(config, run_dir=new, source=[], model=replace(config.model, path=str(model), lora_rank=0))
 
 
 def run_and_step(text: str) -> tuple[Path, int | None]:
@@ -126,24 +124,36 @@ def evaluate_apart(config: Config, weights: str, console: Console) -> None:
     play(config, config.model.path, console, apart=True)
 
 
+def weights_name(run: Path, step: int | None) -> str:
+    """Of their directory: other weights have another one, so that they are not taken for those that were evaluated."""
+    layout = RunLayout.open(run)
+    return f"{layout.info.run_id}-" + (f"v{newest_version(layout).version:06d}" if step is None else f"step{step:06d}")
+
+
+def newest_version(layout: RunLayout) -> VersionRecord:
+    """Of those whose files are there. Raises StoreError."""
+    from learner import find_version
+
+    try:
+        return find_version(layout, None)
+    except ValueError as error:
+        raise StoreError(f"{layout.root} has no weights to evaluate: {error}") from error
+
+
 def take_weights(run: Path, step: int | None, model: Path) -> None:
     """The weights to evaluate, as a Hugging Face directory `model`, unless they are there already. Raises StoreError."""
-    from learner import copy_weights, export_checkpoint
+    from learner import export_checkpoint, export_version
 
     if model.is_dir():
         return
     layout = RunLayout.open(run)
-    if step is not None:
-        try:
+    try:
+        if step is None:
+            export_version(layout, newest_version(layout), model)
+        else:
             export_checkpoint(layout, step, model)
-        except (ValueError, FileNotFoundError) as error:  # there is none, it is damaged, or the base model is gone
-            raise StoreError(f"{run}@{step} cannot be evaluated: {error}") from error
-        return
-    with store.open(run) as reader:
-        (newest,) = reader.sql("SELECT max(version) AS version FROM versions").to_pylist()
-    if newest["version"] is None:
-        raise StoreError(f"{run} has no weights yet; train it first")
-    copy_weights(layout.weights_dir(newest["version"]), model)
+    except (ValueError, FileNotFoundError) as error:  # there is none, it is damaged, or the base model is gone
+        raise StoreError(f"{run}{'' if step is None else f'@{step}'} cannot be evaluated: {error}") from error
 
 
 def play(config: Config, model_path: str, console: Console, *, apart: bool) -> None:
@@ -169,9 +179,11 @@ def play(config: Config, model_path: str, console: Console, *, apart: bool) -> N
 def version_zero(layout: RunLayout, model: Path) -> VersionRecord:
     """What the engines start from, by its digest; a link, as nobody changes it."""
     directory = layout.weights_dir(0)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.symlink_to(model.resolve(), target_is_directory=True)
+        directory.unlink(missing_ok=True)  # a link to what was elsewhere
+        inside = model.resolve().is_relative_to(layout.root.resolve())  # then the directory may be moved
+        directory.symlink_to(os.path.relpath(model, directory.parent) if inside else model.resolve(), target_is_directory=True)
     digest = files_digest(weight_files(directory))
     return VersionRecord(version=0, path=layout.relative(directory), digest=digest, learner_step=None)
 

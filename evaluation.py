@@ -1,7 +1,8 @@
-"""What `evaluate.py` shows: success on held-out tasks by type, and two evaluations compared task by task."""
+"""Rounds of held-out tasks, from the store: success by task type with intervals, and two of them compared task by task."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ from rich.table import Table
 import configs
 import store
 from envs import list_tasks
-from report import wilson_interval
 from store import RunLayout, StoreError
 
-FLIPS = 10_000
+Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
+FLIPS, AT_ONCE = 10_000, 100  # of signs; 50,000 tasks take 80 MB so
 SHOWN = 20  # tasks with the largest differences
 
 NEWEST_ROUND = """
@@ -29,25 +30,18 @@ GROUP BY g.task_id ORDER BY g.task_id
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """One task in the newest evaluation round of a run."""
+    """One task in an evaluation round."""
 
     task_id: str
-    type: str  # "" where the environment has no types
     won: int  # of `played` episodes
     played: int
     score: float | None  # mean graded score, where there is one
     steps: float  # mean
 
 
-def newest_round(run: Path) -> list[Played]:
-    """Raises StoreError if nothing was played on held-out tasks yet."""
-    env = configs.from_yaml(RunLayout.open(run).info.config_yaml).env
-    types = {task.id: task.data.get("type", "") for task in list_tasks(env.name, env.options)["heldout"]}
-    with store.open(run) as reader:
-        rows = reader.sql(NEWEST_ROUND).to_pylist()
-    if not rows:
-        raise StoreError(f"{run}: nothing was played on held-out tasks yet; python evaluate.py {run}")
-    return [Played(type=types.get(row["task_id"], ""), **row) for row in rows]
+def newest_round(reader: store.Reader) -> list[Played]:
+    """Of a run: none if nothing was played on held-out tasks yet."""
+    return [Played(**row) for row in reader.sql(NEWEST_ROUND).to_pylist()]
 
 
 def interval(tasks: Sequence[Played]) -> tuple[float, float]:
@@ -63,16 +57,24 @@ def interval(tasks: Sequence[Played]) -> tuple[float, float]:
     return wilson_interval(mean * effective, effective)
 
 
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
+    """95% score interval of a proportion (Wilson 1927): honest near 0 and 1, where the normal one is not."""
+    rate, shrink = successes / trials, 1 + Z_95**2 / trials
+    centre = (rate + Z_95**2 / (2 * trials)) / shrink
+    half = Z_95 / shrink * math.sqrt(rate * (1 - rate) / trials + Z_95**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 def success(tasks: Sequence[Played]) -> float:
     return sum(task.won for task in tasks) / sum(task.played for task in tasks)
 
 
 def show(run: Path, console: Console) -> None:
-    """The newest round: a line for all tasks, and one for each type where there are several."""
-    tasks = newest_round(run)
+    """The newest round: a line for all tasks, and one for each type where there are several. Raises StoreError without one."""
+    tasks, type_of = _round_of(run), _types(run)
     of_type: dict[str, list[Played]] = {}
     for task in tasks:
-        of_type.setdefault(task.type, []).append(task)
+        of_type.setdefault(type_of.get(task.task_id, ""), []).append(task)
     table = Table("type", "tasks", "episodes", "success", "95% interval", "score", "steps", box=None, pad_edge=False)
     for name, some in [*(sorted(of_type.items()) if len(of_type) > 1 else []), ("all", tasks)]:
         low, high = interval(some)
@@ -91,8 +93,8 @@ def show(run: Path, console: Console) -> None:
 
 def show_comparison(first: Path, second: Path, console: Console) -> None:
     """`second` against `first`, on the tasks that both have played. Raises StoreError if there are none."""
-    ours = {task.task_id: task for task in newest_round(second)}
-    pairs = [(task, ours[task.task_id]) for task in newest_round(first) if task.task_id in ours]
+    type_of, theirs = _types(first), {task.task_id: task for task in _round_of(second)}
+    pairs = [(task, theirs[task.task_id]) for task in _round_of(first) if task.task_id in theirs]
     if not pairs:
         raise StoreError(f"{first} and {second} have played no task in common; evaluate both on the same split")
     difference_T = np.array([b.won / b.played - a.won / a.played for a, b in pairs])
@@ -105,7 +107,9 @@ def show_comparison(first: Path, second: Path, console: Console) -> None:
     order = np.argsort(-np.abs(difference_T), kind="stable")
     for place in [int(place) for place in order[:SHOWN] if difference_T[place]]:
         a, b = pairs[place]
-        table.add_row(a.task_id, a.type, f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}")
+        table.add_row(
+            a.task_id, type_of.get(a.task_id, ""), f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}"
+        )
     console.print(table)
     n_different = int(np.count_nonzero(difference_T))
     console.print(f"{n_different} tasks differ" + (f", {SHOWN} are shown" if n_different > SHOWN else ""))
@@ -113,7 +117,23 @@ def show_comparison(first: Path, second: Path, console: Console) -> None:
 
 def sign_flip_p(difference_T: np.ndarray) -> float:
     """Two-sided p of the mean of T differences, float64: each could as well have had the other sign."""
-    signs_FT = np.random.default_rng(0).choice([-1.0, 1.0], size=(FLIPS, len(difference_T)))
-    flipped_F = np.abs(signs_FT @ difference_T)
-    at_least = int(np.count_nonzero(flipped_F >= abs(difference_T.sum()) - 1e-9))
+    draw = np.random.default_rng(0)
+    at_least = 0
+    for _ in range(FLIPS // AT_ONCE):
+        signs_FT = draw.choice(np.array([-1.0, 1.0]), size=(AT_ONCE, len(difference_T)))
+        at_least += int(np.count_nonzero(np.abs(signs_FT @ difference_T) >= abs(difference_T.sum()) - 1e-9))
     return (1 + at_least) / (1 + FLIPS)
+
+
+def _round_of(run: Path) -> list[Played]:
+    with store.open(run) as reader:
+        found = newest_round(reader)
+    if not found:
+        raise StoreError(f"{run}: nothing was played on held-out tasks yet; python evaluate.py {run}")
+    return found
+
+
+def _types(run: Path) -> dict[str, str]:
+    """Of each held-out task of the environment the run was made with."""
+    env = configs.from_yaml(RunLayout.open(run).info.config_yaml).env
+    return {task.id: task.data.get("type", "") for task in list_tasks(env.name, env.options)["heldout"]}

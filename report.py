@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from rich.console import Console
 
+import evaluation
 import store
 from configs import Config, is_offline
 
-Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 FIRST_AND_LAST_STEPS = 5  # learner steps averaged at either end of the training curve
 
-HELDOUT = """
-SELECT count(*) FILTER (won), count(*) FROM trajectories
-WHERE split = 'heldout' AND version_min = (SELECT max(version_min) FROM trajectories WHERE split = 'heldout')
-"""
 TRAINING = f"""
 SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
        avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {FIRST_AND_LAST_STEPS}),
@@ -46,7 +41,7 @@ def finished(config: Config) -> bool:
 def show(config: Config, console: Console) -> None:
     success = "stored/success" if is_offline(config) else "train/success"
     with store.open(config.run_dir) as reader:
-        won, played = _row(reader, HELDOUT)
+        heldout = evaluation.newest_round(reader)
         first, last, learner_steps = _row(reader, TRAINING.format(success))
         step_s, advantages_s = _row(reader, TIMES)
         trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
@@ -56,8 +51,9 @@ def show(config: Config, console: Console) -> None:
         figures = f"{first:.2f}" if is_one_window else f"{first:.2f} at the start, {last:.2f} at the end"
         whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
         console.print(f"success {whose}: {figures}")
-    if played:
-        low, high = wilson_interval(won, played)
+    if heldout:
+        low, high = evaluation.interval(heldout)
+        won, played = sum(task.won for task in heldout), sum(task.played for task in heldout)
         console.print(
             f"success on held-out tasks: {won / played:.2f}  "
             f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)",
@@ -78,14 +74,6 @@ def show(config: Config, console: Console) -> None:
         f"  evaluate   python evaluate.py {run}\n"
         f"  logs       {run}/logs",
     )
-
-
-def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
-    """95% score interval of a proportion (Wilson 1927): honest near 0 and 1, where the normal one is not."""
-    rate, shrink = successes / trials, 1 + Z_95**2 / trials
-    centre = (rate + Z_95**2 / (2 * trials)) / shrink
-    half = Z_95 / shrink * math.sqrt(rate * (1 - rate) / trials + Z_95**2 / (4 * trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _row(reader: store.Reader, query: str) -> tuple:

@@ -168,7 +168,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     if policy.is_dir():
         return policy
     console.print(
-        f"no model.path: cloning a tiny base policy from a scripted random player, in {directory}",
+        f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",
     )
     untrained = directory / "untrained"
     if not untrained.is_dir():

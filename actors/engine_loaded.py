@@ -4,6 +4,7 @@ import ctypes
 import gc
 import importlib
 import signal
+import traceback
 
 from actors.engine_server import PR_SET_PDEATHSIG
 
@@ -17,7 +18,11 @@ MODULES = (
 # With the worker, also if that is killed. An engine is a child of this process and ends with it in turn (weight_transfer.py).
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 gc.disable()  # a fifth of the time
-for module in MODULES:
-    importlib.import_module(module)
-gc.freeze()  # what all engines share is not copied by a look through it
-gc.enable()
+try:
+    for module in MODULES:
+        importlib.import_module(module)
+except ImportError:
+    traceback.print_exc()  # a fork server says nothing of it: an engine then imports it itself, and fails with the reason
+finally:
+    gc.freeze()  # what all engines share is not copied by a look through it
+    gc.enable()

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from actors.prompt import answer_text, turns_shown
 from actors.template import Turn, find_template, render, render_next
 from configs import Config, PromptConfig
-from envs import EnvironmentFailed, Observation, environment_class, list_tasks
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Observation, PooledEnvironment, Task, list_tasks
+
+SAMPLED_TASKS = 1000  # more say hardly anything new, and each has to be reset once
 
 
-def sample_chats(config: Config) -> Iterator[str]:
-    """Message and answer of every step of one episode of each training task, as the scripted player plays it."""
-    template = find_template(config.prompt.template)
-    environment = environment_class(config.env.name)(config.env.options)
+def sample_chats(config: Config) -> list[str]:
+    """Message and answer of every step of one episode of each training task, of SAMPLED_TASKS at most, as the scripted player
+    plays it.
+
+    Raises EnvironmentFailed. Not for an event loop: it has one of its own.
+    """
+    return asyncio.run(_sampled(config))
+
+
+async def _sampled(config: Config) -> list[str]:
+    env, found = config.env, []
     draw = random.Random(config.seed)
-    for task in list_tasks(config.env.name, config.env.options)["train"]:
-        observation, over = environment.reset(task), False
-        history: list[Turn] = []
-        while not over and len(history) < config.env.max_steps:
-            if not observation.actions:
-                raise EnvironmentFailed(f"env.name={config.env.name} lists no admissible actions to clone from; set model.path")
-            action = observation.demonstrated or draw.choice(observation.actions)
-            yield _message(config.prompt, observation, history) + answer_text(template, action, parser=config.prompt.parser)
-            history.append(Turn(observation=observation.text, action=action))
-            transition = environment.step(action)
-            observation, over = transition.observation, transition.terminated or transition.truncated
-    environment.close()
+    pool = EnvironmentPool(env.name, env.options, processes=1, answer_timeout_s=env.answer_timeout_s)
+    try:
+        for task in list_tasks(env.name, env.options)["train"][:SAMPLED_TASKS]:
+            async with pool.environment() as environment:
+                found += await _episode(config, environment, task, draw)
+    except EnvironmentDied as error:
+        raise EnvironmentFailed(f"env.name={env.name}: {error}") from error
+    finally:
+        pool.close()
+    return found
+
+
+async def _episode(config: Config, environment: PooledEnvironment, task: Task, draw: random.Random) -> list[str]:
+    template = find_template(config.prompt.template)
+    observation, over = await environment.reset(task), False
+    history: list[Turn] = []
+    texts = []
+    while not over and len(history) < config.env.max_steps:
+        if not observation.actions:
+            raise EnvironmentFailed(f"env.name={config.env.name} lists no admissible actions to clone from; set model.path")
+        action = observation.demonstrated or draw.choice(observation.actions)
+        texts.append(_message(config.prompt, observation, history) + answer_text(template, action, parser=config.prompt.parser))
+        history.append(Turn(observation=observation.text, action=action))
+        transition = await environment.step(action)
+        observation, over = transition.observation, transition.terminated or transition.truncated
+    return texts
 
 
 def _message(config: PromptConfig, observation: Observation, history: Sequence[Turn]) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/environments.py [--quick] [--data FOLDER] [--only WORLD ...]
 
-FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA unless given. What is measured and how is said in support/env_*.py:
+FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA, or `data`, unless given. What is measured and how is said in support/env_*.py:
 
 alfworld  beside the stock engine on the same commands; memory over many episodes (without data: games made on the spot)
 webshop   of one core, start-up, and what equals recorded episodes of the original
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 WORLDS = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}  # the folder of data that each cannot do without
+OPTIONAL = ("alfworld", "fast_downward")  # packages of the extra
 REQUIRED = {
     "alfworld_over_stock": ">= 10",
     "webshop_steps_s": ">= 2000",
@@ -40,11 +41,13 @@ REQUIRED = {
 def measured(world: str, *, quick: bool, data: Path) -> dict[str, float]:
     folder = WORLDS[world]
     if folder is not None and not (data / folder).is_dir():
-        print(f"{world}: left out, as {data / folder} is not there; give --data or GIGPO_DATA")
+        print(f"{world}: left out, as there is no {data / folder}; give --data or GIGPO_DATA")
         return {}
     try:
         module = importlib.import_module(f"support.env_{world}")
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in OPTIONAL:
+            raise
         print(f"{world}: left out, as {error.name} is not installed; pip install -e '.[alfworld]'")
         return {}
     figures: dict[str, float] = module.measure(quick=quick, data=data)
@@ -54,7 +57,7 @@ def measured(world: str, *, quick: bool, data: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", ROOT.parent / "shared" / "data")))
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "data")))
     parser.add_argument("--only", nargs="+", choices=list(WORLDS), default=list(WORLDS))
     options = parser.parse_args()
     figures: dict[str, float] = {}

@@ -37,7 +37,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyModelConfig:
-    """A base policy the project makes by itself: random initialisation, then cloning of a scripted random player."""
+    """A base policy the project makes by itself: random initialisation, then cloning of the scripted player."""
 
     vocabulary_size: int = 1024
     hidden_size: int = 128
@@ -76,7 +76,7 @@ class ActorsConfig:
     episode_timeout_s: float = 3600.0  # likewise of a whole episode
     engine_timeout_s: float = 20.0  # an engine that says nothing for this long is taken for hung, and started again
     lease_s: float = 120.0  # groups of a worker nobody has heard of are played by another after this long
-    scripted: bool = False  # play the scripted random player instead of a model (to clone from)
+    scripted: bool = False  # no model plays: what the environment demonstrates, else at random (to clone from)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

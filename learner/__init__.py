@@ -16,7 +16,7 @@ from learner.process import LEARNER_STEP, LearnerActor, LearnerSetup, RankError
 
 if TYPE_CHECKING:
     from learner.engine import WreckedPolicyError
-    from learner.export import export_checkpoint
+    from learner.export import export_checkpoint, export_version, find_version
     from learner.guards import BadUpdatesError, CollapseError, StarvationError
     from learner.learner import Learner
     from learner.objective import with_published
@@ -36,6 +36,8 @@ else:
         "check_train_on": "selection",
         "copy_weights": "publish",
         "export_checkpoint": "export",
+        "export_version": "export",
+        "find_version": "export",
         "make_tiny_model": "tiny_model",
         "train_tokenizer": "tiny_model",
         "with_published": "objective",
@@ -62,6 +64,8 @@ __all__ = [
     "check_train_on",
     "copy_weights",
     "export_checkpoint",
+    "export_version",
+    "find_version",
     "make_tiny_model",
     "train_tokenizer",
     "with_published",

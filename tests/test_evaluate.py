@@ -16,16 +16,17 @@ import evaluate
 import evaluation
 import store
 from actors import Coordinator
-from configs import ConfigError
-from evaluation import Played, interval, newest_round, sign_flip_p, success
-from report import wilson_interval
+from configs import Config, ConfigError
+from evaluation import Played, interval, newest_round, sign_flip_p, success, wilson_interval
+from learner import with_published
+from opening import check_same_run
 from store import RunLayout, StoreError, write_open_sql
 from tests.fault_runs import ROOT, SCRIPTED, untrained_model
 from tests.test_actors_coordinator import make_config, play, publish
 
 
-def task(won: int, played: int, *, name: str = "t", kind: str = "") -> Played:
-    return Played(task_id=name, type=kind, won=won, played=played, score=None, steps=3.0)
+def task(won: int, played: int) -> Played:
+    return Played(task_id="t", won=won, played=played, score=None, steps=3.0)
 
 
 def test_one_episode_a_task_has_wilsons_interval() -> None:
@@ -80,7 +81,8 @@ def played(tmp_path: Path) -> Path:
 
 
 def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
-    tasks = newest_round(played)
+    with store.open(played) as reader:
+        tasks = newest_round(reader)
     assert len(tasks) == 20 and {one.played for one in tasks} == {2}
     console = Console(width=100, record=True)
     evaluation.show(played, console)
@@ -100,7 +102,7 @@ def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(config, learns=False).close()
     with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
-        newest_round(tmp_path / "run")
+        evaluation.show(tmp_path / "run", Console())
 
 
 @pytest.mark.parametrize(
@@ -124,11 +126,33 @@ def test_without_a_directory_only_a_run_is_evaluated(weights: str) -> None:
 
 
 def test_settings_of_the_run_that_is_evaluated_are_kept(played: Path, tmp_path: Path) -> None:
-    config = evaluate.asked_config(f"{played}@3", [f"run_dir={tmp_path / 'new'}", "evaluation.temperature=0"])
-    assert config.run_dir == str(tmp_path / "new") and config.model.path == str(tmp_path / "new" / "model")
+    new = tmp_path / "new"
+    config = evaluate.asked_config(f"{played}@3", [f"run_dir={new}", "evaluation.temperature=0"])
+    run_id = RunLayout.open(played).info.run_id
+    assert config.run_dir == str(new) and config.model.path == str(new / f"{run_id}-step000003")
     assert config.evaluation.temperature == 0.0
     assert config.algorithm == configs.from_yaml(RunLayout.open(played).info.config_yaml).algorithm
     assert math.isclose(config.env.win_reward, 10.0)
+
+
+def test_other_weights_are_not_taken_for_those_that_were_evaluated(played: Path, tmp_path: Path) -> None:
+    def asked(step: int) -> Config:
+        return with_published(evaluate.asked_config(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"]))
+
+    RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(asked(3)))
+    check_same_run(asked(3))
+    with pytest.raises(ConfigError, match=r"was made by another config \(model.path: .*step000003' -> .*step000004'"):
+        check_same_run(asked(4))
+
+
+def test_weights_inside_the_directory_are_linked_so_that_it_can_be_moved(played: Path, tmp_path: Path) -> None:
+    layout = RunLayout.open(played)
+    (played / "model").mkdir()
+    (played / "model" / "model.safetensors").write_bytes(b"weights")
+    record = evaluate.version_zero(layout, played / "model")
+    assert evaluate.version_zero(layout, played / "model") == record
+    moved = played.rename(tmp_path / "moved")
+    assert (moved / record.path / "model.safetensors").read_bytes() == b"weights"
 
 
 @pytest.mark.run
