@@ -2,7 +2,8 @@
 
     python benchmarks/environments.py [--quick] [--data FOLDER] [--only WORLD ...]
 
-FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA, or `data`, unless given. What is measured and how is said in support/env_*.py:
+FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA, or `data`, unless given. What is measured is said in
+support/env_*.py:
 
 alfworld  beside the stock engine on the same commands; memory over many episodes (without data: games made on the spot)
 webshop   of one core, start-up, and what equals recorded episodes of the original
