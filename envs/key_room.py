@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 ROOMS = ("red", "blue", "green", "white", "black")
 WAYS = {"go west": -1, "go east": 1}
@@ -17,13 +18,12 @@ HELDOUT_EVERY = 3  # of the 5 x 4 x 3 layouts one of each three doors is held ou
 
 class KeyRoomEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        if options:
-            raise ValueError(f"key_room takes no options, not {sorted(options)}")
+        check_options("key_room", options, ())
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+        check_options("key_room", options, ())
+        check_split(split)
         n = range(len(ROOMS))
         layouts = [(start, key, door) for start in n for key in n for door in n if len({start, key, door}) == 3]
         return [

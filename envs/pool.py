@@ -25,7 +25,8 @@ from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
 from envs.check import EnvironmentFailed, checked_answer
-from envs.process import EnvironmentDied, EnvironmentProcess, close_safely
+from envs.closing import close_safely
+from envs.process import EnvironmentDied, EnvironmentProcess
 from envs.registry import environment_class, is_program, program_class
 from envs.waits import Waits, request_name
 

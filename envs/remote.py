@@ -20,8 +20,9 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envs.adapters.common import check_options, close_soon
 from envs.base import Observation, Task, Transition
+from envs.closing import close_soon
+from envs.options import check_options
 
 if TYPE_CHECKING:
     import aiohttp
@@ -66,7 +67,7 @@ class RemoteEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._end(self._session))
+            close_soon(self._end(self._session), what=f"the place at {self._url}")
             self._session = None
 
     async def _post(self, verb: str, **fields: Any) -> tuple[int, bytes]:

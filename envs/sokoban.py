@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -77,10 +78,9 @@ class SokobanEnv:
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         """Rooms of a split: a solution takes `least_moves` to `most_moves`, no room is there twice or in both splits."""
+        check_split(split)
         parsed = _parse(options)
         counts = {"train": parsed.train_rooms, "heldout": parsed.heldout_rooms}
-        if split not in counts:
-            raise ValueError(f"split {split!r} is not one of {sorted(counts)}")
         kind = f"{parsed.rows}x{parsed.columns}b{parsed.boxes}m{parsed.least_moves}-{parsed.most_moves}"
         return [
             Task(
@@ -237,9 +237,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         "heldout_rooms": 1,
         "seed": 0,
     }
-    if set(options) != set(least):
-        wrong = sorted(set(least).symmetric_difference(options))
-        raise ValueError(f"sokoban options missing or unknown: {', '.join(wrong)}; it takes {sorted(least)}")
+    check_options("sokoban", options, tuple(least))
     values: dict[str, int] = {}
     for name, lowest in least.items():
         value = options[name]

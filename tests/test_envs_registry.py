@@ -41,3 +41,9 @@ def test_a_wrong_name_is_one_line_naming_the_value_and_the_fix(name: str, compla
 def test_importing_the_package_loads_no_engine() -> None:
     script = "import sys, envs; sys.exit('textworld' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_every_world_names_options_that_are_missing_or_unknown_in_the_same_words(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} options missing or unknown: .*speed.*; it takes \[.*\]$"):
+        environment_class(name).tasks("train", {"speed": 1})

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import BEGIN, SEEDS, check_options, import_all, installed, seeded_tasks
+from envs.adapters.common import BEGIN, SEEDS, import_all, installed, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.options import check_options
 
 OPTIONS = ("id", "kwargs", "imports", "action", "anchor", "win_at", *SEEDS)
 

@@ -15,8 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import SEEDS, check_options, find, installed, seeded_tasks
+from envs.adapters.common import SEEDS, installed, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, find
 
 OPTIONS = ("id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", *SEEDS)
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")  # how "ansi" shows where the player is: in colour

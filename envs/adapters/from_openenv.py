@@ -15,8 +15,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envs.adapters.common import SEEDS, check_options, close_soon, seeded_tasks
+from envs.adapters.common import SEEDS, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.closing import close_soon
+from envs.options import check_options
 
 if TYPE_CHECKING:
     import aiohttp
@@ -58,7 +60,7 @@ class OpenEnvEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._session.close())
+            close_soon(self._session.close(), what=f"the session with {self._options['url']}")
             self._session = None
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:

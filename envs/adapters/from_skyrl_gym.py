@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.adapters.common import BEGIN, check_options, import_all, installed
+from envs.adapters.common import BEGIN, import_all, installed
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 OPTIONS = ("id", "env_config", "imports", "train_file", "heldout_file", "action", "win_at")
 
@@ -32,8 +33,7 @@ class SkyRLGymEnv:
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         given = check_options("skyrl_gym", options, OPTIONS)
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+        check_split(split)
         lines = Path(given[f"{split}_file"]).read_text().splitlines()
         return [
             Task(id=f"skyrl_gym-{given['id']}-{split}-{n}", env_name="skyrl_gym", split=split, seed=n, data={"row": line})

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import SEEDS, check_options, find, seeded_tasks
+from envs.adapters.common import SEEDS, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, find
 
 OPTIONS = ("manager", "kwargs", "shows", "action", "objective", *SEEDS)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, Game, list_games, read_game
 from envs.alfworld.generated import list_generated, read_generated
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 if TYPE_CHECKING:
     from envs.alfworld.engine import Engine
@@ -50,9 +51,8 @@ class AlfWorldEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        check_split(split)
         parsed = _parse(options)
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
         official, count = (parsed.train, parsed.train_games) if split == "train" else (parsed.heldout, parsed.heldout_games)
         if parsed.data:
             games = list_games(Path(parsed.data).expanduser(), official)
@@ -124,10 +124,7 @@ def _game(data: str, task: Task) -> Game:
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
-    known = set(_Options.__dataclass_fields__)
-    if set(options) != known:
-        wrong = sorted(known.symmetric_difference(options))
-        raise ValueError(f"alfworld options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+    check_options("alfworld", options, tuple(_Options.__dataclass_fields__))
     for name in ("train", "heldout"):
         if options[name] not in OFFICIAL_SPLITS:
             raise ValueError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")

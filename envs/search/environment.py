@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 from envs.search.client import ask_server, has_answered
 from envs.search.episode import Episode, task_of
 from envs.search.files import check_file
@@ -91,8 +92,7 @@ class LocalSearchEnv:
 
 
 def _tasks(options: _Options, *, env_name: str, split: str, **data: str) -> list[Task]:
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+    check_split(split)
     chosen = select(
         read_questions(options.questions),
         split=split,
@@ -114,9 +114,7 @@ def _parse(options: Mapping[str, object], env_name: str, **own: type) -> _Option
     """`own` is what this environment takes besides what both take, with its type."""
     lists = ("questions", "train_sources", "heldout_sources")
     wanted = {**dict.fromkeys(lists, list), "heldout_limit": int, "topk": int, **own}
-    if set(options) != set(wanted):
-        wrong = sorted(set(wanted).symmetric_difference(options))
-        raise ValueError(f"{env_name} options missing or unknown: {', '.join(wrong)}; it takes {sorted(wanted)}")
+    check_options(env_name, options, tuple(wanted))
     for name, kind in wanted.items():
         value = options[name]
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or value in ([], ""):
