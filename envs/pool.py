@@ -145,7 +145,7 @@ class _OnThisLoop:
                 f"environment {self._env_name!r} failed in {method}: {type(error).__name__}: {error}"
                 if not isinstance(error, TimeoutError)
                 else f"environment {self._env_name!r} did not answer {method} within {self._answer_timeout_s:g} s",
-                at_fault=True,
+                at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
             ) from error
         finally:
             self._waits.end(environment_id)
