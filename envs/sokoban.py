@@ -31,6 +31,7 @@ STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0  # as gym-sokoban
 OBJECTIVE = "push every box onto a target."
 HELDOUT_SHARE = 5  # one layout in five belongs to the held-out split
 FLOOR_SHARE = 0.7  # of the cells inside the outer walls
+MAX_STATES = 100_000  # of player and boxes, searched for each room that is drawn: a second or two
 MAX_DRAWS_PER_ROOM = 1000  # for a size and a number of moves that no room can have
 
 Cell = tuple[int, int]  # row, column
@@ -196,6 +197,7 @@ def _solvable(floor: frozenset[Cell], targets: frozenset[Cell], *, most_moves: i
     """Where player and boxes may be so that the shortest solution takes 0, 1, 2 ... moves: the game played backwards.
 
     A move backwards takes the player one cell back and, if a box is on the other side of it, may pull that along.
+    ValueError beyond MAX_STATES.
     """
     latest = [(cell, targets) for cell in sorted(floor - targets)]
     # A solution never ends with a move that pushes nothing; elsewhere the player may have walked.
@@ -218,6 +220,11 @@ def _solvable(floor: frozenset[Cell], targets: frozenset[Cell], *, most_moves: i
                         earlier.append(state)
         latest = earlier
         found.append(latest)
+        if len(seen) > MAX_STATES:
+            raise ValueError(
+                f"sokoban: with boxes={len(targets)} and most_moves={most_moves} a room of {len(floor)} cells has more than "
+                f"{MAX_STATES:,} positions to search, which takes too long; ask for fewer boxes, fewer moves or smaller rooms"
+            )
     return found
 
 

@@ -5,14 +5,29 @@ options.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from envs.base import Task
-from envs.options import check_split
+from envs.options import check_options, check_split
 
 BEGIN = "Nothing has happened yet."  # the first observation where all there is to see is the objective
+PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"}
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "action": (lambda value: isinstance(value, str) and "{action}" in value, "a text with {action} in it"),
+    "imports": (lambda value: isinstance(value, Sequence) and not isinstance(value, str), "a list of modules"),
+    "win_at": (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"),
+}
 SEEDS = ("train_seeds", "heldout_seeds")  # each [first, last + 1]
+
+
+def adapter_options(adapter: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
+    """As `check_options`; those that several adapters have are also what they must be. Raises ValueError, in one line."""
+    given = check_options(adapter, options, known)
+    for name, (is_right, must_be) in KINDS.items():
+        if name in given and not is_right(given[name]):
+            raise ValueError(f"{adapter} option {name}={given[name]!r} must be {must_be}")
+    return given
 
 
 def seeded_tasks(adapter: str, split: str, options: Mapping[str, object], *, name: str) -> list[Task]:
@@ -44,9 +59,6 @@ def import_all(adapter: str, modules: Sequence[str]) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ValueError(f"{adapter} option imports={list(modules)}: {error}; is it on PYTHONPATH?") from error
-
-
-PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"}
 
 
 def _seeds(adapter: str, key: str, value: object) -> range:
