@@ -75,6 +75,7 @@ class Room:
 class SokobanEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         _parse(options)
+        self._is_over = True
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
@@ -96,14 +97,17 @@ class SokobanEnv:
 
     def reset(self, task: Task) -> Observation:
         self._room = read_room(task.data["room"])
+        self._is_over = False
         return self._observe()
 
     def step(self, action: str) -> Transition:
+        if self._is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
         word = next((word for word in WORDS if word in action.lower()), None)
         before = len(self._room.boxes & self._room.targets)
         if word in MOVES:
             self._room = self._room.moved(word)
-        won = self._room.is_solved
+        won = self._is_over = self._room.is_solved
         reward = STEP_REWARD + BOX_REWARD * (len(self._room.boxes & self._room.targets) - before) + SOLVED_REWARD * won
         return Transition(
             observation=self._observe(), reward=reward, terminated=won, truncated=False, won=won, valid=word is not None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, Game, list_games, read_game
-from envs.alfworld.generated import list_generated, read_generated
+from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
+from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
 from envs.options import check_options, check_split
 
@@ -110,17 +110,6 @@ class AlfWorldEnv:
         listed = tuple(command for command in self._engine.commands if command != UNLISTED)
         demonstrated = self._walkthrough[0] if self._walkthrough else None
         return Observation(text=text, objective=self._objective, actions=listed, demonstrated=demonstrated)
-
-
-def task_walkthrough(task: Task, options: Mapping[str, object]) -> tuple[str, ...]:
-    """Commands that win the task: what a policy can be warm-started with. Loads no engine."""
-    return _game(_parse(options).data, task).walkthrough
-
-
-def _game(data: str, task: Task) -> Game:
-    if not data:
-        return read_generated(task.data["game"])
-    return read_game(Path(data).expanduser(), task.data["split"], task.data["game"])
 
 
 def _parse(options: Mapping[str, object]) -> _Options:

@@ -22,7 +22,7 @@ from envs.search.episode import Episode, task_of
 from envs.search.files import check_file
 from envs.search.library import Library, bm25_library
 from envs.search.questions import read_questions, select
-from envs.search.scoring import SEARCH
+from envs.search.scoring import SEARCH, read_reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +53,9 @@ class SearchEnv:
         return self._episode.first()
 
     async def step(self, action: str) -> Transition:
-        assert self._episode is not None, "call reset(task) before step"
-        reply = self._episode.read(action)
+        if self._episode is None or self._episode.is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
+        reply = read_reply(action)
         hits = await ask_server(self._url, reply.text, topk=self._topk) if reply.kind == SEARCH else []
         return self._episode.after(reply, hits)
 
@@ -82,8 +83,9 @@ class LocalSearchEnv:
         return self._episode.first()
 
     def step(self, action: str) -> Transition:
-        assert self._episode is not None, "call reset(task) before step"
-        reply = self._episode.read(action)
+        if self._episode is None or self._episode.is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
+        reply = read_reply(action)
         hits = self._library.search([reply.text], self._topk)[0] if reply.kind == SEARCH else []
         return self._episode.after(reply, hits)
 
