@@ -8,9 +8,8 @@ from dataclasses import replace
 from numbers import Real
 
 from envs.base import Observation, Task, Transition
+from envs.options import SPLITS
 from envs.registry import environment_class, is_program, program_class
-
-SPLITS = ("train", "heldout")
 
 
 class EnvironmentFailed(RuntimeError):

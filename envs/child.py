@@ -25,17 +25,17 @@ GUARD = "exec 3<&0; { read -r line <&3; kill -KILL 0; } &"
 
 
 def start_child(arguments: Sequence[str], *, channel: socket.socket) -> subprocess.Popen[bytes]:
-    """`python arguments...` with `channel` open, in the folder above `envs`, with this process's import path.
+    """`python arguments...` with `channel` open, with this process's import path, in its folder: paths mean the same in both.
 
     It is in a session of its own: Ctrl-C at the terminal is for the owner, who then ends it. The kernel watches the *thread*
     that calls this; call it on the event loop that talks to the child, as that is of no use without its thread.
     """
-    environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    above_envs = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([above_envs, *map(os.path.abspath, sys.path)])
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, "-P", *arguments],  # -P: what lies in this folder is imported only where it is here too
         pass_fds=[channel.fileno()],
-        cwd=Path(__file__).resolve().parent.parent,
-        env=environ,
+        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path),
         stdin=subprocess.PIPE,  # nothing is written: the guard waits for its end
         start_new_session=True,
     )

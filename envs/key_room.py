@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 ROOMS = ("red", "blue", "green", "white", "black")
 WAYS = {"go west": -1, "go east": 1}
@@ -17,13 +18,13 @@ HELDOUT_EVERY = 3  # of the 5 x 4 x 3 layouts one of each three doors is held ou
 
 class KeyRoomEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        if options:
-            raise ValueError(f"key_room takes no options, not {sorted(options)}")
+        check_options("key_room", options, ())
+        self._is_over = True
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+        check_options("key_room", options, ())
+        check_split(split)
         n = range(len(ROOMS))
         layouts = [(start, key, door) for start in n for key in n for door in n if len({start, key, door}) == 3]
         return [
@@ -41,14 +42,16 @@ class KeyRoomEnv:
 
     def reset(self, task: Task) -> Observation:
         self._room, self._key, self._door = (int(task.data[name]) for name in ("start", "key", "door"))
-        self._has_key = False
+        self._has_key = self._is_over = False
         return self._observe()
 
     def step(self, action: str) -> Transition:
+        if self._is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
         is_valid = action in self._commands()
         self._room += WAYS.get(action, 0) if is_valid else 0
         self._has_key = self._has_key or (is_valid and action == "take key")
-        won = is_valid and action == "unlock door"
+        won = self._is_over = is_valid and action == "unlock door"
         observation = self._observe()
         return Transition(observation=observation, reward=float(won), terminated=won, truncated=False, won=won, valid=is_valid)
 

@@ -25,7 +25,8 @@ from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
 from envs.check import EnvironmentFailed, checked_answer
-from envs.process import EnvironmentDied, EnvironmentProcess, close_safely
+from envs.closing import close_safely
+from envs.process import EnvironmentDied, EnvironmentProcess
 from envs.registry import environment_class, is_program, program_class
 from envs.waits import Waits, request_name
 
@@ -144,7 +145,7 @@ class _OnThisLoop:
                 f"environment {self._env_name!r} failed in {method}: {type(error).__name__}: {error}"
                 if not isinstance(error, TimeoutError)
                 else f"environment {self._env_name!r} did not answer {method} within {self._answer_timeout_s:g} s",
-                at_fault=True,
+                at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
             ) from error
         finally:
             self._waits.end(environment_id)

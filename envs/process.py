@@ -12,7 +12,6 @@ import json
 import socket
 import subprocess
 import sys
-import traceback
 from collections import deque
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ from typing import Any
 from envs.base import Environment
 from envs.check import checked_answer
 from envs.child import end_child, end_with_parent, start_child
+from envs.closing import close_safely
 from envs.registry import environment_class
 from envs.waits import Waits, request_name
 
@@ -193,14 +193,6 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
             break
     for environment in (*environments.values(), *spare):
         close_safely(environment)
-
-
-def close_safely(environment: Environment) -> None:
-    """Of one that may be too broken to be closed: its error goes to the log and is nobody's."""
-    try:
-        environment.close()
-    except Exception:  # noqa: BLE001 - the border to a user's own code
-        traceback.print_exc()
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ Options: `url`. Every request is a POST with a JSON object, and so is every answ
     /step   {"id", "action"}  the fields of `Transition`
     /close  {"id"}            {}
 
-Fields that `envs/base.py` has defaults for may be left out. An error has another status than 200 and {"error": one line};
+Fields that `envs/base.py` has defaults for may be left out. An error has another status than 200 and {"error": one line}, with
+"at_fault": false where another episode's request is to blame, so that this one is played again at no cost;
 status 404 means that the id is unknown, as after a restart of the server: the next episode asks for another.
 """
 
@@ -20,8 +21,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envs.adapters.common import check_options, close_soon
 from envs.base import Observation, Task, Transition
+from envs.closing import close_soon
+from envs.options import check_options
+from envs.process import EnvironmentDied
 
 if TYPE_CHECKING:
     import aiohttp
@@ -66,7 +69,7 @@ class RemoteEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._end(self._session))
+            close_soon(self._end(self._session), what=f"the place at {self._url}")
             self._session = None
 
     async def _post(self, verb: str, **fields: Any) -> tuple[int, bytes]:
@@ -90,12 +93,17 @@ def _url(options: Mapping[str, object]) -> str:
 
 def _checked(status: int, answer: bytes) -> bytes:
     if status != 200:
-        raise RuntimeError(_error(status, answer))
+        raise EnvironmentDied(_error(status, answer), at_fault=_said(answer).get("at_fault") is not False)
     return answer
 
 
 def _error(status: int, answer: bytes) -> str:
+    return f"the server answers {status}: {_said(answer).get('error', answer[:200].decode(errors='replace'))}"
+
+
+def _said(answer: bytes) -> dict[str, Any]:
     try:
-        return f"the server answers {status}: {json.loads(answer)['error']}"
-    except (ValueError, KeyError, TypeError):
-        return f"the server answers {status}: {answer[:200].decode(errors='replace')}"
+        said = json.loads(answer)
+    except ValueError:
+        said = None
+    return said if isinstance(said, dict) else {}

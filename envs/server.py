@@ -3,8 +3,8 @@
     python -m envs.server textworld '{"cache_dir": "runs/games", "seed": 0, ...}' 8700 --host 0.0.0.0 --processes 4
 
 Environments live in processes of their own, as beside a worker (`pool.py`), or on the loop where they are coroutines. What it
-answers is in `remote.py`. It asks for no password: let it listen only where you trust everybody. An episode that nobody asked
-anything of for 15 minutes is given up.
+answers is in `remote.py`. It asks for no password: let it listen only where you trust everybody. A process that does not answer
+within `--answer-timeout-s` is ended. An episode that nobody asked anything of for 15 minutes is given up.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from envs.base import Task
 from envs.check import EnvironmentFailed, list_tasks
 from envs.pool import EnvironmentPool, PooledEnvironment
 from envs.process import EnvironmentDied
+from envs.registry import is_program
 
 IDLE_S = 900.0  # longer than a turn of a slow model; a client that is gone says nothing
 SWEEP_EVERY_S = 30.0
-ANSWER_TIMEOUT_S = 600.0  # the client's own is what counts; this one frees a process that hangs
+ANSWER_TIMEOUT_S = 60.0  # as env.answer_timeout_s: who asked has given up by then
 LISTENING = "listens on"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,16 +40,20 @@ class _Place:
     environment: PooledEnvironment
     stack: AsyncExitStack  # gives the environment back to the pool
     used_at: float
+    answers: asyncio.Lock  # held while it is asked something
 
 
 class Server:
     """`await start()` on the event loop that serves; `await close()`."""
 
-    def __init__(self, name: str, options: Mapping[str, object], *, processes: int) -> None:
+    def __init__(self, name: str, options: Mapping[str, object], *, processes: int, answer_timeout_s: float) -> None:
         self._tasks = list_tasks(name, options)
-        self._pool = EnvironmentPool(name, options, processes=processes, answer_timeout_s=ANSWER_TIMEOUT_S)
+        if is_program(name):
+            raise EnvironmentFailed(f"{name} is an agent program, and only what has `reset` and `step` can be served")
+        self._pool = EnvironmentPool(name, options, processes=processes, answer_timeout_s=answer_timeout_s)
         self._name = name
         self._places: dict[str, _Place] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
 
@@ -80,7 +85,7 @@ class Server:
         stack = AsyncExitStack()
         environment = await stack.enter_async_context(self._pool.environment())
         number = secrets.token_hex(8)  # not counted: after a restart, another client's old one must not be anybody's
-        self._places[number] = _Place(environment=environment, stack=stack, used_at=time.monotonic())
+        self._places[number] = _Place(environment=environment, stack=stack, used_at=time.monotonic(), answers=asyncio.Lock())
         return web.json_response({"id": number})
 
     async def reset(self, request: web.Request) -> web.Response:
@@ -89,16 +94,20 @@ class Server:
             task = Task(**{**fields["task"], "env_name": self._name})
         except TypeError as error:
             raise _refused(400, f"/reset: {error}") from None
-        return web.json_response(asdict(await self._place(fields["id"]).environment.reset(task)))
+        place = self._place(fields["id"])
+        async with place.answers:
+            return web.json_response(asdict(await place.environment.reset(task)))
 
     async def step(self, request: web.Request) -> web.Response:
         fields = await _fields(request, id=str, action=str)
-        return web.json_response(asdict(await self._place(fields["id"]).environment.step(fields["action"])))
+        place = self._place(fields["id"])
+        async with place.answers:
+            return web.json_response(asdict(await place.environment.step(fields["action"])))
 
     async def close_one(self, request: web.Request) -> web.Response:
         number = (await _fields(request, id=str))["id"]
         self._place(number)
-        await self._places.pop(number).stack.aclose()
+        self._leave(number)
         return web.json_response({})
 
     def _place(self, number: str) -> _Place:
@@ -112,7 +121,18 @@ class Server:
         """Places that nobody has asked anything of for this long."""
         for number, place in list(self._places.items()):
             if time.monotonic() - place.used_at > idle_s:
-                await self._places.pop(number).stack.aclose()
+                self._leave(number)
+
+    def _leave(self, number: str) -> None:
+        """Nobody gets the environment before it has answered: the next one to ask would wait for what hangs."""
+
+        async def when_it_has_answered(place: _Place) -> None:
+            async with place.answers:
+                await place.stack.aclose()
+
+        leaving = asyncio.create_task(when_it_has_answered(self._places.pop(number)))
+        self._leaving.add(leaving)  # a loop forgets a task that nobody holds
+        leaving.add_done_callback(self._leaving.discard)
 
     async def _sweep(self) -> None:
         """Waits for time to pass, gives up idle places; ends by being cancelled."""
@@ -134,9 +154,9 @@ async def _fields(request: web.Request, **types: type) -> dict[str, Any]:
     return body
 
 
-def _refused(status: int, why: str) -> web.HTTPException:
+def _refused(status: int, why: str, **more: object) -> web.HTTPException:
     refusal = {400: web.HTTPBadRequest, 404: web.HTTPNotFound, 500: web.HTTPInternalServerError}[status]
-    return refusal(text=json.dumps({"error": " ".join(why.split())}), content_type="application/json")
+    return refusal(text=json.dumps({"error": " ".join(why.split()), **more}), content_type="application/json")
 
 
 @web.middleware
@@ -144,7 +164,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except EnvironmentDied as error:
-        raise _refused(500, str(error)) from error
+        raise _refused(500, str(error), at_fault=error.at_fault) from error
 
 
 async def serve(server: Server, *, host: str, port: int) -> None:
@@ -156,20 +176,32 @@ async def serve(server: Server, *, host: str, port: int) -> None:
         await server.close()
 
 
+def _options(text: str) -> dict[str, object]:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r} is no JSON object such as '{{"seed": 0}}'""")
+    return options
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="as env.name")
-    parser.add_argument("options", type=json.loads, help="as env.options, in JSON")
+    parser.add_argument("options", type=_options, help="as env.options, in JSON")
     parser.add_argument("port", type=int, help="0: a free one, which it prints")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (%(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="environment processes (%(default)s)")
+    parser.add_argument("--answer-timeout-s", type=float, default=ANSWER_TIMEOUT_S, help="of a reset or step (%(default)g)")
     given = parser.parse_args()
     try:
-        server = Server(given.name, given.options, processes=given.processes)
+        server = Server(given.name, given.options, processes=given.processes, answer_timeout_s=given.answer_timeout_s)
+        asyncio.run(serve(server, host=given.host, port=given.port))
     except EnvironmentFailed as error:
         parser.exit(2, f"error: {error}\n")
-    try:
-        asyncio.run(serve(server, host=given.host, port=given.port))
+    except (OSError, OverflowError) as error:
+        parser.exit(2, f"error: cannot listen on {given.host}:{given.port} ({error}); take another port, or 0 for a free one\n")
     except KeyboardInterrupt:
         print("stopped")
 

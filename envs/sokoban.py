@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -30,6 +31,7 @@ STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0  # as gym-sokoban
 OBJECTIVE = "push every box onto a target."
 HELDOUT_SHARE = 5  # one layout in five belongs to the held-out split
 FLOOR_SHARE = 0.7  # of the cells inside the outer walls
+MAX_STATES = 100_000  # of player and boxes, searched for each room that is drawn: a second or two
 MAX_DRAWS_PER_ROOM = 1000  # for a size and a number of moves that no room can have
 
 Cell = tuple[int, int]  # row, column
@@ -73,14 +75,14 @@ class Room:
 class SokobanEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         _parse(options)
+        self._is_over = True
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         """Rooms of a split: a solution takes `least_moves` to `most_moves`, no room is there twice or in both splits."""
+        check_split(split)
         parsed = _parse(options)
         counts = {"train": parsed.train_rooms, "heldout": parsed.heldout_rooms}
-        if split not in counts:
-            raise ValueError(f"split {split!r} is not one of {sorted(counts)}")
         kind = f"{parsed.rows}x{parsed.columns}b{parsed.boxes}m{parsed.least_moves}-{parsed.most_moves}"
         return [
             Task(
@@ -95,14 +97,17 @@ class SokobanEnv:
 
     def reset(self, task: Task) -> Observation:
         self._room = read_room(task.data["room"])
+        self._is_over = False
         return self._observe()
 
     def step(self, action: str) -> Transition:
+        if self._is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
         word = next((word for word in WORDS if word in action.lower()), None)
         before = len(self._room.boxes & self._room.targets)
         if word in MOVES:
             self._room = self._room.moved(word)
-        won = self._room.is_solved
+        won = self._is_over = self._room.is_solved
         reward = STEP_REWARD + BOX_REWARD * (len(self._room.boxes & self._room.targets) - before) + SOLVED_REWARD * won
         return Transition(
             observation=self._observe(), reward=reward, terminated=won, truncated=False, won=won, valid=word is not None
@@ -196,6 +201,7 @@ def _solvable(floor: frozenset[Cell], targets: frozenset[Cell], *, most_moves: i
     """Where player and boxes may be so that the shortest solution takes 0, 1, 2 ... moves: the game played backwards.
 
     A move backwards takes the player one cell back and, if a box is on the other side of it, may pull that along.
+    ValueError beyond MAX_STATES.
     """
     latest = [(cell, targets) for cell in sorted(floor - targets)]
     # A solution never ends with a move that pushes nothing; elsewhere the player may have walked.
@@ -218,6 +224,11 @@ def _solvable(floor: frozenset[Cell], targets: frozenset[Cell], *, most_moves: i
                         earlier.append(state)
         latest = earlier
         found.append(latest)
+        if len(seen) > MAX_STATES:
+            raise ValueError(
+                f"sokoban: with boxes={len(targets)} and most_moves={most_moves} a room of {len(floor)} cells has more than "
+                f"{MAX_STATES:,} positions to search, which takes too long; ask for fewer boxes, fewer moves or smaller rooms"
+            )
     return found
 
 
@@ -237,9 +248,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         "heldout_rooms": 1,
         "seed": 0,
     }
-    if set(options) != set(least):
-        wrong = sorted(set(least).symmetric_difference(options))
-        raise ValueError(f"sokoban options missing or unknown: {', '.join(wrong)}; it takes {sorted(least)}")
+    check_options("sokoban", options, tuple(least))
     values: dict[str, int] = {}
     for name, lowest in least.items():
         value = options[name]

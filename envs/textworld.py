@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 from envs.textworld_games import ROOMS, ensure_compiled, treasures
 
 # No delivery needs them, and listed they would double the length of every prompt. Said outright they still work.
@@ -53,10 +54,9 @@ class TextWorldEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        check_split(split)
         parsed = _parse(options)
         counts = {"train": parsed.train_games, "heldout": parsed.heldout_games}
-        if split not in counts:
-            raise ValueError(f"split {split!r} is not one of {sorted(counts)}")
         drawn = treasures(split=split, seed=parsed.seed, rooms=parsed.rooms, things=parsed.things)
         games = list(islice(drawn, counts[split]))
         paths = ensure_compiled([game for _, game in games], cache_dir=parsed.cache_dir)
@@ -148,10 +148,7 @@ def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environm
 
 def _parse(options: Mapping[str, object]) -> _Options:
     numbers = {"seed": 0, "train_games": 1, "heldout_games": 1, "rooms": 2, "things": 1}  # least values
-    known = {"cache_dir", *numbers}
-    if set(options) != known:
-        wrong = sorted(known.symmetric_difference(options))
-        raise ValueError(f"textworld options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+    check_options("textworld", options, ("cache_dir", *numbers))
     values: dict[str, int] = {}
     for name, least in numbers.items():
         value = options[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from itertools import pairwise
@@ -37,6 +38,15 @@ SEEDED: dict[str, dict[str, object]] = {
     "verl_agent": {"manager": "m:f", "kwargs": {}, "shows": "text", "action": "{action}", "objective": ""},
 }
 SEEDS: dict[str, object] = {"train_seeds": [0, 3], "heldout_seeds": [3, 5]}
+ROWS: dict[str, object] = {
+    "id": "s",
+    "env_config": {},
+    "imports": [],
+    "train_file": "",
+    "heldout_file": "",
+    "action": "{action}",
+    "win_at": 1.0,
+}
 
 
 def played(env: GymnasiumEnv, *actions: str) -> list[Transition]:
@@ -52,13 +62,6 @@ def test_a_task_is_a_seed_of_its_splits_range(name: str) -> None:
         environment_class(name).tasks("test", SEEDED[name] | SEEDS)
 
 
-@pytest.mark.parametrize("name", [*SEEDED, "skyrl_gym", "remote"])
-def test_options_that_are_missing_or_unknown_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} options missing or unknown: .*speed.*; it takes") as caught:
-        environment_class(name).tasks("train", {"speed": 1})
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -72,6 +75,37 @@ def test_seeds_that_make_no_splits_are_refused(changes: Mapping[str, object], co
         GymnasiumEnv.tasks("train", LAKE | changes)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "complaint"),
+    [
+        ("action", "<answer></answer>", r"a text with \{action\} in it"),
+        ("action", None, r"a text with \{action\} in it"),
+        ("win_at", "1", "a number"),
+        ("win_at", True, "a number"),
+        ("imports", "abc", "a list of modules"),
+    ],
+)
+def test_an_option_that_several_adapters_have_must_be_what_it_must_be(option: str, value: object, complaint: str) -> None:
+    for name, options in {**SEEDED, "skyrl_gym": ROWS}.items():
+        if option in options:
+            wrong = options | ({} if name == "skyrl_gym" else SEEDS) | {option: value}
+            for use in (environment_class(name), lambda given, name=name: environment_class(name).tasks("train", given)):
+                with pytest.raises(ValueError, match=rf"^{name} option {option}={value!r} must be {complaint}$"):
+                    use(wrong)
+
+
+def test_a_row_of_skyrl_gym_is_a_line_and_one_that_is_none_is_named(tmp_path: Path) -> None:
+    good = json.dumps({"prompt": [{"role": "user", "content": "two\u2028lines"}]}, ensure_ascii=False)
+    options = ROWS | {"train_file": str(tmp_path / "train.jsonl")}
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{good}\n")
+    tasks = environment_class("skyrl_gym").tasks("train", options)
+    assert [json.loads(task.data["row"]) for task in tasks] == [json.loads(good)] * 2
+    for bad in ("", "{", "[]", '{"question": "?"}'):
+        (tmp_path / "train.jsonl").write_text(f"{good}\n{bad}\n{good}\n")
+        with pytest.raises(ValueError, match=r"train\.jsonl line 2 is no JSON object with a list `prompt`: "):
+            environment_class("skyrl_gym").tasks("train", options)
+
+
 @pytest.mark.parametrize("name", ["gymnasium", "gem", "skyrl_gym"])
 def test_a_package_that_is_not_there_is_named_with_the_way_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, package = {
@@ -80,8 +114,7 @@ def test_a_package_that_is_not_there_is_named_with_the_way_to_get_it(name: str, 
         "skyrl_gym": ("skyrl_gym", "skyrl-gym"),
     }[name]
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    files = {"id": "s", "env_config": {}, "imports": [], "train_file": "", "heldout_file": "", "action": "", "win_at": 1.0}
-    options = files if name == "skyrl_gym" else SEEDED[name] | SEEDS
+    options = ROWS if name == "skyrl_gym" else SEEDED[name] | SEEDS
     with pytest.raises(ValueError, match=f"environment '{name}' needs the package {package} .*pip install {package}"):
         environment_class(name)(options)
 

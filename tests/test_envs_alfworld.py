@@ -20,7 +20,6 @@ from envs.alfworld import engine as engine_module
 from envs.alfworld import translation
 from envs.alfworld.games import TASK_MARK, TASK_TYPES, Game, list_games, read_game
 from envs.alfworld.generated import OBJECTS, list_generated, pairs, read_generated
-from envs.alfworld.world import task_walkthrough
 from tests.alfworld_stock import assert_equal_to_stock, load_stock, stock_engine
 
 AlfWorld = environment_class("alfworld")
@@ -39,6 +38,10 @@ def heldout_tasks() -> list[Task]:
     return list(AlfWorld.tasks("heldout", OPTIONS))
 
 
+def walkthrough(task: Task) -> tuple[str, ...]:
+    return read_generated(task.data["game"]).walkthrough
+
+
 def test_every_type_is_won_by_its_walkthrough_and_only_the_last_step_pays() -> None:
     arguments, state = list(sys.argv), random.getstate()
     env = AlfWorld(OPTIONS)
@@ -47,7 +50,7 @@ def test_every_type_is_won_by_its_walkthrough_and_only_the_last_step_pays() -> N
     for task in tasks:
         first = env.reset(task)
         assert first.text.endswith(f"Your task is to: {first.objective}") and first.anchor is None
-        seen = [env.step(command) for command in task_walkthrough(task, OPTIONS)]
+        seen = [env.step(command) for command in walkthrough(task)]
         assert [t.won for t in seen] == [False] * (len(seen) - 1) + [True], task.id
         assert [(t.reward, t.terminated) for t in seen] == [(float(t.won), t.won) for t in seen]
         assert all(t.observation.text != "Nothing happens." and not t.truncated for t in seen)
@@ -61,9 +64,9 @@ def test_every_type_is_won_by_its_walkthrough_and_only_the_last_step_pays() -> N
 def test_what_leads_on_is_demonstrated_until_one_strays() -> None:
     env, task = AlfWorld(OPTIONS), heldout_tasks()[0]
     shown = [env.reset(task).demonstrated]
-    for _ in range(len(task_walkthrough(task, OPTIONS)) - 1):
+    for _ in range(len(walkthrough(task)) - 1):
         shown.append(env.step(shown[-1] or "").observation.demonstrated)
-    assert tuple(shown) == task_walkthrough(task, OPTIONS)
+    assert tuple(shown) == walkthrough(task)
     assert env.step(shown[-1] or "").won
     env.reset(task)
     assert env.step("inventory").observation.demonstrated is None
@@ -129,7 +132,7 @@ def test_two_games_at_once_do_not_touch_each_other() -> None:
     task, other = heldout_tasks()[:2]
     one.reset(task)
     two.reset(other)
-    for mine, theirs in zip(task_walkthrough(task, OPTIONS)[:-1], task_walkthrough(other, OPTIONS)[:-1], strict=False):
+    for mine, theirs in zip(walkthrough(task)[:-1], walkthrough(other)[:-1], strict=False):
         assert "Nothing happens." not in (one.step(mine).observation.text, two.step(theirs).observation.text)
     one.close()
     two.close()
@@ -142,7 +145,7 @@ def test_it_plays_in_an_environment_process() -> None:
             async with pool.environment() as environment:
                 task = heldout_tasks()[0]
                 await environment.reset(task)
-                return [(await environment.step(command)).won for command in task_walkthrough(task, OPTIONS)][-1]
+                return [(await environment.step(command)).won for command in walkthrough(task)][-1]
         finally:
             pool.close()
 

@@ -266,3 +266,43 @@ def test_an_environment_that_hangs_is_found_before_anything_is_started(counted: 
     try_environment(counted, OPTIONS, TASK, answer_timeout_s=60.0)
     with pytest.raises(EnvironmentFailed, match=r"does not start with task 'hang'.*did not answer within 0\.5 s"):
         try_environment(counted, OPTIONS, replace(TASK, id="hang"), answer_timeout_s=0.5)
+
+
+READS = """
+from envs import Observation
+class Reads:
+    def __init__(self, options): self.path = options["data"]
+    @classmethod
+    def tasks(cls, split, options): return []
+    def reset(self, task):
+        import lying_about
+        return Observation(text=open(self.path).read())
+    def step(self, action): pass
+    def close(self): pass
+"""
+
+
+def test_a_relative_path_means_the_same_in_the_process_and_imports_do_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worlds, here = tmp_path / "worlds", tmp_path / "here"
+    for folder, file, text in (
+        (worlds, "reading_world.py", READS),
+        (worlds, "lying_about.py", ""),
+        (here, "lying_about.py", "raise OSError('not on the path of the owner')"),
+        (here, "data", "found"),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / file).write_text(text)
+    monkeypatch.syspath_prepend(str(worlds))
+    monkeypatch.chdir(here)
+
+    async def play() -> str:
+        pool = EnvironmentPool("reading_world:Reads", {"data": "data"}, processes=1, answer_timeout_s=10.0)
+        try:
+            async with pool.environment() as environment:
+                return (await environment.reset(TASK)).text
+        finally:
+            pool.close()
+
+    assert asyncio.run(play()) == "found"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, environment_class, list_tasks
-from envs.server import LISTENING, Server
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, closing, environment_class, list_tasks
+from envs.server import LISTENING, Server, main
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTIONS = ["go east", "nonsense", "go west", "go west", "take key"]
@@ -132,7 +133,7 @@ def test_an_error_there_is_the_episodes_error_here(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def play() -> None:
-        there = Server("broken_far_away:Broken", {}, processes=1)
+        there = Server("broken_far_away:Broken", {}, processes=1, answer_timeout_s=20.0)
         options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
         pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
         task = Task(id="b-train", env_name="remote", split="train", seed=0)
@@ -154,7 +155,7 @@ def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew()
     tasks = KeyRoom.tasks("train", {})
 
     async def play() -> None:
-        there = Server("key_room", {}, processes=1)
+        there = Server("key_room", {}, processes=1, answer_timeout_s=20.0)
         options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
         pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
         try:
@@ -172,3 +173,140 @@ def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew()
             await there.close()
 
     asyncio.run(play())
+
+
+HANGING = """
+import os, time
+from envs import Observation, Task, Transition
+class Hanging:
+    def __init__(self, options): pass
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=f"h-{split}", env_name="h", split=split, seed=0)]
+    def reset(self, task): return Observation(text="start")
+    def step(self, action):
+        while not os.path.exists(action): time.sleep(0.01)
+        return Transition(observation=Observation(text="end"), reward=0.0, terminated=False, truncated=False, won=False)
+    def close(self): pass
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A step waits until the file that it names is there."""
+    (tmp_path / "hanging_far_away.py").write_text(HANGING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "hanging_far_away:Hanging"
+
+
+def test_a_place_whose_process_hangs_is_nobodys_until_it_has_answered(hanging: str, tmp_path: Path) -> None:
+    task = {"id": "h-train", "split": "train", "seed": 0, "data": {}}
+
+    async def play() -> list[tuple[int, dict[str, object]]]:
+        there = Server(hanging, {}, processes=2, answer_timeout_s=60.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+
+        async def began() -> dict[str, object]:
+            _, created = await asyncio.to_thread(ask, url, "create", {})
+            answer = asyncio.to_thread(ask, url, "reset", created | {"task": task})
+            assert (await asyncio.wait_for(answer, timeout=30.0))[0] == 200
+            return created
+
+        try:
+            first = await began()
+            step = asyncio.create_task(asyncio.to_thread(ask, url, "step", first | {"action": str(tmp_path / "end")}))
+            while there._pool.slowest() is None:
+                await asyncio.sleep(0.01)
+            closed = await asyncio.to_thread(ask, url, "close", first)
+            await began()
+            assert not step.done()
+            (tmp_path / "end").touch()
+            return [closed, await step]
+        finally:
+            (tmp_path / "end").touch()
+            await there.close()
+
+    closed, (status, answer) = asyncio.run(play())
+    assert closed == (200, {})
+    assert status == 200 and answer["observation"]["text"] == "end"  # type: ignore[index]
+
+
+def test_who_only_lived_in_a_process_that_hung_is_not_at_fault(hanging: str, tmp_path: Path) -> None:
+    async def play() -> list[BaseException | object]:
+        there = Server(hanging, {}, processes=1, answer_timeout_s=0.5)
+        options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        task = list_tasks(hanging, {})["train"][0]
+        try:
+            async with pool.environment() as first, pool.environment() as second:
+                await first.reset(task)
+                await second.reset(task)
+                hung = asyncio.create_task(first.step(str(tmp_path / "never")))
+                while there._pool.slowest() is None:
+                    await asyncio.sleep(0.01)
+                return await asyncio.gather(hung, second.step(str(tmp_path)), return_exceptions=True)
+        finally:
+            pool.close()
+            await there.close()
+
+    hung, bystander = asyncio.run(play())
+    assert isinstance(hung, EnvironmentDied) and isinstance(bystander, EnvironmentDied)
+    assert "did not answer within 0.5 s and was killed" in str(hung)
+    assert (hung.at_fault, bystander.at_fault) == (True, False)
+
+
+def test_a_close_that_is_not_answered_is_given_up_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(closing, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def fails() -> None:
+        raise OSError("no route")
+
+    async def play() -> None:
+        closing.close_soon(asyncio.sleep(3600), what="the slow one")
+        closing.close_soon(fails(), what="the broken one")
+        while closing._CLOSING:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(play())
+    said = sorted(capsys.readouterr().err.splitlines())
+    assert said == [
+        "the broken one was not closed: OSError('no route')",
+        "the slow one was not closed: no answer within 0.05 s",
+    ]
+
+
+AGENT = """
+from envs import Task
+class Agent:
+    def __init__(self, options): pass
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=f"a-{split}", env_name="a", split=split, seed=0)]
+    def run(self, task, client): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["key_room", "{seed: 0}", "0"], "'{seed: 0}' is no JSON object such as"),
+        (["key_room", "[]", "0"], "'[]' is no JSON object such as"),
+        (["keyroom", "{}", "0"], "error: env.name: unknown environment 'keyroom': did you mean 'key_room'?"),
+        (["an_agent:Agent", "{}", "0"], "error: an_agent:Agent is an agent program, and only what has"),
+        (["key_room", "{}", "PORT"], "error: cannot listen on 127.0.0.1:PORT ("),
+        (["key_room", "{}", "99999"], "error: cannot listen on 127.0.0.1:99999 ("),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "an_agent.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(sys, "argv", ["server", *(port if argument == "PORT" else argument for argument in arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and complaint.replace("PORT", port) in error[-1]
+    assert len(error) == 1 or error[0].startswith("usage:")

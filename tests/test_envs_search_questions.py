@@ -153,6 +153,11 @@ def test_files_are_read_together(tmp_path: Path) -> None:
     assert both[1].golden_answers == ("one text",)
 
 
+def test_number_zero_is_a_number(tmp_path: Path) -> None:
+    rows = [{"source": "nq", "qid": number, "question": "q?", "golden_answers": ["a"]} for number in (0, 1)]
+    assert [q.id for q in read_questions((write_lines(tmp_path / "zero.jsonl", rows),))] == ["nq-0", "nq-1"]
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [

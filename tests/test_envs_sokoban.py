@@ -154,6 +154,10 @@ def test_the_splits_share_no_layout_whatever_the_seed_and_the_numbers_of_rooms()
         ({"boxes": 15}, "boxes=15 must be at most 14 in 6x6"),
         ({"least_moves": 9}, "least_moves=9 must be at most most_moves=8"),
         ({"rows": 3, "boxes": 1, "train_rooms": 1000}, "there is no other 3x6 train room"),
+        (
+            {"rows": 12, "columns": 12, "boxes": 5, "most_moves": 200},
+            "with boxes=5 and most_moves=200 a room of 70 cells has more than 100,000 positions to search.*ask for fewer boxes",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(changes: dict[str, object], complaint: str) -> None:

@@ -355,6 +355,24 @@ def test_nouns_are_tagged_once_and_then_looked_up(
     assert nouns.nouns("Acme Lamp Foot", tagged) == ["acme", "lamp", "foot"]
 
 
+def test_nouns_that_were_not_written_whole_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tagged = nouns.load(nouns.TAGGED_SMALL)
+    save = nouns.np.savez_compressed
+
+    def cut(path: Path, **arrays: object) -> None:
+        save(path, **arrays)
+        raise OSError("disk full")
+
+    tagged.save(tmp_path / nouns.TAGGED)
+    before = (tmp_path / nouns.TAGGED).read_bytes()
+    monkeypatch.setattr(nouns.np, "savez_compressed", cut)
+    with pytest.raises(OSError, match="disk full"):
+        nouns.Tagged(keys_N=tagged.keys_N[:1], starts_N=tagged.starts_N[:2], spans=tagged.spans[:2]).save(
+            tmp_path / nouns.TAGGED
+        )
+    assert (tmp_path / nouns.TAGGED).read_bytes() == before
+
+
 def test_without_spacy_the_command_says_so_in_one_line(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

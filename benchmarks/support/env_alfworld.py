@@ -67,11 +67,11 @@ def _beside_stock(tasks: Sequence[Task], options: Mapping[str, object], *, steps
     env.close()
     return {
         "alfworld_steps_s": 1 / statistics.mean(ours_s),
-        "stock_steps_s": 1 / statistics.mean(stock_s),
+        "alfworld_stock_steps_s": 1 / statistics.mean(stock_s),
         "alfworld_over_stock": statistics.median(theirs / ours for ours, theirs in zip(ours_s, stock_s, strict=True)),
-        "first_reset_ms": statistics.mean(first_ms),
-        "reset_again_ms": statistics.mean(again_ms),
-        "stock_load_and_reset_ms": statistics.mean(stock_load_ms),
+        "alfworld_first_reset_ms": statistics.mean(first_ms),
+        "alfworld_reset_again_ms": statistics.mean(again_ms),
+        "alfworld_stock_load_and_reset_ms": statistics.mean(stock_load_ms),
     }
 
 
@@ -104,7 +104,7 @@ def _memory(tasks: Sequence[Task], options: Mapping[str, object], *, episodes: i
     return {
         "alfworld_episodes": float(episodes),
         "alfworld_episodes_s": episodes / (time.perf_counter() - start),
-        "random_wins": float(won),
+        "alfworld_random_wins": float(won),
         "alfworld_mib_after_a_tenth": resident[settled],
         "alfworld_mib_at_the_end": resident[-1],
         "alfworld_mib_growth": resident[-1] - resident[settled],

@@ -23,7 +23,6 @@ from envs.search.library import Library, bm25_library
 from envs.search.scoring import normalised
 from envs.search.server import application
 
-ROOT = Path(__file__).resolve().parents[2]
 TOPK = 3
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import BEGIN, SEEDS, check_options, import_all, installed, seeded_tasks
+from envs.adapters.common import BEGIN, SEEDS, adapter_options, import_all, installed, seeded_tasks
 from envs.base import Observation, Task, Transition
 
 OPTIONS = ("id", "kwargs", "imports", "action", "anchor", "win_at", *SEEDS)
@@ -21,7 +21,7 @@ OPTIONS = ("id", "kwargs", "imports", "action", "anchor", "win_at", *SEEDS)
 
 class GemEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = check_options("gem", options, OPTIONS)
+        self._options = adapter_options("gem", options, OPTIONS)
         make = installed("gem", "gem").make
         import_all("gem", self._options["imports"])
         if self._options["anchor"] not in ("suffix", "observation"):
@@ -30,7 +30,7 @@ class GemEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        given = check_options("gem", options, OPTIONS)
+        given = adapter_options("gem", options, OPTIONS)
         return seeded_tasks("gem", split, given, name=str(given["id"]))
 
     def reset(self, task: Task) -> Observation:

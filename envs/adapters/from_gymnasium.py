@@ -15,8 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import SEEDS, check_options, find, installed, seeded_tasks
+from envs.adapters.common import SEEDS, adapter_options, installed, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.options import find
 
 OPTIONS = ("id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", *SEEDS)
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")  # how "ansi" shows where the player is: in colour
@@ -24,7 +25,7 @@ HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")  # how "ansi" shows wher
 
 class GymnasiumEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = check_options("gymnasium", options, OPTIONS)
+        self._options = adapter_options("gymnasium", options, OPTIONS)
         self._gymnasium = installed("gymnasium", "gymnasium")
         render, task_kwargs = self._options["render"], self._options["task_kwargs"]
         self._render = find("gymnasium", "render", render) if render not in ("observation", "ansi") else None
@@ -34,7 +35,7 @@ class GymnasiumEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        given = check_options("gymnasium", options, OPTIONS)
+        given = adapter_options("gymnasium", options, OPTIONS)
         return seeded_tasks("gymnasium", split, given, name=str(given["id"]))
 
     def reset(self, task: Task) -> Observation:

@@ -15,8 +15,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envs.adapters.common import SEEDS, check_options, close_soon, seeded_tasks
+from envs.adapters.common import SEEDS, adapter_options, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.closing import close_soon
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,13 +29,13 @@ class OpenEnvEnv:
     """It waits for somebody else, so `reset` and `step` are coroutines."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = check_options("openenv", options, OPTIONS)
+        self._options = adapter_options("openenv", options, OPTIONS)
         self._session: aiohttp.ClientSession | None = None  # made where its event loop is
         self._socket: aiohttp.ClientWebSocketResponse
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        given = check_options("openenv", options, OPTIONS)
+        given = adapter_options("openenv", options, OPTIONS)
         return seeded_tasks("openenv", split, given, name=str(given["url"]))
 
     async def reset(self, task: Task) -> Observation:
@@ -58,7 +59,7 @@ class OpenEnvEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._session.close())
+            close_soon(self._session.close(), what=f"the session with {self._options['url']}")
             self._session = None
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:

@@ -12,32 +12,31 @@ it understood an action.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.adapters.common import BEGIN, check_options, import_all, installed
+from envs.adapters.common import BEGIN, adapter_options, import_all, installed
 from envs.base import Observation, Task, Transition
+from envs.options import check_split
 
 OPTIONS = ("id", "env_config", "imports", "train_file", "heldout_file", "action", "win_at")
 
 
 class SkyRLGymEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = check_options("skyrl_gym", options, OPTIONS)
+        self._options = adapter_options("skyrl_gym", options, OPTIONS)
         self._make = installed("skyrl_gym", "skyrl_gym").make
         import_all("skyrl_gym", self._options["imports"])
         self._env: Any = None
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        given = check_options("skyrl_gym", options, OPTIONS)
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
-        lines = Path(given[f"{split}_file"]).read_text().splitlines()
+        given = adapter_options("skyrl_gym", options, OPTIONS)
+        check_split(split)
         return [
             Task(id=f"skyrl_gym-{given['id']}-{split}-{n}", env_name="skyrl_gym", split=split, seed=n, data={"row": line})
-            for n, line in enumerate(lines)
+            for n, line in enumerate(_rows(Path(given[f"{split}_file"])))
         ]
 
     def reset(self, task: Task) -> Observation:
@@ -70,6 +69,19 @@ class SkyRLGymEnv:
         from omegaconf import OmegaConf  # whose dictionaries its environments read as attributes
 
         return OmegaConf.create(self._options["env_config"])
+
+
+def _rows(path: Path) -> Iterator[str]:
+    """The lines of the file, each of which is a row. Raises ValueError that names the first one that is none."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), list):
+                raise ValueError(f"skyrl_gym: {path} line {number} is no JSON object with a list `prompt`: {line[:60]!r}")
+            yield line
 
 
 def _text(messages: Sequence[Mapping[str, str]]) -> str:

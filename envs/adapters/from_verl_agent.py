@@ -16,15 +16,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import SEEDS, check_options, find, seeded_tasks
+from envs.adapters.common import SEEDS, adapter_options, seeded_tasks
 from envs.base import Observation, Task, Transition
+from envs.options import find
 
 OPTIONS = ("manager", "kwargs", "shows", "action", "objective", *SEEDS)
 
 
 class VerlAgentEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = check_options("verl_agent", options, OPTIONS)
+        self._options = adapter_options("verl_agent", options, OPTIONS)
         if self._options["shows"] not in ("anchor", "text"):
             raise ValueError(f"verl_agent option shows={self._options['shows']!r} must be 'anchor' or 'text'")
         self._make = find("verl_agent", "manager", self._options["manager"])
@@ -32,7 +33,7 @@ class VerlAgentEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        given = check_options("verl_agent", options, OPTIONS)
+        given = adapter_options("verl_agent", options, OPTIONS)
         return seeded_tasks("verl_agent", split, given, name=str(given["manager"]))
 
     def reset(self, task: Task) -> Observation:

@@ -6,6 +6,6 @@ the planner that ALFWorld plays on, `texts.py` says what happened with ALFWorld'
 both need of a game and what is kept of it for its next reset.
 """
 
-from envs.alfworld.world import AlfWorldEnv, task_walkthrough
+from envs.alfworld.world import AlfWorldEnv
 
-__all__ = ["AlfWorldEnv", "task_walkthrough"]
+__all__ = ["AlfWorldEnv"]

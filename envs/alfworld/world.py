@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, Game, list_games, read_game
-from envs.alfworld.generated import list_generated, read_generated
+from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
+from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 
 if TYPE_CHECKING:
     from envs.alfworld.engine import Engine
@@ -50,9 +51,8 @@ class AlfWorldEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        check_split(split)
         parsed = _parse(options)
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
         official, count = (parsed.train, parsed.train_games) if split == "train" else (parsed.heldout, parsed.heldout_games)
         if parsed.data:
             games = list_games(Path(parsed.data).expanduser(), official)
@@ -112,22 +112,8 @@ class AlfWorldEnv:
         return Observation(text=text, objective=self._objective, actions=listed, demonstrated=demonstrated)
 
 
-def task_walkthrough(task: Task, options: Mapping[str, object]) -> tuple[str, ...]:
-    """Commands that win the task: what a policy can be warm-started with. Loads no engine."""
-    return _game(_parse(options).data, task).walkthrough
-
-
-def _game(data: str, task: Task) -> Game:
-    if not data:
-        return read_generated(task.data["game"])
-    return read_game(Path(data).expanduser(), task.data["split"], task.data["game"])
-
-
 def _parse(options: Mapping[str, object]) -> _Options:
-    known = set(_Options.__dataclass_fields__)
-    if set(options) != known:
-        wrong = sorted(known.symmetric_difference(options))
-        raise ValueError(f"alfworld options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+    check_options("alfworld", options, tuple(_Options.__dataclass_fields__))
     for name in ("train", "heldout"):
         if options[name] not in OFFICIAL_SPLITS:
             raise ValueError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")

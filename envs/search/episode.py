@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from envs.base import Observation, Task, Transition
 from envs.search.passages import Hit, shown
 from envs.search.questions import Question
-from envs.search.scoring import ANSWER, SEARCH, Reply, is_match, read_reply
+from envs.search.scoring import ANSWER, SEARCH, Reply, is_match
 
 
 def task_of(question: Question, *, env_name: str, split: str, data: Mapping[str, str]) -> Task:
@@ -32,27 +32,21 @@ class Episode:
 
     def __init__(self, task: Task, *, list_actions: bool) -> None:
         self._question, self._golden = task.data["question"], tuple(json.loads(task.data["golden_answers"]))
-        self._list_actions, self._is_over = list_actions, False
+        self._list_actions, self.is_over = list_actions, False
 
     def first(self) -> Observation:
         """The question is the objective, and the first anchor state; nothing is seen yet."""
         return Observation(text="", objective=self._question, anchor=self._question, actions=self._actions([]))
 
-    def read(self, action: str) -> Reply:
-        """ValueError if the question has been answered."""
-        if self._is_over:
-            raise ValueError("the episode is over: call reset(task) before step")
-        return read_reply(action)
-
     def after(self, reply: Reply, hits: Sequence[Hit]) -> Transition:
         """What is seen then: `<information>` with the passages of a search, nothing if the reply was neither."""
-        self._is_over = reply.kind == ANSWER
+        self.is_over = reply.kind == ANSWER
         won = reply.kind == ANSWER and is_match(reply.text, self._golden)
         text = f"<information>{shown(hits)}</information>" if reply.kind == SEARCH else ""
         return Transition(
             observation=Observation(text=text, objective=self._question, actions=self._actions(hits)),
             reward=float(won),
-            terminated=self._is_over,
+            terminated=self.is_over,
             truncated=False,
             won=won,
             valid=reply.is_valid,

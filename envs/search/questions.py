@@ -108,7 +108,8 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def _question(row: Mapping[str, Any]) -> Question:
     extra = row.get("extra_info") or {}
     source = str(row["source"] if "source" in row else row["data_source"]).removeprefix(SOURCE_PREFIX)
-    number = row.get("qid") or row.get("id") or f"{extra['split']}_{extra['index']}"
+    given = [row[name] for name in ("qid", "id") if row.get(name) not in (None, "")]  # 0 is a number as any other
+    number = given[0] if given else f"{extra['split']}_{extra['index']}"
     golden = row["golden_answers"] if row.get("golden_answers") else row["reward_model"]["ground_truth"]["target"]
     text = row.get("question") or extra.get("question") or row["prompt"][-1]["content"].rpartition(BEFORE_QUESTION)[2]
     split = extra.get("split") or str(number).partition("_")[0]

@@ -1,10 +1,10 @@
 """WebShop (Yao et al. 2022) without its HTML, Java and spaCy. docs/webshop.md has the data, the options and the rules.
 
-`env.py`: the environment. `shop.py`: what all of a process share. `catalogue.py`: products, from WebShop's files. `goals.py`:
+`world.py`: the environment. `shop.py`: what all of a process share. `catalogue.py`: products, from WebShop's files. `goals.py`:
 instructions, prices, splits. `search.py`, with `stemming.py`: Lucene's BM25. `pages.py`: texts and buttons. `reward.py`: the
 score, `nouns.py`: the nouns of names, for it. `__main__.py`: what takes long, beforehand.
 """
 
-from envs.webshop.env import WebShopEnv
+from envs.webshop.world import WebShopEnv
 
 __all__ = ["WebShopEnv"]

@@ -8,6 +8,7 @@ docs/webshop.md has how often that makes a difference.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ class Tagged:
         return found
 
     def save(self, path: Path) -> None:
-        np.savez_compressed(path, keys_N=self.keys_N, starts_N=self.starts_N, spans=self.spans)
+        scratch = path.with_name(f"tmp-{os.getpid()}-{path.name}")  # a half-written one is never found
+        np.savez_compressed(scratch, keys_N=self.keys_N, starts_N=self.starts_N, spans=self.spans)
+        scratch.rename(path)
 
 
 def load(path: Path) -> Tagged:

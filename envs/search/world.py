@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 from envs.search.client import ask_server, has_answered
 from envs.search.episode import Episode, task_of
 from envs.search.files import check_file
 from envs.search.library import Library, bm25_library
 from envs.search.questions import read_questions, select
-from envs.search.scoring import SEARCH
+from envs.search.scoring import SEARCH, read_reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +53,9 @@ class SearchEnv:
         return self._episode.first()
 
     async def step(self, action: str) -> Transition:
-        assert self._episode is not None, "call reset(task) before step"
-        reply = self._episode.read(action)
+        if self._episode is None or self._episode.is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
+        reply = read_reply(action)
         hits = await ask_server(self._url, reply.text, topk=self._topk) if reply.kind == SEARCH else []
         return self._episode.after(reply, hits)
 
@@ -81,8 +83,9 @@ class LocalSearchEnv:
         return self._episode.first()
 
     def step(self, action: str) -> Transition:
-        assert self._episode is not None, "call reset(task) before step"
-        reply = self._episode.read(action)
+        if self._episode is None or self._episode.is_over:
+            raise ValueError("the episode is over: call reset(task) before step")
+        reply = read_reply(action)
         hits = self._library.search([reply.text], self._topk)[0] if reply.kind == SEARCH else []
         return self._episode.after(reply, hits)
 
@@ -91,8 +94,7 @@ class LocalSearchEnv:
 
 
 def _tasks(options: _Options, *, env_name: str, split: str, **data: str) -> list[Task]:
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split {split!r} is not one of ['heldout', 'train']")
+    check_split(split)
     chosen = select(
         read_questions(options.questions),
         split=split,
@@ -114,9 +116,7 @@ def _parse(options: Mapping[str, object], env_name: str, **own: type) -> _Option
     """`own` is what this environment takes besides what both take, with its type."""
     lists = ("questions", "train_sources", "heldout_sources")
     wanted = {**dict.fromkeys(lists, list), "heldout_limit": int, "topk": int, **own}
-    if set(options) != set(wanted):
-        wrong = sorted(set(wanted).symmetric_difference(options))
-        raise ValueError(f"{env_name} options missing or unknown: {', '.join(wrong)}; it takes {sorted(wanted)}")
+    check_options(env_name, options, tuple(wanted))
     for name, kind in wanted.items():
         value = options[name]
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or value in ([], ""):

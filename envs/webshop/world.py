@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
+from envs.options import check_options, check_split
 from envs.webshop.catalogue import FULL, SMALL
 from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal
 from envs.webshop.pages import (
@@ -71,10 +72,9 @@ class WebShopEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        check_split(split)
         parsed = _parse(options)
         names = {"train": ("train", parsed.train_tasks), "heldout": (parsed.heldout, parsed.heldout_tasks)}
-        if split not in names:
-            raise ValueError(f"split {split!r} is not one of {sorted(names)}")
         official, limit = names[split]
         shop = _shop(parsed)
         places = shop.goals.places(official)
@@ -201,10 +201,7 @@ def _shop(options: _Options) -> Shop:
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
-    known = {"data", *CHOICES, *NUMBERS}
-    if set(options) != known:
-        wrong = sorted(known.symmetric_difference(options))
-        raise ValueError(f"webshop options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+    check_options("webshop", options, ("data", *CHOICES, *NUMBERS))
     for name, choices in CHOICES.items():
         if options[name] not in choices:
             raise ValueError(f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}")

@@ -1,0 +1,32 @@
+"""What every environment asks of its options: all there, none unknown; and of the split that tasks are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+SPLITS = ("train", "heldout")
+
+
+def check_options(name: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
+    """All of `known`, and nothing else. Raises ValueError, in one line that names what is missing or unknown."""
+    if set(options) != set(known):
+        wrong = sorted(set(known).symmetric_difference(options))
+        raise ValueError(f"{name} options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+    return dict(options)
+
+
+def check_split(split: str) -> None:
+    """Raises ValueError if it is none of the two."""
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is not one of {sorted(SPLITS)}")
+
+
+def find(name: str, option: str, target: object) -> Any:
+    """What `module:name` names. Raises ValueError, in one line that names the option."""
+    module_name, _, inner = str(target).partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), inner)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name} option {option}={target!r} cannot be loaded: {error}; write it module:name") from error
