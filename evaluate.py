@@ -114,7 +114,10 @@ def run_and_step(text: str) -> tuple[Path, int | None]:
 
 def evaluate_apart(config: Config, weights: str, console: Console) -> None:
     """In the directory of `config`, which is made now if it is not there."""
-    check_same_run(config)
+    try:
+        check_same_run(config)
+    except ConfigError as error:
+        raise ConfigError(f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}") from None
     if not weights.endswith((".yaml", ".yml")):
         take_weights(*run_and_step(weights), Path(config.model.path))
     configs.check_model_path(config)

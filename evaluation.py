@@ -93,8 +93,9 @@ def show(run: Path, console: Console) -> None:
 
 def show_comparison(first: Path, second: Path, console: Console) -> None:
     """`second` against `first`, on the tasks that both have played. Raises StoreError if there are none."""
-    type_of, theirs = _types(first), {task.task_id: task for task in _round_of(second)}
-    pairs = [(task, theirs[task.task_id]) for task in _round_of(first) if task.task_id in theirs]
+    ours, theirs = (_round_of(run) for run in (first, second))
+    other = {task.task_id: task for task in theirs}
+    pairs = [(task, other[task.task_id]) for task in ours if task.task_id in other]
     if not pairs:
         raise StoreError(f"{first} and {second} have played no task in common; evaluate both on the same split")
     difference_T = np.array([b.won / b.played - a.won / a.played for a, b in pairs])
@@ -103,13 +104,11 @@ def show_comparison(first: Path, second: Path, console: Console) -> None:
         f"{len(pairs)} tasks in common: {first} {rates[0]:.3f}, {second} {rates[1]:.3f}; difference of the tasks' means "
         f"{difference_T.mean():+.3f}, p = {sign_flip_p(difference_T):.4f} (signs of the tasks' differences flipped)"
     )
-    table = Table("task", "type", str(first), str(second), "difference", box=None, pad_edge=False)
+    table = Table("task", str(first), str(second), "difference", box=None, pad_edge=False)
     order = np.argsort(-np.abs(difference_T), kind="stable")
     for place in [int(place) for place in order[:SHOWN] if difference_T[place]]:
         a, b = pairs[place]
-        table.add_row(
-            a.task_id, type_of.get(a.task_id, ""), f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}"
-        )
+        table.add_row(a.task_id, f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}")
     console.print(table)
     n_different = int(np.count_nonzero(difference_T))
     console.print(f"{n_different} tasks differ" + (f", {SHOWN} are shown" if n_different > SHOWN else ""))

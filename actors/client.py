@@ -61,7 +61,8 @@ class CoordinatorClient:
 
     async def _ask(self, question: str, *given: object) -> Any:
         try:
-            return await asyncio.wait_for(getattr(self._handle, question).remote(*given), timeout=ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await getattr(self._handle, question).remote(*given)
         except TimeoutError:
             raise CoordinatorSilent(
                 f"the coordinator has not answered {self.worker}'s {question!r} for {ANSWER_TIMEOUT_S:g} s"

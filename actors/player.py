@@ -157,7 +157,8 @@ class Player:
             worker = self.coordinator.worker
             writing = asyncio.to_thread(write_segment, self.layout, trajectories, worker=worker, epoch=lease.epoch)
             try:
-                return await asyncio.wait_for(writing, timeout=STORAGE_TIMEOUT_S)
+                async with asyncio.timeout(STORAGE_TIMEOUT_S):
+                    return await writing
             except TimeoutError:
                 raise StorageSilent(f"{worker} could not write a segment within {STORAGE_TIMEOUT_S:g} s") from None
 

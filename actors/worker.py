@@ -159,7 +159,8 @@ class Worker:
             was_loading = self.engine.is_loading
             try:
                 with self.player.waits.on("its engine"):
-                    await asyncio.wait_for(self.engine.answers(), timeout=START_TIMEOUT_S if was_loading else patience_s)
+                    async with asyncio.timeout(START_TIMEOUT_S if was_loading else patience_s):
+                        await self.engine.answers()
             except TimeoutError:
                 if self.engine.is_loading and not was_loading:  # it answers nobody while it takes in weights
                     continue

@@ -122,10 +122,10 @@ def _overrides(texts: Sequence[str]) -> DictConfig:
 
 
 def _checked_override(text: str) -> str:
-    key, separator, _ = text.partition("=")
+    key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError(f"argument {text!r} is not key=value")
-    return text
+    return text if value else f"{key}=''"  # OmegaConf would read null
 
 
 def _check_key(key: str) -> None:

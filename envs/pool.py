@@ -130,11 +130,13 @@ class _OnThisLoop:
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
         self._waits.begin(environment_id, request_name(method, argument))
+        deadline = asyncio.timeout(self._answer_timeout_s)
         try:
             if environment_id not in self._environments:
                 self._environments[environment_id] = environment_class(self._env_name)(self._options)
             environment = self._environments[environment_id]
-            answer = await asyncio.wait_for(getattr(environment, method)(argument), timeout=self._answer_timeout_s)
+            async with deadline:
+                answer = await getattr(environment, method)(argument)
             return checked_answer(method, answer)
         except asyncio.CancelledError:  # half done: nobody knows what it would do next
             self._drop(environment_id)
@@ -143,7 +145,7 @@ class _OnThisLoop:
             self._drop(environment_id)
             raise EnvironmentDied(
                 f"environment {self._env_name!r} failed in {method}: {type(error).__name__}: {error}"
-                if not isinstance(error, TimeoutError)
+                if not (isinstance(error, TimeoutError) and deadline.expired())  # it may raise one of its own
                 else f"environment {self._env_name!r} did not answer {method} within {self._answer_timeout_s:g} s",
                 at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
             ) from error

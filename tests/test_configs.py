@@ -266,3 +266,8 @@ def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> N
     path, *overrides = line.split()
     config = configs.load(PAPER.parent.parent / path, overrides)
     assert "GPU" in configs.describe_plan(config)
+
+
+def test_nothing_behind_the_sign_is_an_empty_text() -> None:
+    path = FILES[0].parent / "webshop_qwen2.5_1.5b.yaml"
+    assert configs.load(path, ["model.path="]).model.path == ""

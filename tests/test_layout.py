@@ -100,6 +100,12 @@ def test_nothing_grows_too_long() -> None:
                 assert length <= MAX_FUNCTION_LINES, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
 
 
+def test_nothing_waits_by_wait_for() -> None:
+    """In Python 3.11 it forgets a cancellation that comes with the answer; asyncio.timeout does not."""
+    users = [path.name for folder in FOLDERS for path in sources(folder) if "asyncio.wait_for(" in path.read_text()]
+    assert not users
+
+
 def test_tests_are_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py")), "it would shadow the package `store`"
 
