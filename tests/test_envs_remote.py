@@ -15,6 +15,7 @@ import pytest
 
 from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, closing, environment_class, list_tasks
 from envs.server import LISTENING, Server, main
+from tests.test_envs_pool import BROKEN
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTIONS = ["go east", "nonsense", "go west", "go west", "take key"]
@@ -114,18 +115,6 @@ def test_a_wrong_request_is_answered_in_one_line(url: str, verb: str, body: obje
 def test_nobody_there_is_said_before_anything_starts() -> None:
     with pytest.raises(EnvironmentFailed, match=r"remote environment http://127.0.0.1:1/tasks gives no tasks: .*is it up\?"):
         list_tasks("remote", {"url": "http://127.0.0.1:1"})
-
-
-BROKEN = """
-from envs import Observation, Task
-class Broken:
-    def __init__(self, options): pass
-    @classmethod
-    def tasks(cls, split, options): return [Task(id=f"b-{split}", env_name="broken", split=split, seed=0)]
-    def reset(self, task): return Observation(text="start")
-    def step(self, action): raise RuntimeError(f"no such door: {action}")
-    def close(self): pass
-"""
 
 
 def test_an_error_there_is_the_episodes_error_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

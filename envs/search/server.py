@@ -92,7 +92,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"{error}") from None
     except KeyboardInterrupt:
-        pass
+        print("stopped")
 
 
 if __name__ == "__main__":
