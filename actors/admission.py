@@ -18,6 +18,7 @@ the catalog, with the reason.
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 
 def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -> int:
@@ -27,6 +28,11 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
 
 def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:
     """Which task the `ordinal`-th group plays: all tasks once per pass, each pass in its own seeded order."""
+    return _order(n_tasks, f"{seed}/{ordinal // n_tasks}")[ordinal % n_tasks]
+
+
+@lru_cache(maxsize=2)  # asked for once a group, and there may be 100,000 tasks
+def _order(n_tasks: int, seed: str) -> tuple[int, ...]:
     order = list(range(n_tasks))
-    random.Random(f"{seed}/{ordinal // n_tasks}").shuffle(order)
-    return order[ordinal % n_tasks]
+    random.Random(seed).shuffle(order)
+    return tuple(order)

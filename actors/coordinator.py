@@ -13,14 +13,13 @@ for the screen (the catalog has all of it as events).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import ray
 
 from actors.admission import free_groups
-from actors.maintenance import maintainer_settings
+from actors.maintenance import Exporter, maintainer_settings
 from actors.plays import Lease, Plays, Turn
 from actors.pulse import Pulse, Status
 from actors.resume import ResumePoint
@@ -38,11 +37,9 @@ from store import (
     SegmentMeta,
     VersionRecord,
     capture_output,
-    export,
     uid_text,
 )
 
-EXPORT_INTERVAL_S = 1.0  # how far outside readers may lag behind the catalog
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the run says so
 NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
 
@@ -57,7 +54,7 @@ class Coordinator:
         self.tasks = Tasks(config, learns=learns)
         self._n_live, self._n_stored = groups_of_a_step(config)
         self._last_step = config.learner.steps  # less where stored groups do not last so long
-        self._exported_at = 0.0
+        self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = Pulse()
         self._plays, self._turn = Plays(), Turn()
         self._n_abandoned = 0  # groups in a row
@@ -77,7 +74,14 @@ class Coordinator:
         Raises StoreError if the maintainer has failed: whoever calls ends the run, and says why.
         """
         self.maintainer.check()
-        self._export_when_due()
+        self._exporter.when_due()
+        with self.catalog.at_once():
+            lease = self._lease(worker)
+        if lease is not None and lease.group.split != "heldout":
+            self._plays.begin(lease)
+        return lease
+
+    def _lease(self, worker: str) -> Lease | None:
         version = self.catalog.latest_version()
         if version is None:  # the learner has not published the first weights yet
             return None
@@ -89,20 +93,16 @@ class Coordinator:
             group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
         if group is None:
             return None
-        heldout = group.split == "heldout"
-        temperature = self.config.evaluation.temperature if heldout else self.config.actors.temperature
+        temperature = (self.config.evaluation if group.split == "heldout" else self.config.actors).temperature
         task = self.tasks[group.task_id]
-        lease = Lease(group=group, task=task, version=version, worker=worker, temperature=temperature, epoch=self.catalog.epoch)
-        if not heldout:
-            self._plays.begin(lease)
-        return lease
+        return Lease(group=group, task=task, version=version, worker=worker, temperature=temperature, epoch=self.catalog.epoch)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
         result = self.catalog.commit(segment, epoch=epoch)
         for group_uid in result.whole:
             self._n_abandoned = 0
             self._plays.end(group_uid)
-        self._export_when_due()
+        self._exporter.when_due()
         return result
 
     def keep_surplus(self, group_uid: bytes, task_id: str, segment: SegmentMeta, epoch: int) -> None:
@@ -134,10 +134,11 @@ class Coordinator:
         """Every component is heard of about twice a second. Renews its leases."""
         self._pulse.beat(component, waiting_on)
         if due := self._pulse.to_be_written():
-            self.catalog.heartbeats({name: beat.waiting_on for name, beat in due.items()})
-            for name in due:
-                self.catalog.renew_leases(name, lease_s=self.config.actors.lease_s)
-        self._export_when_due()
+            with self.catalog.at_once():
+                self.catalog.heartbeats({name: beat.waiting_on for name, beat in due.items()})
+                for name in due:
+                    self.catalog.renew_leases(name, lease_s=self.config.actors.lease_s)
+        self._exporter.when_due()
 
     def forget(self, component: str, why: str) -> None:
         """A component is gone, or was stopped: others may play its groups at once."""
@@ -218,7 +219,7 @@ class Coordinator:
 
     def export_now(self) -> int:
         """The catalog's lsn, which outside readers see from now on: what was settled until now is in it."""
-        return export(self.catalog, self.layout)
+        return self._exporter.now()
 
     def checkpoint(self, learner_step: int, path: str, version: int) -> None:
         self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
@@ -254,7 +255,7 @@ class Coordinator:
         self._pulse.beat("driver", None)  # it is the driver that asks
         self._record_finished_evaluations()
         version = self.catalog.latest_version()
-        self._export_when_due()
+        self._exporter.when_due()
         return Status(
             counts=self.catalog.counts(),
             version=version.version if version else -1,
@@ -268,7 +269,7 @@ class Coordinator:
     def close(self) -> None:
         self.maintainer.close()
         self._record_finished_evaluations()
-        export(self.catalog, self.layout)
+        self._exporter.now()
         self.catalog.close()
         self.maintainer.check()
 
@@ -287,12 +288,6 @@ class Coordinator:
             self.catalog.record_metrics(
                 learner_step=result.learner_step, policy_version=result.version, values=result.metrics()
             )
-
-    def _export_when_due(self) -> None:
-        now = time.monotonic()
-        if now - self._exported_at >= EXPORT_INTERVAL_S:
-            export(self.catalog, self.layout)
-            self._exported_at = now
 
 
 CoordinatorActor = ray.remote(Coordinator)

@@ -1,11 +1,15 @@
-"""What the coordinator's maintainer is told by a config."""
+"""What the coordinator does beside answering: its maintainer's settings, and how often outside readers see what is new."""
 
 from __future__ import annotations
 
+import time
+
 from configs import StoreConfig
-from store import COMPACTION_POLICY, MaintainerSettings
+from store import COMPACTION_POLICY, Catalog, MaintainerSettings, RunLayout, export
 
 MAINTENANCE_PAUSE_S = 5.0
+EXPORT_INTERVAL_S = 1.0  # how far outside readers lag behind the catalog ...
+EXPORT_PAUSE = 20.0  # ... or this many times what an export takes, as nobody is answered meanwhile
 
 
 def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
@@ -17,3 +21,22 @@ def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
         pause_s=MAINTENANCE_PAUSE_S,
         policy=COMPACTION_POLICY,
     )
+
+
+class Exporter:
+    """Shows outside readers what the catalog has; `when_due` is called with everything that changes it."""
+
+    def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
+        self._catalog, self._layout = catalog, layout
+        self._due_s = 0.0
+
+    def when_due(self) -> None:
+        began_s = time.monotonic()
+        if began_s >= self._due_s:
+            self.now()
+            ended_s = time.monotonic()
+            self._due_s = max(began_s + EXPORT_INTERVAL_S, ended_s + EXPORT_PAUSE * (ended_s - began_s))
+
+    def now(self) -> int:
+        """The catalog's lsn, which outside readers see from now on."""
+        return export(self._catalog, self._layout)

@@ -26,7 +26,7 @@ from store import FencedError, RunLayout, SegmentMeta, Trajectory, VersionRecord
 
 LEASE_POLL_S = 0.1  # between two requests for a lease while none is free
 VERSION_POLL_S = 0.05  # how soon newer weights are noticed
-CALLS_PER_S = 200.0  # of each of these two, all workers together: with many of them each asks more seldom
+CALLS_PER_S = 100.0  # of each of these two, all workers together: with many of them each asks more seldom
 STORAGE_TIMEOUT_S = 300.0  # of writing one segment
 LONG_S = 5.0  # who waits for longer than this says what for
 

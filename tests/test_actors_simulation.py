@@ -24,8 +24,7 @@ import duckdb
 import pytest
 
 import configs
-from actors import Coordinator, pulse, task_index
-from actors import coordinator as coordinator_module
+from actors import Coordinator, maintenance, pulse, task_index
 from actors.doubles import Delay, DelayedEnvironment, LocalHandle
 from actors.rollout import AsyncEnvironment
 from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
@@ -192,7 +191,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     ).close()
     statements = the_views(layout.open_sql.read_text())
     duck = duckdb.connect(config={"threads": 1})  # the tables are tiny
-    monkeypatch.setattr(coordinator_module, "EXPORT_INTERVAL_S", float("inf"))  # at the end is often enough
+    monkeypatch.setattr("actors.maintenance.EXPORT_INTERVAL_S", float("inf"))  # at the end is often enough
     monkeypatch.setattr("actors.group.COMMIT_EVERY_S", 0.2)  # so that groups are committed in parts
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # as above
 
@@ -203,7 +202,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             clock = runner.get_loop().time
             monkeypatch.setattr("store.catalog.database.now_us", lambda: 1 + round(clock() * 1e6))
-            for module in (coordinator_module, pulse):
+            for module in (maintenance, pulse):
                 monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
             runner.run(asyncio.wait_for(world.play(), timeout=LONGEST_S))
         for statement in statements:

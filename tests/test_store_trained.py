@@ -80,6 +80,6 @@ def test_lost_rows_are_named(tmp_path: Path) -> None:
             play(layout, catalog, open_train_group(catalog, ordinal), version=0)
         batch = claim(catalog, version=0)
         settle(catalog, batch, learner_step=1, version_in=0, loss=0.5)
-        catalog.set_aside(batch.segments[0].path, why="damaged", rescued=None)
+        catalog.repairs.set_aside(batch.segments[0].path, why="damaged", rescued=None)
         with pytest.raises(StoreError, match=r"learner step 1 has 0 of its 2 trajectories; put the damaged file back"):
             trained_step(layout, 1)

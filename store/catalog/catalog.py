@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
-from store.catalog import batches, figures, files, groups, imports, ledger, repairs, sums
+from store.catalog import batches, figures, files, groups, imports, ledger
 from store.catalog.database import Database
 from store.catalog.imports import ImportedGroup
 from store.catalog.records import (
@@ -17,14 +18,13 @@ from store.catalog.records import (
     GroupRecord,
     LiveSegment,
     RollBack,
-    SetAside,
     VersionRecord,
 )
+from store.catalog.repairs import Repairs
 from store.catalog.snapshot import Part, Snapshot, take_snapshot
 from store.catalog.stored_groups import StoredGroups
 from store.layout import RunLayout
-from store.records import uid_text
-from store.segments import SegmentMeta, TrajectoryMeta
+from store.segments import SegmentMeta
 
 
 class Catalog:
@@ -43,6 +43,7 @@ class Catalog:
     def __init__(self, layout: RunLayout) -> None:
         self._database = Database(layout)
         self.stored = StoredGroups(self._database)
+        self.repairs = Repairs(self._database)
 
     @classmethod
     def open(cls, layout: RunLayout) -> Catalog:
@@ -58,6 +59,10 @@ class Catalog:
     def close(self) -> None:
         """Give the catalog back. Idempotent."""
         self._database.close()
+
+    def at_once(self) -> AbstractContextManager[object]:
+        """The calls within are one transaction, which a power cut may undo: for leases and heartbeats, not for commits."""
+        return self._database.unsynced_transaction()
 
     @property
     def epoch(self) -> int:
@@ -215,9 +220,14 @@ class Catalog:
             return ledger.learner_step(tx)
 
     def snapshot(self, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
-        """What outside readers may see, as of one moment; of the tables only what `known` parts do not have."""
+        """What outside readers may see, as of one moment; of the tables only what `known` parts do not have.
+
+        No power cut undoes it: a catalog that is behind what was shown is refused.
+        """
         with self._database.transaction() as tx:
-            return take_snapshot(tx, known=known)
+            snapshot = take_snapshot(tx, known=known)
+        self._database.sync()
+        return snapshot
 
     # Files: live → retired → removed.
 
@@ -263,34 +273,6 @@ class Catalog:
         """Files that must stay; others beneath segments/ are orphans."""
         with self._database.transaction() as tx:
             return files.known_paths(tx)
-
-    # Repairs, for upkeep/repair.py.
-
-    def retired_files(self) -> Mapping[str, frozenset[bytes]]:
-        """Path → rows that never counted, of files that compaction replaced and nobody removed yet."""
-        with self._database.transaction() as tx:
-            return repairs.retired_files(tx)
-
-    def set_aside(self, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
-        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is read from there."""
-        with self._database.transaction() as tx:
-            return repairs.set_aside(tx, path=path, why=why, rescued=rescued)
-
-    def take_back(self, path: str, held: Sequence[TrajectoryMeta]) -> int:
-        """A file that was set aside and is whole counts again; how many of its trajectories `held` were lost."""
-        with self._database.transaction() as tx:
-            return repairs.take_back(tx, path=path, held=held)
-
-    def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
-        """Of these trajectories, those a live file holds and that are not counted from it are no longer seen."""
-        with self._database.transaction() as tx:
-            return repairs.exclude(tx, path=path, traj_uids=traj_uids)
-
-    def recompute(self, group_uid: bytes) -> None:
-        """Set a group's figures to those of its trajectories."""
-        with self._database.transaction() as tx:
-            sums.recompute(tx, group_uid)
-            tx.log(component=repairs.COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")
 
     def log(self, *, component: str, what: str, detail: str) -> None:
         """One more line in the events view."""

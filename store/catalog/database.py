@@ -18,6 +18,8 @@ from store.errors import FencedError, FormatError, LockedError, StoreError
 from store.layout import FORMAT_VERSION, RunLayout
 
 SCHEMA = Path(__file__).with_name("schema.sql")
+_SYNCED = "PRAGMA synchronous = FULL"
+_UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
 _LOCK_MODE = 0o644
 _OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 
@@ -76,6 +78,7 @@ class Database:
         self._path = layout.catalog
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
+        self._open: Transaction | None = None  # the one that is under way
         self._lock_fd = take_lock(layout.catalog_lock)
         try:
             _check_not_lost(layout)
@@ -90,8 +93,14 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only if it touched."""
+        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only if it touched.
+
+        Inside another one of the same thread it is a part of that one, whole or absent with it.
+        """
         with self._mutex:
+            if self._open is not None:
+                yield self._open
+                return
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
@@ -112,6 +121,26 @@ class Database:
                     "Check free space and permissions, then retry"
                 ) from error
 
+    @contextmanager
+    def unsynced_transaction(self) -> Iterator[Transaction]:
+        """One that a power cut may undo, and those like it since the last other one; a killed process loses none.
+
+        For what can be done again: SQLite waits for the disk at the end of the next other one, which brings these along.
+        Not inside another one.
+        """
+        with self._mutex:
+            self._connection.execute(_UNSYNCED)
+            try:
+                with self.transaction() as transaction:
+                    yield transaction
+            finally:
+                self._connection.execute(_SYNCED)
+
+    def sync(self) -> None:
+        """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the file syncs by itself."""
+        with self._mutex, Path(f"{self._path}-wal").open("rb") as log:
+            os.fsync(log.fileno())
+
     def close(self) -> None:
         """Give the catalog back. Idempotent."""
         with self._mutex:
@@ -126,7 +155,11 @@ class Database:
         if meta["epoch"] != self.epoch:
             raise FencedError(f"this owner has epoch {self.epoch}, the catalog is at {meta['epoch']}; stop this process")
         transaction = Transaction(self._connection, run_id=self._run_id, epoch=self.epoch, lsn=meta["lsn"] + 1)
-        yield transaction
+        self._open = transaction
+        try:
+            yield transaction
+        finally:
+            self._open = None
         if transaction.touched:
             self._connection.execute("UPDATE meta SET lsn = ?", (transaction.lsn,))
             self._connection.executemany(
@@ -188,7 +221,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         connection.row_factory = sqlite3.Row
         connection.create_function("now_us", 0, lambda: now_us())  # the ledger's triggers ask for it
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(_SYNCED)
         migrate(connection, path=layout.catalog)
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(SCHEMA.read_text())

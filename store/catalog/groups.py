@@ -76,14 +76,12 @@ def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) ->
 
 def lease_open_group(tx: Transaction, *, worker: str, lease_s: float, split: str | None) -> GroupRecord | None:
     """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that rounds end soon."""
-    group = tx.row(
-        """SELECT * FROM grp
-           WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
-             AND (:split IS NULL OR split = :split)
-           ORDER BY split = 'heldout' DESC, opened_lsn, ordinal LIMIT 1""",
-        now_us=tx.now_us,
-        split=split,
-    )
+    oldest = """SELECT * FROM grp WHERE state = 'open' AND {} AND (:split IS NULL OR split = :split)
+                ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' comes before 'train'
+    free = tx.row(oldest.format("lease_until_us IS NULL"), split=split)  # not one query: each has an index of its own
+    expired = tx.row(oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us)
+    candidates = [group for group in (free, expired) if group is not None]
+    group = min(candidates, key=lambda group: (group["split"], group["opened_lsn"], group["ordinal"]), default=None)
     if group is None:
         return None
     tx.run(
@@ -141,9 +139,12 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
             f"segment {segment.path} was made under epoch {epoch}, the catalog is at {tx.epoch}; "
             "drop it and take a new lease, its members will be played again"
         )
+    group_uids = dict.fromkeys(trajectory.group_uid for trajectory in segment.trajectories)
+    sizes = {group_uid: _size_of(tx, group_uid) for group_uid in group_uids}
     for trajectory in segment.trajectories:
-        _check_belongs(tx, trajectory)
-    home = {trajectory.traj_uid: _segment_of(tx, trajectory.traj_uid) for trajectory in segment.trajectories}
+        _check_belongs(trajectory, size=sizes[trajectory.group_uid])
+    committed = {traj_uid: segment_id for group_uid in group_uids for traj_uid, segment_id in _segments_of(tx, group_uid)}
+    home = {trajectory.traj_uid: committed.get(trajectory.traj_uid) for trajectory in segment.trajectories}
     new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
     if new:
         insert_segment(tx, segment, epoch=epoch, level=0)
@@ -166,7 +167,7 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
     return CommitResult(
         new=tuple(traj_uid for traj_uid in home if traj_uid in counted),
         duplicates=tuple(traj_uid for traj_uid in home if traj_uid not in counted),
-        whole=tuple(name for name in dict.fromkeys(one.group_uid for one in segment.trajectories) if _is_whole(tx, name)),
+        whole=tuple(group_uid for group_uid in group_uids if _is_whole(tx, group_uid)),
     )
 
 
@@ -196,21 +197,25 @@ def _record(tx: Transaction, group: sqlite3.Row) -> GroupRecord:
     )
 
 
-def _check_belongs(tx: Transaction, trajectory: TrajectoryMeta) -> None:
-    group = tx.row("SELECT size FROM grp WHERE group_uid = :group_uid", group_uid=trajectory.group_uid)
+def _size_of(tx: Transaction, group_uid: bytes) -> int:
+    group = tx.row("SELECT size FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
     if group is None:
-        raise StoreError(f"group {uid_text(trajectory.group_uid)} was never opened; commit to the run that leased it")
-    in_range = 0 <= trajectory.member < group["size"]
-    if not in_range or trajectory.traj_uid != uid(trajectory.group_uid, trajectory.member):
+        raise StoreError(f"group {uid_text(group_uid)} was never opened; commit to the run that leased it")
+    return int(group["size"])
+
+
+def _check_belongs(trajectory: TrajectoryMeta, *, size: int) -> None:
+    if not 0 <= trajectory.member < size or trajectory.traj_uid != uid(trajectory.group_uid, trajectory.member):
         raise StoreError(
             f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of group "
-            f"{uid_text(trajectory.group_uid)} (size {group['size']}); use the traj_uids of the lease"
+            f"{uid_text(trajectory.group_uid)} (size {size}); use the traj_uids of the lease"
         )
 
 
-def _segment_of(tx: Transaction, traj_uid: bytes) -> str | None:
-    row = tx.row("SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid)
-    return None if row is None else row["segment_id"]
+def _segments_of(tx: Transaction, group_uid: bytes) -> list[tuple[bytes, str]]:
+    """Which trajectories of the group are committed, and where their rows are."""
+    rows = tx.rows("SELECT traj_uid, segment_id FROM trajectory WHERE group_uid = :group_uid", group_uid=group_uid)
+    return [(row["traj_uid"], row["segment_id"]) for row in rows]
 
 
 def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
@@ -219,21 +224,15 @@ def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
 
 def insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_id: str) -> None:
     """The trajectory counts, and is read from this segment. Its group's sums are the caller's business."""
-    values = {
-        "traj_uid": trajectory.traj_uid,
-        "group_uid": trajectory.group_uid,
-        "member": trajectory.member,
-        "segment_id": segment_id,
-        "n_steps": trajectory.n_steps,
-        "episode_return": trajectory.episode_return,
-        "won": int(trajectory.won),
-        "task_score": trajectory.task_score,
-        "invalid_steps": trajectory.invalid_steps,
-        "version_min": trajectory.version_min,
-        "version_max": trajectory.version_max,
-        "lsn": tx.lsn,
-    }
-    tx.run(f"INSERT INTO trajectory ({', '.join(values)}) VALUES ({', '.join(':' + name for name in values)})", **values)
+    tx.run(
+        """INSERT INTO trajectory (traj_uid, group_uid, member, segment_id, n_steps, episode_return, won, task_score,
+                                   invalid_steps, version_min, version_max, lsn)
+           VALUES (:traj_uid, :group_uid, :member, :segment_id, :n_steps, :episode_return, :won, :task_score,
+                   :invalid_steps, :version_min, :version_max, :lsn)""",
+        **{name: getattr(trajectory, name) for name in TrajectoryMeta.__slots__},
+        segment_id=segment_id,
+        lsn=tx.lsn,
+    )
 
 
 def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:

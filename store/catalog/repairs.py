@@ -5,16 +5,17 @@ Nothing is deleted: a file that does not count any more is retired as 'quarantin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from store.catalog.batches import release
-from store.catalog.database import Transaction
+from store.catalog.database import Database, Transaction
 from store.catalog.files import WANTED_BACK, insert_segment, mark_removed, retire
 from store.catalog.groups import complete_if_whole, insert_trajectory
 from store.catalog.imports import whole_again
 from store.catalog.records import SetAside
-from store.catalog.sums import recompute_if_whole, reopen, withhold_half
+from store.catalog.sums import recompute, recompute_if_whole, reopen, withhold_half
 from store.errors import StoreError
+from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "fsck"
@@ -175,3 +176,36 @@ def _give_back(tx: Transaction, *, traj_uids: Collection[bytes], why: str) -> tu
     for group_uid in groups:
         withhold_half(tx, group_uid, why=why)
     return tuple(wanted), tuple(claimed)
+
+
+class Repairs:
+    """What fsck does with a catalog: `catalog.repairs`. Each call is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def retired_files(self) -> Mapping[str, frozenset[bytes]]:
+        """Path → rows that never counted, of files that compaction replaced and nobody removed yet."""
+        with self._database.transaction() as tx:
+            return retired_files(tx)
+
+    def set_aside(self, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
+        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is read from there."""
+        with self._database.transaction() as tx:
+            return set_aside(tx, path=path, why=why, rescued=rescued)
+
+    def take_back(self, path: str, held: Sequence[TrajectoryMeta]) -> int:
+        """A file that was set aside and is whole counts again; how many of its trajectories `held` were lost."""
+        with self._database.transaction() as tx:
+            return take_back(tx, path=path, held=held)
+
+    def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
+        """Of these trajectories, those a live file holds and that are not counted from it are no longer seen."""
+        with self._database.transaction() as tx:
+            return exclude(tx, path=path, traj_uids=traj_uids)
+
+    def recompute(self, group_uid: bytes) -> None:
+        """Set a group's figures to those of its trajectories."""
+        with self._database.transaction() as tx:
+            recompute(tx, group_uid)
+            tx.log(component=COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")

@@ -69,6 +69,8 @@ CREATE INDEX IF NOT EXISTS grp_by_change ON grp (changed_lsn);
 CREATE INDEX IF NOT EXISTS grp_open ON grp (opened_lsn) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS grp_stored ON grp (ordinal) WHERE source IS NOT NULL;
 CREATE INDEX IF NOT EXISTS grp_leased ON grp (lease_worker) WHERE lease_worker IS NOT NULL;
+CREATE INDEX IF NOT EXISTS grp_lease_end ON grp (lease_until_us) WHERE lease_until_us IS NOT NULL;
+CREATE INDEX IF NOT EXISTS grp_free ON grp (split, opened_lsn, ordinal) WHERE state = 'open' AND lease_until_us IS NULL;
 
 -- Every state a group was ever in, with the reason. Written by the triggers below and by nothing else.
 CREATE TABLE IF NOT EXISTS group_state (

@@ -54,11 +54,11 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     for path in dict.fromkeys(finding.subject for finding in findings if finding.what == "uncounted_rows"):
         if path not in damaged:
             held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
-            n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
+            n = catalog.repairs.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
             done.append(f"{path}: {n} trajectories in it are no longer seen")
     for finding in findings:
         if finding.what == "group_sums":
-            catalog.recompute(UUID(finding.subject.removeprefix("group ")).bytes)
+            catalog.repairs.recompute(UUID(finding.subject.removeprefix("group ")).bytes)
             done.append(f"{finding.subject}: its figures are those of its trajectories again")
     shown = {
         layout.relative(layout.manifest) if finding.what.startswith("manifest") else finding.subject: finding
@@ -114,7 +114,7 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
     rescued = _rescue(catalog, layout, meta) if finding.what in BYTES_ARE_GONE else None
     place = "nowhere" if finding.what in ("segment_missing", "retired_missing") else quarantine(layout, path)
     _write_note(layout, place, meta, finding)
-    result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
+    result = catalog.repairs.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
     line = f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
     line += f", {len(result.reopened)} groups are played again"
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
@@ -126,7 +126,7 @@ def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
     held = None if data is None else open_rows(data, path=layout.root / path)
     if held is None or not layout.info.wrote(held.run_id) or malformed(held):
         return f"{path}: what was put back is not what was committed; moved to {quarantine(layout, path)}"
-    n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
+    n = catalog.repairs.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
@@ -156,7 +156,7 @@ def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMe
     wanted = {trajectory.traj_uid: trajectory for trajectory in meta.trajectories}
     tables: list[pa.Table] = []
     found = []
-    for path, excluded in catalog.retired_files().items() if wanted else ():
+    for path, excluded in catalog.repairs.retired_files().items() if wanted else ():
         table = _intact(layout, path)
         held = wanted.keys() & (set(table["traj_uid"].to_pylist()) - excluded) if table is not None else set()
         if table is not None and held:

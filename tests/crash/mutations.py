@@ -56,7 +56,7 @@ def not_unique(index: str) -> Edit:
 FILE_SYNC = "            os.fsync(file.fileno())\n"
 NAME_SYNC = "        sync_directory(path.parent)\n"
 DIRECTORY_SYNC = "    sync_directory(directory.parent)\n"
-FULL = "PRAGMA synchronous = FULL"
+FULL = '_SYNCED = "PRAGMA synchronous = FULL"'
 
 DURABILITY = [
     Mutation(name="file fsync", file="store/durable.py", edit=swap((FILE_SYNC, "")), check="power workload"),
@@ -82,13 +82,19 @@ DURABILITY = [
     Mutation(
         name="catalog never synced",
         file="store/catalog/database.py",
-        edit=swap((FULL, "PRAGMA synchronous = OFF")),
+        edit=swap((FULL, FULL.replace("FULL", "OFF"))),
         check="power workload",
     ),
     Mutation(
         name="catalog synced late",
         file="store/catalog/database.py",
-        edit=swap((FULL, "PRAGMA synchronous = NORMAL")),
+        edit=swap((FULL, FULL.replace("FULL", "NORMAL"))),
+        check="power workload",
+    ),
+    Mutation(
+        name="catalog not synced before it is shown",
+        file="store/catalog/database.py",
+        edit=swap(("            os.fsync(log.fileno())\n", "            pass\n")),
         check="power workload",
     ),
     Mutation(
@@ -273,6 +279,7 @@ SAFEGUARD = re.compile(r"fsync\(|sync_directory\(|digest != |digest\(data\) [!=]
 NO_SAFEGUARD = {  # lines that look like one
     "def sync_directory(directory: Path) -> None:": "made of fsync, which is mutated",
     "def _fsync(path: Path) -> None:": "made of fsync, which is mutated",
+    '_UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them': "waits for less",
     'connection.execute("PRAGMA synchronous = FULL")': "of a rebuild: a torn catalog is refused, and made again",
     "id INTEGER PRIMARY KEY CHECK (id = 1),": "one row, made by INSERT OR IGNORE with its own id",
     "name TEXT PRIMARY KEY,": "of `changed` and `component`: what is written again replaces itself",

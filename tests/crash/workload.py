@@ -86,11 +86,13 @@ def own(layout: RunLayout, diary: Diary, *, rounds: int) -> None:
 def play(layout: RunLayout, catalog: Catalog, diary: Diary, *, number: int) -> None:
     """The groups of one learner step and one evaluation; some of it in two files, some twice."""
     diary.phase("open")
-    large, small = (
-        catalog.open_group(ordinal=ordinal, task_id=f"task-{ordinal}", split="train", size=size, purpose_version=None)
-        for ordinal, size in ((GROUPS_PER_STEP * number, 3), (GROUPS_PER_STEP * number + 1, 2))
-    )
-    trial = catalog.open_group(ordinal=number, task_id="trial", split="heldout", size=1, purpose_version=0)
+    with catalog.at_once():  # no promise yet: it is one when readers are shown it
+        large, small = (
+            catalog.open_group(ordinal=ordinal, task_id=f"task-{ordinal}", split="train", size=size, purpose_version=None)
+            for ordinal, size in ((GROUPS_PER_STEP * number, 3), (GROUPS_PER_STEP * number + 1, 2))
+        )
+        trial = catalog.open_group(ordinal=number, task_id="trial", split="heldout", size=1, purpose_version=0)
+    show(layout, catalog, diary)
     diary.done("open", groups=[group.group_uid.hex() for group in (large, small, trial)])
     write_and_commit(layout, catalog, diary, members=[(large, 0)], version=number, worker="w0")
     mixed = [(large, 0), (large, 1), (large, 2)]  # the first one is known by now
