@@ -118,7 +118,7 @@ class Progress:
             ("elapsed", f"{elapsed_s:.0f} s"),
             ("left", f"{elapsed_s / done * status.heldout_open:.0f} s" if done else "?"),
             ("model", self.config.endpoint.model) if self.config.endpoint.url else ("version", str(status.version)),
-            ("trajectories", str(status.counts.trajectories)),
+            ("episodes of each", str(self.config.evaluation.final_episodes_per_task)),
         ]
 
     def time_left(self, status: Status) -> str:

@@ -207,7 +207,7 @@ class EndpointConfig:
     model: str = ""  # as the server names it
     api_key_env: str = ""  # environment variable that holds the API key, which is written nowhere; empty: the server wants none
     body: dict[str, Any] = field(default_factory=dict)  # more fields for each request; null leaves one of ours out
-    requests: int = 16  # at once, from each worker
+    requests: int = 16  # at once, from each worker, which plays about so many episodes
     attempts: int = 8  # at one response, where the server is busy, fails or is not there; then the evaluation ends
     timeout_s: float = 300.0  # of one response, its place in line and all attempts included; then the evaluation ends
 

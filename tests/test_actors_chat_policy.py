@@ -17,6 +17,7 @@ from actors import ChatPolicy, Completion, EndpointFailed, EpisodeRules, Turn, c
 from actors.characters import REMOVED, CharacterTokenizer, character_form, ids_of, messages_of
 from actors.chat import Chat
 from actors.chat_policy import pause_s, with_stop_text
+from actors.concurrency import Concurrency
 from actors.endpoint import Endpoint, Recording
 from configs import Config, EndpointConfig, PromptConfig
 from envs import Observation
@@ -232,6 +233,7 @@ def test_no_more_requests_at_once_than_the_config_says() -> None:
         prompt = character_form(config.prompt).prompt(DOOR, [])
         ask(config, lambda policy: asyncio.gather(*(policy.generate(prompt, seed=n, temperature=1.0) for n in range(6))))
     assert len(server.asked) == 6 and most == 2
+    assert Concurrency.of(config).episodes == 2
 
 
 @given(st.integers(1, 40), st.floats(0.0, 30.0))

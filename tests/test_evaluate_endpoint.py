@@ -50,12 +50,12 @@ def test_a_model_behind_a_server_is_evaluated_into_a_store_and_goes_on_where_it_
 
     with chat_server(dies_on_the_way) as server:
         again = command(server, KEY_ROOM, f"run_dir={new}", "evaluation.final_episodes_per_task=2")
-        first = run([*again, "actors.groups_in_flight=1", "algorithm.group_size=2"])
+        first = run([*again, "endpoint.requests=3"])
         assert first.returncode == 2, first.stdout + first.stderr
         assert f"EndpointFailed: {server.url} answered 400: the credit is used up" in first.stderr
         n_answered = -10_000
         n_before = len(server.asked)
-        second = run([*again, "actors.groups_in_flight=1", "algorithm.group_size=2"])
+        second = run(again)
         assert second.returncode == 0, second.stdout + second.stderr
         assert server.keys == {f"Bearer {SECRET}"}
         assert len(server.asked) - n_before > 0
