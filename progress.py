@@ -59,8 +59,9 @@ class Progress:
         if self.first_step is None:
             self.first_step = status.learner_step
         if status.learner_step > self.written_step or status.heldout_open < self.heldout_open:
-            for name, value in status.metrics.items() if self.board is not None else ():
-                self.board.add_scalar(name, value, status.learner_step)
+            if self.board is not None:
+                for name, value in status.metrics.items():
+                    self.board.add_scalar(name, value, status.learner_step)
             self.written_step, self.heldout_open = status.learner_step, status.heldout_open
         self.show_notices(status)
         if self.live:
