@@ -4,16 +4,20 @@ python evaluate.py RUN                                        a run's newest wei
 python evaluate.py RUN run_dir=NEW [key=value ...]            likewise with other tasks or settings, into a store of its own
 python evaluate.py RUN@STEP run_dir=NEW [key=value ...]       the weights of one of its checkpoints
 python evaluate.py CONFIG model.path=MODEL run_dir=NEW ...    any Hugging Face model
+python evaluate.py CONFIG|RUN endpoint.url=http://HOST:PORT/v1 endpoint.model=NAME run_dir=NEW ...
+                                                              any model behind an OpenAI-compatible server
 python evaluate.py --compare RUN OTHER                        two that were evaluated, task by task
 
 Tasks: env.options, e.g. env.options.heldout=valid_unseen. Episodes of each: evaluation.final_episodes_per_task, each with a
 sampling seed of its own. evaluation.temperature=0 is greedy. The same command goes on where it was stopped: episodes that are
-in the store are not played again.
+in the store are not played again. --dry-run shows what would be evaluated, and whether it can be. More: docs/evaluation.md
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import shlex
 import sys
@@ -28,12 +32,12 @@ import configs
 import evaluation
 import resume
 import runs
-from actors import weight_files
+from actors import ChatPolicy, EndpointFailed, weight_files
 from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_same_run, check_tasks, open_run
+from opening import check_gpus, check_same_run, check_tasks, open_run, published, said_when_slow, try_tasks
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -45,6 +49,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("weights", nargs="?", metavar="RUN[@STEP]|CONFIG", help="a run directory, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of it")
     parser.add_argument("--compare", nargs=2, metavar=("RUN", "OTHER"), type=Path, help="two evaluations, task by task")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and the tasks, ask a server once; no more"
+    )
     options = parser.parse_intermixed_args(arguments)
     Interrupt().listen()
     console = Console(highlight=False, soft_wrap=True)
@@ -55,16 +62,18 @@ def main(arguments: list[str]) -> int:
             return 0
         if not options.weights:
             parser.error("give a run, e.g. runs/quickstart, a config, or --compare")
+        config = asked_config(options.weights, options.overrides) if options.overrides else own_config(options.weights)
+        check_endpoint(config, console)
+        if options.dry_run:
+            console.print(configs.to_yaml(config), markup=False)
+            try_tasks(config, console)
+            return 0
         if options.overrides:
-            from learner import with_published  # here, as torch comes with it
-
-            config = with_published(asked_config(options.weights, options.overrides))
-            evaluate_apart(config, options.weights, console)
+            evaluate_apart(published(config), options.weights, console)
         else:
-            config = own_config(options.weights)
-            play(config, config.model.path or str(Path(config.run_dir) / "base" / "policy"), console, apart=False)
+            play(config, console, apart=False)
         evaluation.show(Path(config.run_dir), console)
-    except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
+    except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed, EndpointFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
@@ -89,15 +98,20 @@ def asked_config(weights: str, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"evaluate.py {weights} with settings of its own needs a directory of its own: run_dir=NEW")
     if weights.endswith((".yaml", ".yml")):
         config = configs.load(weights, overrides)
-        if not config.model.path:
-            raise ConfigError(f"{weights} has no model.path; give the model to evaluate: model.path=...")
-        return config
+        if not config.model.path and not config.endpoint.url:
+            raise ConfigError(f"{weights} has no model.path; give the model to evaluate: model.path=... or endpoint.url=...")
+        return configs.without_model(config) if config.endpoint.url else config
     run, step = run_and_step(weights)
     others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a config instead")
-    config = resume.load(run, others)
-    new = directories[-1]
+    config, new = resume.load(run, others), directories[-1]
+    if config.endpoint.url:  # the run's tasks and settings
+        if step is not None:
+            raise ConfigError(
+                f"endpoint.url= beside {weights}, whose weights are evaluated; leave it out, or give {run} instead"
+            )
+        return replace(configs.without_model(config), run_dir=new)
     model = Path(new) / weights_name(run, step)
     return replace(config, run_dir=new, source=[], model=replace(config.model, path=str(model), lora_rank=0))
 
@@ -118,13 +132,13 @@ def evaluate_apart(config: Config, weights: str, console: Console) -> None:
         check_same_run(config)
     except ConfigError as error:
         raise ConfigError(f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}") from None
-    if not weights.endswith((".yaml", ".yml")):
+    if not weights.endswith((".yaml", ".yml")) and not config.endpoint.url:
         take_weights(*run_and_step(weights), Path(config.model.path))
     configs.check_model_path(config)
     check_tasks(config, console)
     open_run(config)
     resume.remember(config)
-    play(config, config.model.path, console, apart=True)
+    play(config, console, apart=True)
 
 
 def weights_name(run: Path, step: int | None) -> str:
@@ -159,9 +173,27 @@ def take_weights(run: Path, step: int | None, model: Path) -> None:
         raise StoreError(f"{run}{'' if step is None else f'@{step}'} cannot be evaluated: {error}") from error
 
 
-def play(config: Config, model_path: str, console: Console, *, apart: bool) -> None:
+def check_endpoint(config: Config, console: Console) -> None:
+    """One question to the server of others, before anything starts. Raises EndpointFailed, in one line."""
+    if not config.endpoint.url:
+        return
+
+    async def ask() -> None:
+        policy = ChatPolicy(config)
+        try:
+            await policy.try_once(temperature=config.evaluation.temperature)
+        finally:
+            await policy.close()
+
+    with said_when_slow(f"asking {config.endpoint.url} once", console):
+        asyncio.run(ask())
+    console.print(f"{config.endpoint.model} answers at {config.endpoint.url}", markup=False)
+
+
+def play(config: Config, console: Console, *, apart: bool) -> None:
     """Every held-out task, `final_episodes_per_task` times, with the newest weights of the directory; `apart` the model's."""
     run = Path(config.run_dir)
+    model_path = config.model.path or str(run / "base" / "policy")  # of an endpoint: nobody looks at it
     with runs.driving(run), ray_cluster(config.run_dir):
         check_gpus(config, learns=False)
         with (
@@ -174,9 +206,10 @@ def play(config: Config, model_path: str, console: Console, *, apart: bool) -> N
             ) as session,
             Progress(config, "evaluating", console) as progress,
         ):
-            if apart and session.status().version < 0:
-                session.publish(version_zero(RunLayout.open(run), Path(model_path)))
-            session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
+            if (apart or config.endpoint.url) and session.status().version < 0:
+                layout = RunLayout.open(run)
+                session.publish(served(layout, config) if config.endpoint.url else version_zero(layout, Path(model_path)))
+            session.evaluate(config.evaluation.final_episodes_per_task, progress.show_evaluation)
 
 
 def version_zero(layout: RunLayout, model: Path) -> VersionRecord:
@@ -189,6 +222,16 @@ def version_zero(layout: RunLayout, model: Path) -> VersionRecord:
         directory.symlink_to(os.path.relpath(model, directory.parent) if inside else model.resolve(), target_is_directory=True)
     digest = files_digest(weight_files(directory))
     return VersionRecord(version=0, path=layout.relative(directory), digest=digest, learner_step=None)
+
+
+def served(layout: RunLayout, config: Config) -> VersionRecord:
+    """Of others' weights there is a file that says whose they are."""
+    directory = layout.weights_dir(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "endpoint.json"
+    asked = {"url": config.endpoint.url, "model": config.endpoint.model, "body": config.endpoint.body}
+    path.write_text(json.dumps(asked, indent=1) + "\n")
+    return VersionRecord(version=0, path=layout.relative(directory), digest=files_digest([path]), learner_step=None)
 
 
 if __name__ == "__main__":

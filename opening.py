@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -10,19 +14,28 @@ import configs
 import resume
 from cluster import available_gpus
 from configs import Config, ConfigError
-from envs import is_program, list_tasks, try_environment
+from envs import EnvironmentFailed, OptionsError, Task, is_program, list_tasks, planned_tasks, try_environment
 from store import RunLayout, check_unowned, write_open_sql
+
+SLOW_S, SAID_EVERY_S = 2.0, 30.0
+
+
+def published(config: Config) -> Config:
+    """With every number of its loss written out. Where others' models play there is none, and torch need not be loaded."""
+    if config.endpoint.url:
+        return config
+    from learner import with_published  # here and below, as torch comes with it
+
+    return with_published(config)
 
 
 def check_same_run(config: Config) -> None:
     """A run is continued by one process at a time, with the config it was made with. Raises LockedError, ConfigError."""
-    from learner import with_published  # here and below, as torch comes with it
-
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
         check_unowned(layout)
-        changed = resume.differences(config, with_published(configs.from_yaml(layout.info.config_yaml)))
+        changed = resume.differences(config, published(configs.from_yaml(layout.info.config_yaml)))
         if changed:
             raise ConfigError(
                 f"{root} was made by another config ({'; '.join(changed)}); go on with its own settings (--resume {root} "
@@ -32,31 +45,94 @@ def check_same_run(config: Config) -> None:
 
 def open_run(config: Config) -> RunLayout:
     """The run directory, made now if it is not there."""
-    from gigpo import advantages_macro
-    from learner import advantage_settings
-
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
     else:
         layout = RunLayout.create(root, config_yaml=configs.to_yaml(config), storage_uri=config.store.uri)
-    write_open_sql(layout, macros=[advantages_macro(advantage_settings(config))], max_staleness=config.max_staleness)
+    write_open_sql(layout, macros=_macros(config), max_staleness=config.max_staleness)
     return layout
+
+
+def _macros(config: Config) -> list[str]:
+    """advantages(), of a run that may have some."""
+    if config.endpoint.url:
+        return []
+    from gigpo import advantages_macro
+    from learner import advantage_settings
+
+    return [advantages_macro(advantage_settings(config))]
 
 
 def check_tasks(config: Config, console: Console) -> None:
     """Makes the games that are missing and starts the environment once. Raises EnvironmentFailed."""
-    with console.status(f"tasks of {config.env.name} (games are made once and kept)"):
-        splits = list_tasks(config.env.name, config.env.options)
-        if is_program(config.env.name) and (config.actors.scripted or not config.model.path):
-            raise ConfigError(
-                f"env.name={config.env.name} is an agent program: it needs a model that can chat, from its first episode on; "
-                "set model.path, and leave actors.scripted=false"
-            )
-        try_environment(config.env.name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
-    console.print(
-        f"{config.env.name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out",
-    )
+    name = config.env.name
+    with said_when_slow(f"listing the tasks of {name} (games are made once and kept)", console):
+        splits = list_tasks(name, config.env.options)
+    if is_program(name):
+        _check_program(config)
+    with said_when_slow(f"starting {name} once", console):
+        try_environment(name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
+    console.print(task_counts(name, splits))
+
+
+def try_tasks(config: Config, console: Console) -> None:
+    """For a dry run: the number of tasks, where none has to be made for that. Raises EnvironmentFailed, ConfigError.
+
+    An unknown environment, and options that are unknown or missing, are refused. What else goes wrong is only said: files that
+    are not here may be where the run will be.
+    """
+    name = config.env.name
+    try:
+        with said_when_slow(f"listing the tasks of {name}", console):
+            splits = planned_tasks(name, config.env.options)
+    except EnvironmentFailed as error:
+        if error.__cause__ is None or isinstance(error.__cause__, OptionsError):
+            raise
+        console.print(f"its tasks are not known here: {error}", markup=False)
+        return
+    if is_program(name):
+        _check_program(config)
+    made = f"{name}: its tasks are made when a run starts, so they are not counted here"
+    console.print(made if splits is None else task_counts(name, splits), markup=False)
+
+
+def task_counts(name: str, splits: Mapping[str, Sequence[Task]]) -> str:
+    return f"{name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out"
+
+
+def _check_program(config: Config) -> None:
+    name = config.env.name
+    if config.endpoint.url:
+        raise ConfigError(
+            f"env.name={name} is an agent program, which calls its model by itself: endpoint.url is for environments only"
+        )
+    if config.actors.scripted or not config.model.path:
+        raise ConfigError(
+            f"env.name={name} is an agent program: it needs a model that can chat, from its first episode on; "
+            "set model.path, and leave actors.scripted=false"
+        )
+
+
+@contextmanager
+def said_when_slow(what: str, console: Console) -> Iterator[None]:
+    """A line after SLOW_S, and again now and then: where the output is no terminal nothing else would be seen."""
+    started, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        pause_s = SLOW_S
+        while not ended.wait(pause_s):
+            console.print(f"{what}: {time.monotonic() - started:.0f} s so far", markup=False)
+            pause_s = SAID_EVERY_S
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        with console.status(what):
+            yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def check_gpus(config: Config, *, learns: bool) -> None:

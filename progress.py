@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -23,15 +24,14 @@ class Progress:
     """with Progress(config, title) as progress: progress.show(status)"""
 
     def __init__(self, config: Config, title: str, console: Console) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, as torch comes with it, 2 s of CPU
-
         self.config, self.title, self.console = config, title, console
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self.board = SummaryWriter(str(Path(config.run_dir) / "tensorboard"))
+        self.board = None if config.endpoint.url else tensorboard(config)  # nothing changes where others' models play
         self.started = time.monotonic()
         self.first_step: int | None = None
         self.written_step = self.lined_at = -1.0
         self.heldout_open = 0
+        self.heldout_groups = 0  # of the round that is shown
         self.noticed = 0  # number of the last notice shown
 
     def __enter__(self) -> Progress:
@@ -42,21 +42,33 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.live:
             self.live.stop()
-        self.board.close()
+        if self.board is not None:
+            self.board.close()
 
     def show(self, status: Status) -> None:
+        """While it trains."""
+        self._show(status, self.figures(status))
+
+    def show_evaluation(self, status: Status) -> None:
+        """While held-out tasks are played and nothing else is done."""
+        if not self.heldout_groups:
+            self.heldout_groups, self.started, self.title = status.heldout_open, time.monotonic(), "evaluating"
+        self._show(status, self.evaluation_figures(status))
+
+    def _show(self, status: Status, figures: list[tuple[str, str]]) -> None:
         if self.first_step is None:
             self.first_step = status.learner_step
         if status.learner_step > self.written_step or status.heldout_open < self.heldout_open:
-            for name, value in status.metrics.items():
-                self.board.add_scalar(name, value, status.learner_step)
+            if self.board is not None:
+                for name, value in status.metrics.items():
+                    self.board.add_scalar(name, value, status.learner_step)
             self.written_step, self.heldout_open = status.learner_step, status.heldout_open
         self.show_notices(status)
         if self.live:
-            self.live.update(self.table(status), refresh=True)
+            self.live.update(self.table(status, figures), refresh=True)
         elif time.monotonic() - self.lined_at >= LINE_EVERY_S or self.lined_at < 0:
             self.lined_at = time.monotonic()
-            self.console.print("  ".join(f"{name} {value}" for name, value in self.figures(status)))
+            self.console.print("  ".join(f"{name} {value}" for name, value in figures))
 
     def show_notices(self, status: Status) -> None:
         """Each notice once, as a line of its own that stays; in a terminal it appears above the table."""
@@ -66,9 +78,9 @@ class Progress:
                 self.console.print(short, style="yellow", markup=False)
                 self.noticed = number
 
-    def table(self, status: Status) -> Table:
+    def table(self, status: Status, figures: list[tuple[str, str]]) -> Table:
         table = Table(title=f"{self.title}  {self.config.run_dir}", show_header=False, min_width=60)
-        for name, value in self.figures(status):
+        for name, value in figures:
             table.add_row(name, value)
         for name, component in status.components.items():
             if component.waiting_on == LEARNER_STEP:
@@ -99,12 +111,29 @@ class Progress:
         ]
         return rows
 
+    def evaluation_figures(self, status: Status) -> list[tuple[str, str]]:
+        done = self.heldout_groups - status.heldout_open
+        elapsed_s = time.monotonic() - self.started
+        return [
+            ("held-out tasks", f"{done}/{self.heldout_groups} played"),
+            ("elapsed", f"{elapsed_s:.0f} s"),
+            ("left", f"{elapsed_s / done * status.heldout_open:.0f} s" if done else "?"),
+            ("model", self.config.endpoint.model) if self.config.endpoint.url else ("version", str(status.version)),
+            ("episodes of each", str(self.config.evaluation.final_episodes_per_task)),
+        ]
+
     def time_left(self, status: Status) -> str:
         done = status.learner_step - (self.first_step or 0)
         if not done:
             return "?"
         left_s = (time.monotonic() - self.started) / done * (self.config.learner.steps - status.learner_step)
         return f"{left_s:.0f} s"
+
+
+def tensorboard(config: Config) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # here, as torch comes with it, 2 s of CPU
+
+    return SummaryWriter(str(Path(config.run_dir) / "tensorboard"))
 
 
 def shown(metrics: object, name: str, form: str) -> str:

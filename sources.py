@@ -21,6 +21,13 @@ def check_sources(config: Config, console: Console) -> None:
     from learner import check_train_on
 
     check_train_on(config.stored.train_on)
+    for text in config.source:
+        theirs = _config_of(text)
+        if theirs is not None and (url := OmegaConf.select(theirs, "endpoint.url", default="")):
+            raise ConfigError(
+                f"source={text} was played by {OmegaConf.select(theirs, 'endpoint.model')} at {url}, whose tokens and "
+                "log-probabilities nobody has, so nothing can be trained from it; leave it out"
+            )
     find_sources([parse_source(text) for text in config.source], order=config.stored.order)
     model_path = Path(config.model.path or _first_base(config))
     for text in config.source:

@@ -36,7 +36,7 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_same_run, check_tasks, open_run
+from opening import check_gpus, check_same_run, check_tasks, open_run, try_tasks
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Trains an agent; the same command continues a stopped run.")
     parser.add_argument("config", nargs="?", help="a YAML file, e.g. configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and memory; start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config, placement, memory and tasks; start nothing"
+    )
     parser.add_argument("--resume", metavar="RUN", help="go on with a run, with its own settings; key=value changes some")
     parser.add_argument("--fork", metavar="RUN@STEP", help="a new run from a checkpoint of another; give its run_dir=...")
     parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
@@ -65,7 +67,9 @@ def main(arguments: list[str]) -> int:
 
         config = with_published(asked_config(options))
         if options.dry_run:
-            console.print(configs.to_yaml(config) + configs.describe_plan(config))
+            console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
+            if not configs.is_offline(config):
+                try_tasks(config, console)
             return 0
         if options.fork:
             forking.make(options.fork, config)
@@ -82,10 +86,17 @@ def asked_config(options: argparse.Namespace) -> Config:
     """Raises ConfigError; StoreError if the run to go on with is none."""
     given = [text for text in (options.config, *options.overrides) if text]
     if options.resume:
-        return resume.load(Path(options.resume), given)
-    if options.fork:
-        return forking.load(options.fork, given)
-    return configs.load(options.config, options.overrides)
+        config = resume.load(Path(options.resume), given)
+    elif options.fork:
+        config = forking.load(options.fork, given)
+    else:
+        config = configs.load(options.config, options.overrides)
+    if config.endpoint.url:
+        raise ConfigError(
+            f"endpoint.url={config.endpoint.url} is for python evaluate.py: a server gives neither its tokens nor their "
+            "log-probabilities, so nothing can be trained from it; leave it out"
+        )
+    return config
 
 
 def interrupted(stop: KeyboardInterrupt, options: argparse.Namespace, console: Console) -> int:
@@ -151,7 +162,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
         if learner_step < config.learner.steps:
             console.print(f"stored rollouts are used up after learner step {learner_step}; raise stored.uses to go on")
         if not configs.is_offline(config):
-            session.evaluate(config.evaluation.final_episodes_per_task, progress.show)
+            session.evaluate(config.evaluation.final_episodes_per_task, progress.show_evaluation)
 
 
 def make_base_policy(config: Config, console: Console) -> Path:

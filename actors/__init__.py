@@ -2,7 +2,8 @@
 
 `prompt.py` (observation to token ids and back, by `template.py`, `chat.py` and `parsing.py`), `rollout.py` (one episode) and
 `group.py` (all of a group) know no Ray; `policy.py` is what an agent needs of a model, `vllm_policy.py` the real one with
-`weight_transfer.py` and, for CPU engines, `engine_server.py`; `worker.py` (Ray) plays leased groups, `coordinator.py` (Ray)
+`weight_transfer.py` and, for CPU engines, `engine_server.py`, `chat_policy.py` (with `characters.py`) anybody's model behind an
+OpenAI-compatible server; `worker.py` (Ray) plays leased groups, `coordinator.py` (Ray)
 owns the catalog and hands them out as `admission.py` allows, knowing which task is next (`tasks.py`), what is played
 (`plays.py`) and who is alive (`pulse.py`). `program.py` and `endpoint.py` play agents that call a chat model by themselves.
 `simulation.py` has doubles of all of it that
@@ -10,6 +11,7 @@ take time instead of working.
 """
 
 from actors.admission import free_groups, task_index
+from actors.chat_policy import ChatPolicy, EndpointFailed
 from actors.coordinator import Coordinator, CoordinatorActor
 from actors.engine_environment import ENGINE_SOCKETS
 from actors.plays import Lease
@@ -27,10 +29,12 @@ __all__ = [
     "ENGINE_SOCKETS",
     "TEMPLATES",
     "Answer",
+    "ChatPolicy",
     "Completion",
     "Component",
     "Coordinator",
     "CoordinatorActor",
+    "EndpointFailed",
     "EngineLostError",
     "EpisodeIds",
     "EpisodeRules",

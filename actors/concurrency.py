@@ -98,6 +98,9 @@ class Concurrency:
 
     @classmethod
     def of(cls, config: Config) -> Concurrency:
+        if config.endpoint.url:  # a request each: the others' server has a line of its own
+            n = config.endpoint.requests
+            return cls(RequestGate(n), group_size=1, groups=n, max_groups=n)
         actors, episodes = config.actors, config.algorithm.group_size + config.actors.spare_members
         return cls(
             RequestGate(actors.groups_in_flight * episodes),

@@ -59,7 +59,8 @@ class EpisodeRules:
             win_reward=config.env.win_reward,
             temperature=temperature,
             admissible_only=config.prompt.admissible_only,
-            turn_timeout_s=config.actors.turn_timeout_s,
+            # A server of others has failed after endpoint.timeout_s, and that is no truncated episode: so never before it.
+            turn_timeout_s=config.actors.turn_timeout_s + (config.endpoint.timeout_s if config.endpoint.url else 0.0),
             episode_timeout_s=config.actors.episode_timeout_s,
         )
 

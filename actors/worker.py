@@ -21,6 +21,8 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
+from actors.characters import character_form
+from actors.chat_policy import ChatPolicy
 from actors.client import CoordinatorClient
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.endpoint import Endpoint, EndpointSettings
@@ -61,12 +63,12 @@ class Worker:
         self.layout = RunLayout.open(Path(config.run_dir))
         capture_output(self.layout.logs / f"{self.name}.log")
         self.engine_log = self.layout.logs / f"{self.name}-engine.log"
-        if not config.actors.scripted:
+        self.chat = ChatPolicy(config) if config.endpoint.url else None  # then there is no engine, tokenizer or torch
+        self.has_engine = self.chat is None and not config.actors.scripted
+        if self.has_engine:
             load_ahead(config.actors, self.engine_log)
-        from transformers import AutoTokenizer  # here, with torch 5 s of CPU: the driver and the coordinator never need it
-
         self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote(setup.name, waiting_on))
-        self.form = PromptForm(AutoTokenizer.from_pretrained(setup.model_path), config.prompt)
+        self.form = character_form(config.prompt) if self.chat else form_of_model(setup)
         env = config.env
         self.environments = (
             ProgramPool(env.name, env.options, processes=env.processes)
@@ -75,7 +77,7 @@ class Worker:
         )
         self.endpoint: Endpoint | None = None  # of a ProgramPool
         self.engine: VLLMPolicy | None = None
-        self.policy: Policy = ScriptedPolicy(self.form.encode_answer)
+        self.policy: Policy = self.chat or ScriptedPolicy(self.form.encode_answer)
         self.player = Player(self.coordinator, config, play=self._play_member, weights=None, concurrency=Concurrency.of(config))
 
     async def where(self) -> tuple[str, int]:
@@ -86,7 +88,7 @@ class Worker:
         """Starts the engine; returns the seconds it took."""
         started = time.monotonic()
         self.heart.promise("the engine's start", within_s=START_TIMEOUT_S)
-        if not self.config.actors.scripted:
+        if self.has_engine:
             from transformers import GenerationConfig
 
             stops = GenerationConfig.from_pretrained(self.model_path).eos_token_id
@@ -135,6 +137,8 @@ class Worker:
             await self.endpoint.close()
         if self.engine is not None:
             await self.engine.close()
+        if self.chat is not None:
+            await self.chat.close()
 
     async def _play_member(self, lease: Lease, member: int) -> Trajectory:
         episode = f"{lease.task.env_name} task {lease.task.id!r}, member {member}"
@@ -174,12 +178,24 @@ class Worker:
 
     async def _promise(self) -> None:
         while True:
-            self.heart.promise(self.player.waiting_on or self._slow_environment(), within_s=LOOP_PATIENCE_S)
+            self.heart.promise(
+                self.player.waiting_on or self._slow_environment() or self._slow_server(), within_s=LOOP_PATIENCE_S
+            )
             await asyncio.sleep(PROMISE_EVERY_S)
 
     def _slow_environment(self) -> str | None:
         what, seconds = self.environments.slowest() or ("", 0.0)
         return f"environment: {what}" if seconds > LONG_S else None
+
+    def _slow_server(self) -> str | None:
+        what, seconds = (self.chat.waits.slowest() if self.chat else None) or ("", 0.0)
+        return what if seconds > LONG_S else None
+
+
+def form_of_model(setup: WorkerSetup) -> PromptForm:
+    from transformers import AutoTokenizer  # here, with torch 5 s of CPU: the driver and the coordinator never need it
+
+    return PromptForm(AutoTokenizer.from_pretrained(setup.model_path), setup.config.prompt)
 
 
 WorkerActor = ray.remote(Worker)

@@ -1,14 +1,17 @@
 """`schema.py` holds every knob with its default, `check.py` refuses what would fail later, `load.py` reads YAML and
-`key=value`, `plan.py` says what would run where, `stored.py` what of it is played; one YAML per run we vouch for.
+`key=value`, `plan.py` says what would run where, `stored.py` what of it is played,
+`endpoint.py` is about models of others; one YAML per run we vouch for.
 """
 
 from configs.check import ConfigError, check, check_is_list, check_model_path, hint
+from configs.endpoint import without_model
 from configs.load import differences, from_yaml, load, to_yaml
 from configs.plan import cloning_config, describe_plan, model_billions
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,
     Config,
+    EndpointConfig,
     EnvConfig,
     EvaluationConfig,
     LearnerConfig,
@@ -27,6 +30,7 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "ConfigError",
+    "EndpointConfig",
     "EnvConfig",
     "EvaluationConfig",
     "LearnerConfig",
@@ -51,4 +55,5 @@ __all__ = [
     "model_billions",
     "n_workers",
     "to_yaml",
+    "without_model",
 ]

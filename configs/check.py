@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES
+from configs.endpoint import endpoint_fault
 from configs.schema import AlgorithmConfig, Config, LearnerConfig, PromptConfig, StoredConfig
 from configs.stored import groups_of_a_step, is_offline
 
@@ -32,6 +33,8 @@ def check(config: Config) -> None:
     _check_tiny_model(config)
     _check_lengths(config)
     _check_prompt(config)
+    if fault := endpoint_fault(config.endpoint):
+        raise ConfigError(fault)
     _check_store(config)
     _check_stored(config)
 

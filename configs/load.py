@@ -40,6 +40,11 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "learner.checkpoint_every",
     "learner.keep_checkpoints",
     "learner.keep_every",
+    "endpoint.url",
+    "endpoint.api_key_env",
+    "endpoint.requests",
+    "endpoint.attempts",
+    "endpoint.timeout_s",
     "store.snapshot_window_s",
     "store.keep_days",
     "store.keep_versions",
@@ -132,7 +137,7 @@ def _check_key(key: str) -> None:
     known = [name for name, _ in flat(Config())]
     if any(name.startswith(f"{key}.") for name in known):
         raise ConfigError(f"{key!r} is a section, not a setting; give {key}.<setting>=value, see configs/schema.py")
-    if key not in known and not key.startswith("env.options"):
+    if key not in known and not key.startswith(("env.options", "endpoint.body.")):
         raise ConfigError(f"unknown key {key!r}{hint(key, known)}; configs/schema.py lists every key")
 
 

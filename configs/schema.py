@@ -200,6 +200,19 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointConfig:
+    """Somebody else's model for `evaluate.py` to play with; docs/evaluation.md."""
+
+    url: str = ""  # of an OpenAI-compatible server, e.g. http://host:8000/v1; empty: a model of ours plays
+    model: str = ""  # as the server names it
+    api_key_env: str = ""  # environment variable that holds the API key, which is written nowhere; empty: the server wants none
+    body: dict[str, Any] = field(default_factory=dict)  # more fields for each request; null leaves one of ours out
+    requests: int = 16  # at once, from each worker, which plays about so many episodes
+    attempts: int = 8  # at one response, where the server is busy, fails or is not there; then the evaluation ends
+    timeout_s: float = 300.0  # of one response, its place in line and all attempts included; then the evaluation ends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
     uri: str = ""  # where segments, exports and weights are, e.g. s3://bucket/prefix; empty: the run directory
     snapshot_window_s: float = 900.0  # AS OF lsn reaches back this long; replaced files are kept so long
@@ -240,5 +253,6 @@ class Config:
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     stored: StoredConfig = field(default_factory=StoredConfig)

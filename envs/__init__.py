@@ -10,7 +10,8 @@ Nothing here knows tokens, prompts or models. Worlds are reached by name, so tha
 """
 
 from envs.base import Environment, Observation, Task, Transition
-from envs.check import EnvironmentFailed, list_tasks
+from envs.check import EnvironmentFailed, list_tasks, planned_tasks
+from envs.options import OptionsError
 from envs.pool import EnvironmentPool, PooledEnvironment, try_environment
 from envs.process import EnvironmentDied
 from envs.programs import ClientSettings, Outcome, Program, ProgramPool
@@ -25,6 +26,7 @@ __all__ = [
     "EnvironmentFailed",
     "EnvironmentPool",
     "Observation",
+    "OptionsError",
     "Outcome",
     "PooledEnvironment",
     "Program",
@@ -35,6 +37,7 @@ __all__ = [
     "environment_class",
     "is_program",
     "list_tasks",
+    "planned_tasks",
     "program_class",
     "try_environment",
 ]

@@ -61,7 +61,10 @@ class Environment(Protocol):
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        """All tasks of a split, in a stable order; may generate and cache game files on the first call."""
+        """All tasks of a split, in a stable order; may generate and cache game files on the first call.
+
+        A class that does has `makes_tasks = True`, and a dry run leaves it alone.
+        """
         ...
 
     def reset(self, task: Task) -> Observation: ...

@@ -6,14 +6,30 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
+from typing import TYPE_CHECKING
 
-from envs.base import Observation, Task, Transition
+from envs.base import Environment, Observation, Task, Transition
 from envs.options import SPLITS
 from envs.registry import environment_class, is_program, program_class
+
+if TYPE_CHECKING:
+    from envs.programs import Program  # whose process checks its answers with this file
 
 
 class EnvironmentFailed(RuntimeError):
     """An environment cannot be used; the message is one line that names it, what it did, and what to change."""
+
+
+def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]] | None:
+    """As `list_tasks`, but None where that would make the tasks: then the options are only looked at."""
+    make = _made_by(name)
+    if not getattr(make, "makes_tasks", False):
+        return list_tasks(name, options)
+    try:
+        make(options)
+    except Exception as error:  # the border to a user's own code
+        raise EnvironmentFailed(f"env.name={name}: it cannot be made: {_line(error)}") from error
+    return None
 
 
 def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]]:
@@ -21,10 +37,7 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
 
     Raises EnvironmentFailed if the environment raises, if a split is empty, or if a task is in two splits.
     """
-    try:
-        make = program_class(name) if is_program(name) else environment_class(name)
-    except ValueError as error:
-        raise EnvironmentFailed(f"env.name: {error}") from None
+    make = _made_by(name)
     try:
         splits = {split: make.tasks(split, options) for split in SPLITS}
     except Exception as error:  # the border to a user's own code
@@ -85,6 +98,13 @@ def _checked_observation(answer: object, *, what: str) -> Observation:
 def _shown(answer: object) -> str:
     text = repr(answer)
     return f"{type(answer).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
+
+
+def _made_by(name: str) -> type[Environment] | type[Program]:
+    try:
+        return program_class(name) if is_program(name) else environment_class(name)
+    except ValueError as error:
+        raise EnvironmentFailed(f"env.name: {error}") from None
 
 
 def _line(error: Exception) -> str:

@@ -9,11 +9,15 @@ from typing import Any
 SPLITS = ("train", "heldout")
 
 
+class OptionsError(ValueError):
+    """An option is unknown or missing, whatever is or is not on this machine."""
+
+
 def check_options(name: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
-    """All of `known`, and nothing else. Raises ValueError, in one line that names what is missing or unknown."""
+    """All of `known`, and nothing else. Raises OptionsError, in one line that names what is missing or unknown."""
     if set(options) != set(known):
         wrong = sorted(set(known).symmetric_difference(options))
-        raise ValueError(f"{name} options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
+        raise OptionsError(f"{name} options missing or unknown: {', '.join(wrong)}; it takes {sorted(known)}")
     return dict(options)
 
 

@@ -43,6 +43,8 @@ class _Options:
 class TextWorldEnv:
     """One process plays one game at a time; a game already open is kept, so the members of a group share the load."""
 
+    makes_tasks = True
+
     def __init__(self, options: Mapping[str, object]) -> None:
         _parse(options)
         self._game = None

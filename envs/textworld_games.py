@@ -135,6 +135,8 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
     cache_dir.mkdir(parents=True, exist_ok=True)
     paths = [cache_dir / f"{game.fingerprint}.z8" for game in games]
     missing = {path: game for path, game in zip(paths, games, strict=True) if not path.is_file()}
+    if missing:
+        print(f"making {len(missing)} TextWorld games of {len(paths)}, in {cache_dir}", flush=True)
     compilers = [_start_compiler(list(missing.items())[n :: _cores()]) for n in range(min(len(missing), _cores()))]
     errors = [compiler.communicate()[1] for compiler in compilers]
     failed = [error for compiler, error in zip(compilers, errors, strict=True) if compiler.returncode]

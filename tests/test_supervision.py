@@ -46,7 +46,7 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
 
     def shown(**components: Component) -> str:
         output = StringIO()
-        Console(file=output, width=200).print(Progress.table(table_of, SimpleNamespace(components=components)))
+        Console(file=output, width=200).print(Progress.table(table_of, SimpleNamespace(components=components), []))
         return output.getvalue()
 
     assert "environment: games[3], 31 s" in shown(worker=waiting("environment: games[3]", 31.0))

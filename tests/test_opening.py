@@ -1,0 +1,143 @@
+"""What is said before a run starts, and what is shown while held-out tasks are played."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+import configs
+import opening
+import train
+from actors import Status
+from configs import Config, EnvConfig
+from envs.textworld_games import ensure_compiled
+from opening import said_when_slow, try_tasks
+from progress import Progress
+from store import Counts
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+KEY_ROOM = str(CONFIGS[0].with_name("key_room.yaml"))
+GAMES = {"seed": 0, "train_games": 3, "heldout_games": 2, "rooms": 2, "things": 1}
+SLOW_WORLD = """
+from envs.key_room import KeyRoomEnv
+class Slow(KeyRoomEnv):
+    @classmethod
+    def tasks(cls, split, options):
+        if options:
+            raise FileNotFoundError("no games here")
+        return super().tasks(split, {})
+"""
+
+
+def tried(name: str, options: dict[str, object]) -> str:
+    out = io.StringIO()
+    try_tasks(replace(Config(), env=EnvConfig(name=name, options=options)), Console(file=out, width=500))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env.name=key_rom"], "env.name: unknown environment 'key_rom': did you mean 'key_room'?"),
+        (["env.name=nowhere:Env"], "no module 'nowhere'"),
+        (["env.options.size=3"], "key_room options missing or unknown: size; it takes []"),
+        (["env.name=sokoban", "env.options={rows: 5}"], "sokoban options missing or unknown: boxes, columns"),
+        (["env.name=textworld", "env.options={games: 5}"], "textworld options missing or unknown: cache_dir, games"),
+    ],
+)
+def test_a_dry_run_refuses_an_environment_that_no_run_could_play(
+    overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([KEY_ROOM, "--dry-run", *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_dry_run_counts_tasks_but_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([KEY_ROOM, "--dry-run"]) == 0
+    assert "key_room: 40 training tasks, 20 held out" in capsys.readouterr().out
+    cache = tmp_path / "games"
+    assert "its tasks are made when a run starts" in tried("textworld", {**GAMES, "cache_dir": str(cache)})
+    assert not cache.exists()
+
+
+def test_what_may_be_elsewhere_is_said_and_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_world.py").write_text(SLOW_WORLD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "not known here" in tried("slow_world:Slow", {"data": "there"})
+    assert "FileNotFoundError: no games here" in tried("slow_world:Slow", {"data": "there"})
+    assert "40 training tasks" in tried("slow_world:Slow", {})
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path.name != "sokoban_qwen2.5_vl_3b.yaml"], ids=lambda path: path.stem
+)
+def test_every_config_has_an_environment_with_its_options(path: Path) -> None:
+    """Wherever its data is: that of the paper's is not here. One config's tasks take seconds to draw."""
+    env = configs.load(path).env
+    assert tried(env.name, env.options)
+
+
+def test_who_waits_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "SLOW_S", 0.01)
+    monkeypatch.setattr(opening, "SAID_EVERY_S", 0.01)
+    out = io.StringIO()
+    with said_when_slow("listing the tasks of [a] world", Console(file=out, width=200)):
+        while out.getvalue().count("so far") < 2:  # again, as long as it lasts
+            time.sleep(0.005)
+    assert out.getvalue().startswith("listing the tasks of [a] world: 0 s so far\n")
+
+
+def test_what_is_quick_is_not_talked_about() -> None:
+    out = io.StringIO()
+    with said_when_slow("listing", Console(file=out)):
+        pass
+    assert out.getvalue() == ""
+
+
+def test_making_games_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = SimpleNamespace(communicate=lambda: ("", ""), returncode=0)
+    monkeypatch.setattr("envs.textworld_games._start_compiler", lambda games: done)
+    games = [SimpleNamespace(fingerprint=name) for name in "abc"]
+    (tmp_path / "b.z8").touch()
+    ensure_compiled(games, cache_dir=tmp_path)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == f"making 2 TextWorld games of 3, in {tmp_path}\n"
+    for name in "ac":
+        (tmp_path / f"{name}.z8").touch()
+    ensure_compiled(games, cache_dir=tmp_path)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_shows_its_own_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("progress.LINE_EVERY_S", 0.0)
+    config = replace(Config(run_dir=str(tmp_path)), endpoint=configs.EndpointConfig(url="http://h/v1", model="m-7b"))
+    out = io.StringIO()
+    with Progress(config, "training", Console(file=out, width=400)) as progress:
+        progress.show(status(heldout_open=0))
+        for left in (20, 15):
+            progress.show_evaluation(status(heldout_open=left))
+    training, first, last = out.getvalue().splitlines()
+    assert "step 60/" in training and "learner step" in training
+    assert first.startswith("held-out tasks 0/20 played  elapsed 0 s  left ?  model m-7b")
+    assert last.startswith("held-out tasks 5/20 played")
+    assert "step" not in first + last
+
+
+def status(*, heldout_open: int) -> Status:
+    return Status(
+        counts=Counts(open=0, leased=0, complete=0, claimed=0, trained=0, stale=0, no_signal=0, trajectories=7, steps=9),
+        version=3,
+        learner_step=60,
+        metrics={"heldout/success": 0.5},
+        components={},
+        heldout_open=heldout_open,
+        notices={},
+    )
