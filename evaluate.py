@@ -34,6 +34,7 @@ from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
 from opening import check_gpus, check_same_run, check_tasks, open_run
+from parts import n_processes
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -162,7 +163,7 @@ def take_weights(run: Path, step: int | None, model: Path) -> None:
 def play(config: Config, model_path: str, console: Console, *, apart: bool) -> None:
     """Every held-out task, `final_episodes_per_task` times, with the newest weights of the directory; `apart` the model's."""
     run = Path(config.run_dir)
-    with runs.driving(run), ray_cluster(config.run_dir):
+    with runs.driving(run), ray_cluster(config.run_dir, processes=n_processes(config, learns=False)):
         check_gpus(config, learns=False)
         with (
             Session(
