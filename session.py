@@ -60,7 +60,8 @@ class Session:
         self.coordinator = CoordinatorCalls(self.config, learns=self.learns)
         try:
             wanted = n_workers(self.config) if self.learns else self.config.actors.workers
-            self._add([LEARNER] * self.learns + [f"worker-{number}" for number in range(wanted)])
+            self._add([LEARNER] * self.learns)
+            self._add([f"worker-{number}" for number in range(wanted)])
             self._start_due()  # beside the coordinator: they import for seconds before they ask it anything
             self.coordinator.wait_until_up()
             while not all(part.started for part in self.parts.values()):

@@ -246,7 +246,6 @@ def test_all_are_started_beside_the_coordinator_not_after_it(session: Session, m
 
     monkeypatch.setattr(session_module, "CoordinatorCalls", lambda config, *, learns: Coming(dead=True))
     monkeypatch.setattr(parts, "start", start)
-    monkeypatch.setattr(session_module, "STAGGER_S", 0.0)
     with pytest.raises(ComponentFailed, match="it does not come"), session:
         pass
     assert happened == [LEARNER, "worker-0", "waited for"]
