@@ -5,58 +5,80 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
+import ray._private.node
+import ray._private.utils
 
 from actors import ENGINE_SOCKETS
 from runs import RUN_MARK, own_ray_session
+from stopping import stop_held_back
 
 RAY_DIRECTORY = "gigpo-ray-"
+# Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the scaler of a cloud's
+# machines, the reader of logs (log_to_driver=False), the dashboard, which is there also without its pages. `ray.init` has no
+# option that leaves them out.
+NEEDLESS = ("start_monitor", "start_log_monitor", "start_api_server")
 
 
 @contextmanager
-def ray_cluster(run_dir: str) -> Iterator[None]:
+def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     """Joins the cluster that RAY_ADDRESS names, else starts a private one and removes everything of it at the end.
 
-    All its processes carry RUN_MARK, by which `runs.py` knows them. SIGTERM means what it did before: Ray puts a handler of its
-    own there.
+    `processes` is how many will be asked of it first; a private one has begun to start them when this returns, all at once.
+
+    All its processes carry RUN_MARK, by which `runs.py` knows them. A stop that comes while Ray starts is heard when it is up:
+    it prints pages of errors if it is left half started.
     """
-    handler = signal.getsignal(signal.SIGTERM)
     mark = {RUN_MARK: str(Path(run_dir).resolve())}
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
-        ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": mark})
-        signal.signal(signal.SIGTERM, handler)
+        with stop_held_back(), _as_we_need_it():
+            ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": mark})
         yield
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, would starve a run on a busy machine
-    os.environ.update(mark)
+    os.environ.update(mark | {"RAY_worker_maximum_startup_concurrency": str(processes)})  # else as many as there are cores
     # Known before Ray is up, which may be interrupted while it starts; in /tmp, as names of sockets must be short.
     directory = tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir="/tmp")
     own_ray_session(Path(run_dir), directory)
     os.environ[ENGINE_SOCKETS] = directory  # an engine that is killed leaves them there, and they go with it
     try:
-        try:
+        with stop_held_back(), _as_we_need_it():
             ray.init(
+                num_cpus=processes,  # as many are started beforehand; no part of a run asks for CPUs
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",
                 configure_logging=False,
                 _temp_dir=directory,
             )
-        except SystemExit:  # what Ray makes of a SIGTERM while it starts
-            raise KeyboardInterrupt from None
-        signal.signal(signal.SIGTERM, handler)
         yield
     finally:
         ray.shutdown()
         del os.environ[ENGINE_SOCKETS]
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _as_we_need_it() -> Iterator[None]:
+    """Ray starts without NEEDLESS, and leaves SIGTERM, of which it would make a SystemExit, to us."""
+    node, utils = ray._private.node.Node, ray._private.utils
+    ours: dict[tuple[Any, str], Callable[..., None]] = {(node, name): lambda self, **options: None for name in NEEDLESS}
+    ours[utils, "set_sigterm_handler"] = lambda handler: None
+    theirs = {(owner, name): getattr(owner, name) for owner, name in ours}
+    try:
+        for (owner, name), function in ours.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in theirs.items():
+            setattr(owner, name, function)
 
 
 def available_gpus() -> int:

@@ -38,6 +38,7 @@ from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
 from opening import check_gpus, check_same_run, check_tasks, open_run, published, said_when_slow, try_tasks
+from parts import n_processes
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -194,7 +195,7 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
     """Every held-out task, `final_episodes_per_task` times, with the newest weights of the directory; `apart` the model's."""
     run = Path(config.run_dir)
     model_path = config.model.path or str(run / "base" / "policy")  # of an endpoint: nobody looks at it
-    with runs.driving(run), ray_cluster(config.run_dir):
+    with runs.driving(run), ray_cluster(config.run_dir, processes=n_processes(config, learns=False)):
         check_gpus(config, learns=False)
         with (
             Session(

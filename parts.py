@@ -14,7 +14,7 @@ import ray._private.state
 from ray.exceptions import RayError
 
 from actors import WorkerActor, WorkerSetup
-from configs import Config
+from configs import Config, n_workers
 from learner import LearnerActor, LearnerSetup
 
 LEARNER = "learner"
@@ -49,6 +49,11 @@ def start(part: Part, *, config: Config, model_path: str, coordinator: Any) -> N
     part.asked_at_s = time.monotonic()
     part.where = part.handle.where.remote()
     part.call = part.handle.start.remote()
+
+
+def n_processes(config: Config, *, learns: bool) -> int:
+    """That Ray is asked for at the start: the coordinator's, and those of the workers and of the learner's ranks."""
+    return 1 + (n_workers(config) + config.learner.ranks if learns else config.actors.workers)
 
 
 def gpus(part: Part, config: Config) -> int:

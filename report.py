@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 import evaluation
 import store
 from configs import Config, is_offline
+from store import RunLayout, StoreError
 
 FIRST_AND_LAST_STEPS = 5  # learner steps averaged at either end of the training curve
 
@@ -33,6 +35,9 @@ def finished(config: Config) -> bool:
     run = Path(config.run_dir)
     if not (run / "open.sql").is_file():
         return False
+    with suppress(StoreError):  # a catalog that cannot be read: the views say it too, half a second later
+        if not any(point.learner_step >= config.learner.steps for point in store.restart_points(RunLayout.open(run))):
+            return False
     with store.open(run) as reader:
         query = LAST_STEP if is_offline(config) else FINISHED
         return bool(_row(reader, query.format(config.learner.steps))[0])

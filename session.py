@@ -59,9 +59,11 @@ class Session:
     def __enter__(self) -> Session:
         self.coordinator = CoordinatorCalls(self.config, learns=self.learns)
         try:
-            self.coordinator.wait_until_up()
             wanted = n_workers(self.config) if self.learns else self.config.actors.workers
-            self._add([LEARNER] * self.learns + [f"worker-{number}" for number in range(wanted)])
+            self._add([LEARNER] * self.learns)
+            self._add([f"worker-{number}" for number in range(wanted)])
+            self._start_due()  # beside the coordinator: they import for seconds before they ask it anything
+            self.coordinator.wait_until_up()
             while not all(part.started for part in self.parts.values()):
                 self._look(lambda status: None)
         except BaseException as error:  # also Ctrl-C: what was started is stopped
@@ -153,12 +155,16 @@ class Session:
             self._notice("starving", f"{name} {why}; {counts.complete} groups are ready, {counts.leased} are being played")
         self._follow_wanted_workers()
         for part in self.parts.values():
-            if part.handle is None and time.monotonic() >= part.due_at_s:
-                parts.start(part, config=self.config, model_path=self.model_path, coordinator=self.coordinator.handle)
-            elif part.handle is not None and not part.placed:
+            if part.handle is not None and not part.placed:
                 self._look_for_place(part)
+        self._start_due()
         show(status)
         return status
+
+    def _start_due(self) -> None:
+        for part in self.parts.values():
+            if part.handle is None and time.monotonic() >= part.due_at_s:
+                parts.start(part, config=self.config, model_path=self.model_path, coordinator=self.coordinator.handle)
 
     def _look_for_place(self, part: Part) -> None:
         """Names a process that Ray cannot begin; while the run starts, also a limit to waiting for it."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ AT_ONCE = (
     "committed are played again; nothing that was committed is lost"
 )
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_S = 1.0  # `timeout` and Slurm signal a process and then its group, which is one wish to stop, not two
 
 Say = Callable[[str], None]
@@ -38,7 +40,7 @@ class Interrupt:
         self._heard_at_s = float("-inf")
 
     def listen(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._heard)
 
     def _heard(self, signum: int, frame: FrameType | None) -> None:
@@ -46,6 +48,27 @@ class Interrupt:
         is_repeat, self._heard_at_s = now_s - self._heard_at_s < REPEAT_S, now_s
         if not is_repeat:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_held_back() -> Iterator[None]:
+    """For what is not to be left half done: a SIGINT or SIGTERM that comes meanwhile is heard at its end. One more, REPEAT_S
+    or longer after it, is heard at once."""
+    heard_at_s: list[float] = []
+
+    def hold(signum: int, frame: FrameType | None) -> None:
+        if heard_at_s and time.monotonic() - heard_at_s[-1] >= REPEAT_S:
+            raise KeyboardInterrupt
+        heard_at_s.append(time.monotonic())
+
+    before = {number: signal.signal(number, hold) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard_at_s:
+        raise KeyboardInterrupt
 
 
 def stop_in_order(parts: Collection[Part], *, status: Callable[[], Status], config: Config, say: Say) -> dict[str, str]:

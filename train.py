@@ -37,6 +37,7 @@ from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
 from opening import check_gpus, check_same_run, check_tasks, open_run, try_tasks
+from parts import n_processes
 from progress import Progress
 from session import Session
 from stopping import Interrupt
@@ -143,7 +144,7 @@ def train(config: Config, console: Console) -> None:
         if config.source and not RunLayout.exists(Path(config.run_dir)):
             sources.check_sources(config, console)
         if not report.finished(config):
-            with ray_cluster(config.run_dir):
+            with ray_cluster(config.run_dir, processes=n_processes(config, learns=True)):
                 run_to_the_end(config, console)
     report.show(config, console)
 

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
@@ -25,19 +26,21 @@ from actors.characters import character_form
 from actors.chat_policy import ChatPolicy
 from actors.client import CoordinatorClient
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
-from actors.endpoint import Endpoint, EndpointSettings
 from actors.group import with_attempts
 from actors.player import LONG_S, Player
 from actors.plays import Lease
 from actors.policy import Policy, ScriptedPolicy
-from actors.program import play_program
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
 from actors.served_weights import ServedWeights
+from actors.tokenizer import load_tokenizer
 from actors.vllm_policy import EngineLostError, VLLMPolicy, load_ahead
 from configs import Config
 from envs import EnvironmentPool, ProgramPool, is_program
 from store import Heartbeat, RunLayout, Trajectory, capture_output
+
+if TYPE_CHECKING:
+    from actors.endpoint import Endpoint
 
 PROMISE_EVERY_S = 0.5
 LOOP_PATIENCE_S = 10.0  # an event loop that stands still for longer is not heard of any more
@@ -68,7 +71,10 @@ class Worker:
         if self.has_engine:
             load_ahead(config.actors, self.engine_log)
         self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote(setup.name, waiting_on))
-        self.form = character_form(config.prompt) if self.chat else form_of_model(setup)
+        if self.chat:
+            self.form = character_form(config.prompt)
+        else:
+            self.form = PromptForm(load_tokenizer(setup.model_path, with_torch=not config.actors.scripted), config.prompt)
         env = config.env
         self.environments = (
             ProgramPool(env.name, env.options, processes=env.processes)
@@ -113,6 +119,8 @@ class Worker:
                 max_staleness=self.config.max_staleness,
             )
         if isinstance(self.environments, ProgramPool):
+            from actors.endpoint import Endpoint, EndpointSettings  # here, as the driver and the coordinator import this file
+
             self.endpoint = Endpoint(self.policy, self.form.tokenizer, EndpointSettings.of(self.config))
             await self.endpoint.start()
         gc.freeze()  # what was imported stays for good, and need not be looked through again
@@ -152,6 +160,8 @@ class Worker:
         rules = EpisodeRules.of(self.config, temperature=lease.temperature)
         ids = EpisodeIds.of(lease.group.group_uid, member)
         if isinstance(self.environments, ProgramPool):
+            from actors.program import play_program
+
             assert self.endpoint is not None
             return await play_program(self.environments, self.endpoint, task=lease.task, episode=ids, rules=rules)
         async with self.environments.environment() as environment:
@@ -190,12 +200,6 @@ class Worker:
     def _slow_server(self) -> str | None:
         what, seconds = (self.chat.waits.slowest() if self.chat else None) or ("", 0.0)
         return what if seconds > LONG_S else None
-
-
-def form_of_model(setup: WorkerSetup) -> PromptForm:
-    from transformers import AutoTokenizer  # here, with torch 5 s of CPU: the driver and the coordinator never need it
-
-    return PromptForm(AutoTokenizer.from_pretrained(setup.model_path), setup.config.prompt)
 
 
 WorkerActor = ray.remote(Worker)

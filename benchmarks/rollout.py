@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns and workers, for a run of about a minute")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, ray_cluster(name):
+    with tempfile.TemporaryDirectory() as name, ray_cluster(name, processes=os.cpu_count() or 1):
         figures = many_actors(Path(name), quick=options.quick)
         figures |= over_raw(Path(name), turns=1 if options.quick else 5, groups=24 if options.quick else 48)
     print(f"{'figure':32} {'measured':>12}   required")

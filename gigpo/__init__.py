@@ -5,7 +5,8 @@ bare shell too), `advantages.py` runs it over what `columns.py` lets in, `settin
 makes anchor keys of texts that are alike, `signal.py` says which groups teach nothing; `tokens.py` is what losses read,
 `losses.py`, `corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py` puts them
 together and `combinations.py` refuses what does not belong together; `diagnostics.py` what to watch. No I/O, no logging, no
-trainer: this folder imports duckdb, pyarrow, numpy, rapidfuzz and torch, and nothing of ours.
+trainer: this folder imports duckdb, pyarrow, numpy, rapidfuzz and, when it first computes, torch (`lazy_torch.py`), and
+nothing of ours.
 """
 
 from __future__ import annotations

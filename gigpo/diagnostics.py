@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pyarrow as pa
-import torch
 
+from gigpo.lazy_torch import torch
 from gigpo.tokens import Tokens, policy_log_ratio, sequence_ratio
 
 # Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy", below 0 "stored".

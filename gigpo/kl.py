@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-import torch
-
+from gigpo.lazy_torch import torch
 from gigpo.tokens import log_ratio
 
 # Bound on the k3 estimate itself, as in verl: one token far off the reference must not own the batch.

@@ -18,8 +18,7 @@ from dataclasses import Field, dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
-import torch
-
+from gigpo.lazy_torch import torch
 from gigpo.tokens import Tokens, behaviour_log_ratio, check_cap, log_ratio, policy_log_ratio, sequence_mean
 
 

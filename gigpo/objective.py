@@ -18,11 +18,10 @@ from dataclasses import Field, dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
-import torch
-
 from gigpo.combinations import check_combination
 from gigpo.corrections import CORRECTIONS, Correction
 from gigpo.kl import KL_PENALTIES
+from gigpo.lazy_torch import torch
 from gigpo.losses import POLICY_LOSSES, Loss
 from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 

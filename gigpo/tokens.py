@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
+from gigpo.lazy_torch import torch
 
 # Bound on |log pi - log mu| before exp, as in verl (SAFETY_BOUND): e^20 is past any cap, and finite in float32.
 LOG_RATIO_BOUND: Final = 20.0

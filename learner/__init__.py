@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from learner.export import export_checkpoint, export_version, find_version
     from learner.guards import BadUpdatesError, CollapseError, StarvationError
     from learner.learner import Learner
-    from learner.objective import with_published
+    from learner.objective import advantage_settings, with_published
     from learner.publish import copy_weights, write_weights
     from learner.selection import check_train_on
-    from learner.source import advantage_settings
     from learner.tiny_model import make_tiny_model, train_tokenizer
 else:
     # Loaded when asked for (PEP 562): the driver starts and watches a learner without torch and DeepSpeed, 6 s of CPU.
@@ -32,7 +31,7 @@ else:
         "Learner": "learner",
         "StarvationError": "guards",
         "WreckedPolicyError": "engine",
-        "advantage_settings": "source",
+        "advantage_settings": "objective",
         "check_train_on": "selection",
         "copy_weights": "publish",
         "export_checkpoint": "export",

@@ -165,7 +165,7 @@ class Learner:
     def _restore(self) -> tuple[CheckpointRecord | None, list[str]]:
         """Loads the newest checkpoint that is whole; which, and what is wrong with newer ones. CheckpointError if none is."""
         faults: list[CheckpointError] = []
-        for checkpoint in self._ask(self.coordinator.checkpoints.remote()):
+        for checkpoint in self._ask(self.coordinator.checkpoints.remote(), timeout_s=START_TIMEOUT_S):  # it starts beside this
             try:
                 self.step = self.ranks.load_checkpoint(self.layout.root / checkpoint.path).learner_step
             except CheckpointError as error:
@@ -273,6 +273,6 @@ class Learner:
     def _notice(self, what: str, detail: str) -> None:
         self._ask(self.coordinator.notice.remote(what, detail))
 
-    def _ask(self, call: Any) -> Any:
+    def _ask(self, call: Any, *, timeout_s: float = COORDINATOR_TIMEOUT_S) -> Any:
         """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it is gone."""
-        return ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
+        return ray.get(call, timeout=timeout_s)

@@ -19,15 +19,17 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners import lora
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from learner.deepspeed_setup import whole
 from learner.directories import visible_last
+
+if TYPE_CHECKING:
+    from peft.tuners import lora
 
 ADAPTER = "default"  # peft's own name; adapter files leave it out
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -45,6 +47,8 @@ def add_adapters(causal_lm: PreTrainedModel, *, rank: int, alpha: float) -> None
         raise ValueError(f"model.lora_rank={rank} must be at least 1 for adapters; 0 trains all weights")
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"model.lora_alpha={alpha} must be above 0: an adapter's product is scaled by lora_alpha / lora_rank")
+    from peft import LoraConfig, inject_adapter_in_model  # here and below: most learners have no adapters
+
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # only ever divided by r; peft and vLLM take fractions too
@@ -92,6 +96,8 @@ def adapters_off(causal_lm: PreTrainedModel) -> Iterator[None]:
 
     A backward pass of a forward pass made before must wait until it is left.
     """
+    from peft.tuners import lora
+
     layers = [module for module in causal_lm.modules() if isinstance(module, lora.LoraLayer)]
     for layer in layers:
         layer.enable_adapters(False)

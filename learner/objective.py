@@ -1,7 +1,8 @@
-"""From the `loss` section of a config to gigpo's Objective: which loss, which corrections, with which numbers.
+"""From a config to gigpo's Objective (which loss, which corrections, with which numbers) and its AdvantageSettings.
 
     config = with_published(config)     # every number in use is in the config; what does not go together is refused
     objective = objective_of(config.loss)
+    settings = advantage_settings(config)
 
 gigpo knows what its losses are used with and which of them go together, so neither is repeated here or in configs.
 """
@@ -14,7 +15,7 @@ from dataclasses import Field, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from configs import Config, ConfigError, LossConfig, check_is_list, hint
-from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, USUAL_WITH, Objective
+from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, USUAL_WITH, AdvantageSettings, Objective
 
 
 class Part(Protocol):
@@ -71,6 +72,11 @@ def with_published(config: Config) -> Config:
         **{name: number for name, number in numbers.items() if math.isfinite(number)},
     )
     return replace(config, loss=written)
+
+
+def advantage_settings(config: Config) -> AdvantageSettings:
+    """What the config says about advantages."""
+    return AdvantageSettings.of(config.algorithm)
 
 
 def _known(key: str, name: str, registry: Mapping[str, type[P]]) -> type[P]:

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from configs import Config, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, groups_without_signal
 from learner.batch import MicroBatch, micro_batches, split_updates
+from learner.objective import advantage_settings
 from learner.selection import IMPORTED, trained_on
 from store import Batch, RunLayout, read_segments
 
@@ -82,11 +83,6 @@ def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch
         learner=config.learner,
         seed=config.seed,
     )
-
-
-def advantage_settings(config: Config) -> AdvantageSettings:
-    """What the config says about advantages."""
-    return AdvantageSettings.of(config.algorithm)
 
 
 def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int) -> ReadyBatch:

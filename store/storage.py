@@ -121,7 +121,10 @@ class LocalStorage:
                 raise _unreadable(error, error.filename) from error
 
         walk = os.walk(self.root / directory, onerror=refused)
-        for path in sorted(Path(parent, name) for parent, _, names in walk for name in names):
+        named = sorted(
+            os.path.join(parent, name) for parent, _, names in walk for name in names
+        )  # Paths compare ten times slower
+        for path in map(Path, named):
             if path.name.endswith(TEMPORARY_SUFFIX):
                 continue
             try:

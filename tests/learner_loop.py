@@ -219,5 +219,5 @@ def make_learner(
     """Not started."""
     monkeypatch.setattr("learner.learner.Ranks", type("Ranks", (StandIn,), {"stats": stats}))
     monkeypatch.setattr("learner.learner.Heartbeat", Silent)
-    monkeypatch.setattr(Learner, "_ask", lambda self, answer: answer)
+    monkeypatch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
     return Learner(LearnerSetup(config=config, model_path="unused"), handle)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def train(config: Config, *, crash_at: int | None = None) -> None:
         make_base(base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("learner.learner.Heartbeat", Silent)
-        patch.setattr(Learner, "_ask", lambda self, answer: answer)
+        patch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
         handle = Fragile(coordinator, playing=_play_all)
         learner = Learner(LearnerSetup(config=config, model_path=str(base)), handle)  # type: ignore[arg-type]
         try:

@@ -115,6 +115,10 @@ def test_tests_are_no_package() -> None:
     [
         "import actors",  # all that the coordinator loads
         "import train, evaluate; train.main(['--status', RUN]); train.main(['--stop', RUN])",
+        # what the driver looks at and writes before it starts the others
+        "import configs, opening; from pathlib import Path; from learner import with_published; "
+        "config = with_published(configs.from_yaml('{run_dir: ' + RUN + '/it}')); Path(config.run_dir).mkdir(); "
+        "opening.open_run(config); opening.check_same_run(config)",
     ],
 )
 def test_a_process_that_computes_nothing_loads_nothing_to_compute_with(code: str, tmp_path: Path) -> None:
@@ -128,4 +132,4 @@ def test_a_process_that_computes_nothing_loads_nothing_to_compute_with(code: str
     assert answer.stderr == ""
     loaded = set(answer.stdout.split())
     assert "ray" in loaded
-    assert not loaded & {"torch", "transformers", "deepspeed", "vllm"}
+    assert not loaded & {"torch", "transformers", "deepspeed", "vllm", "aiohttp"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -23,9 +24,11 @@ import stopping
 import train
 from actors import Component, Coordinator, EngineLostError, PromptForm
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
+from cluster import ray_cluster
 from configs import PromptConfig
 from learner import RankError
 from parts import LEARNER, Part
+from runs import RUN_MARK
 from session import Session
 from stopping import outcome, stop_in_order
 from store import Catalog, RunLayout
@@ -229,6 +232,25 @@ def test_workers_that_are_asked_for_start_one_after_the_other(session: Session, 
     assert [round(later - earlier, 6) for earlier, later in itertools.pairwise(due)] == [session_module.STAGGER_S] * 49
 
 
+def test_all_are_started_beside_the_coordinator_not_after_it(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Coming(Calls):
+        def wait_until_up(self) -> None:
+            happened.append("waited for")
+            raise ComponentFailed("it does not come")
+
+    def start(part: Part, **given: object) -> None:
+        happened.append(part.name)
+        part.handle = Actor()
+
+    monkeypatch.setattr(session_module, "CoordinatorCalls", lambda config, *, learns: Coming(dead=True))
+    monkeypatch.setattr(parts, "start", start)
+    with pytest.raises(ComponentFailed, match="it does not come"), session:
+        pass
+    assert happened == [LEARNER, "worker-0", "waited for"]
+
+
 # stopping
 
 
@@ -415,12 +437,20 @@ def test_ctrl_c_while_another_run_is_asked_about(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", configure_logging=False
-    )
-    yield
-    ray.shutdown()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A run's, with a GPU that is not there."""
+    with pytest.MonkeyPatch.context() as environ:
+        environ.delenv("RAY_ADDRESS", raising=False)
+        environ.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 1}')
+        environ.setenv(RUN_MARK, "not this process")  # `ray_cluster` leaves its own there
+        with ray_cluster(str(tmp_path_factory.mktemp("run")), processes=1):
+            yield
+
+
+def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert any("gcs_server" in command for command in commands) and any("raylet" in command for command in commands)
+    assert not [command for command in commands if "dashboard.py" in command or "monitor.py" in command]
 
 
 def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
