@@ -167,7 +167,8 @@ class Receiver:
         return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
 
     def _receive(self, group: Any) -> Received:
-        digest, files = blake3(max_threads=blake3.AUTO), []
+        digest = blake3(max_threads=blake3.AUTO)
+        files: list[_File] = []
         while n_head_bytes := int.from_bytes(self._bytes(group, protocol.N_BYTES), "little"):
             head = self._bytes(group, n_head_bytes)
             tensors = _tensors_of(head)

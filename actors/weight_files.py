@@ -39,15 +39,16 @@ def check_shapes(path: Path, *, expected: Mapping[str, list[int]]) -> None:
     check_fit(tensor_shapes(path), expected=expected, source=str(path))
 
 
-def check_fit(shapes: dict[str, list[int]], *, expected: Mapping[str, list[int]], source: str) -> None:
+def check_fit(shapes: Mapping[str, list[int]], *, expected: Mapping[str, list[int]], source: str) -> None:
     """As `check_shapes`, of tensors from any `source`."""
+    found = dict(shapes)
     if TIED_OUTPUT_LAYER not in expected:
-        shapes.pop(TIED_OUTPUT_LAYER, None)  # some writers store it a second time; vLLM skips it
-    wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+        found.pop(TIED_OUTPUT_LAYER, None)  # some writers store it a second time; vLLM skips it
+    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if wrong:
         name = wrong[0]
         raise WeightFileError(
             f"{source} does not fit the model being served: {len(wrong)} tensors differ, the first is {name}, of shape "
-            f"{shapes.get(name, 'missing')} here and {expected.get(name, 'missing')} there. "
+            f"{found.get(name, 'missing')} here and {expected.get(name, 'missing')} there. "
             f"Publish all tensors of the base model under their names"
         )

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -108,7 +109,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], digest: blake3, *, s
     pieces = [memoryview(bytearray(len(header).to_bytes(8, "little") + header))]
     pieces += [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in ordered.values() if tensor.numel()]
     with open_over(path) as file, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as sending:
-        beside = [hashing.submit(digest.update, piece) for piece in pieces]  # all three release the GIL
+        beside: list[Future[Any]] = [hashing.submit(digest.update, piece) for piece in pieces]  # all three release the GIL
         if send is not None:
             beside.append(sending.submit(send, pieces))
         for piece in pieces:
