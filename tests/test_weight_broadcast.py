@@ -40,7 +40,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several messages for one tensor, and no long waits."""
     monkeypatch.setattr(actors.weight_broadcast, "LISTEN_TIMEOUT", timedelta(seconds=0.1))
     monkeypatch.setattr(store.broadcast, "CUT_BYTES", 1000)
-    monkeypatch.setattr(learner.broadcast, "READY_S", 1.0)
+    monkeypatch.setattr(learner.broadcast, "READY_S", 3.0)
     yield
     while _made:
         _made.pop().close()
