@@ -17,15 +17,16 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from actors.characters import ids_of, messages_of
 from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from configs import Config, EndpointConfig, hint
 from envs import Waits
+
+if TYPE_CHECKING:
+    import aiohttp
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between two attempts; doubled after each
 CONNECT_TIMEOUT_S = 20.0
@@ -124,6 +125,8 @@ class ChatPolicy:
 
     async def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         """The JSON of one answer. Raises _Refused."""
+        import aiohttp  # here: only who plays with a server has a use for it
+
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)

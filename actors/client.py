@@ -45,6 +45,11 @@ class CoordinatorClient:
         newest: VersionRecord | None = await self._ask("newest_version")
         return newest
 
+    async def meeting_point(self) -> str | None:
+        """Where the learner sends its weights from, if it does."""
+        address: str | None = await self._ask("meeting_point")
+        return address
+
     async def record(self, what: str, detail: str) -> None:
         await self._ask("record_event", self.worker, what, detail)
 

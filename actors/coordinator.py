@@ -57,6 +57,7 @@ class Coordinator:
         self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = Pulse()
         self._plays, self._turn = Plays(), Turn()
+        self._meeting_point: str | None = None  # of this learner: the next one, after its death, has another
         self._n_abandoned = 0  # groups in a row
         self._n_notices = 0
         self._notices: dict[int, str] = {}
@@ -159,20 +160,25 @@ class Coordinator:
         """Asked many times a second: unlike a heartbeat it writes nothing."""
         return self.catalog.latest_version()
 
+    def meeting_point(self) -> str | None:
+        """Where the learner sends its weights from (`learner.transfer`), if it does."""
+        return self._meeting_point
+
     def record_event(self, component: str, what: str, detail: str) -> None:
         """One line of the events view."""
         self.catalog.log(component=component, what=what, detail=detail)
 
     # learner
 
+    def meet_at(self, meeting_point: str) -> None:
+        self._meeting_point = meeting_point
+
     def claim(self, current_version: int) -> Batch | None:
-        """The oldest complete groups, and the least used stored ones; None if they are too few. `current_version` is the one
-        they will be trained at.
+        """The oldest complete groups, and the least used stored ones, to train at `current_version`; None if they are too few.
 
         None too while a group is played that the next version would make too old, if `stragglers` says to wait for those.
         """
-        oldest = current_version - self.config.max_staleness
-        if self.config.stragglers == "wait" and self._plays.begun_at(oldest):
+        if self.config.stragglers == "wait" and self._plays.begun_at(current_version - self.config.max_staleness):
             return None
         return self.catalog.stored.claim(
             n_live=self._n_live,
@@ -225,12 +231,7 @@ class Coordinator:
         self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
 
     def settle(
-        self,
-        batch_id: int,
-        learner_step: int,
-        no_signal: Mapping[bytes, str],
-        version_in: int,
-        metrics: Mapping[str, float],
+        self, batch_id: int, learner_step: int, no_signal: Mapping[bytes, str], version_in: int, metrics: Mapping[str, float]
     ) -> None:
         """The batch was trained on. Groups in `no_signal` had nothing to learn from; the reason is kept."""
         self.catalog.settle(batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)

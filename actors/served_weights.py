@@ -1,11 +1,11 @@
 """One engine's weights: always the newest published ones that are whole, and a line in the store about each load.
 
-    weights = ServedWeights(engine, layout, newest=..., record=..., max_staleness=1)
+    weights = ServedWeights(engine, layout, newest=..., record=..., turn=..., meeting_point=..., max_staleness=1)
     await weights.serve(version)          # returns with that version or a newer one, or with the old one if it is refused
 
 Events, with a JSON object as detail; "digest" is of what the engine read:
 
-    weights loaded    {"version": 7, "digest": "ab12...", "pause_ms": 21.3, ...}      milliseconds by phase
+    weights loaded    {"version": 7, "digest": "ab12...", "received": false, "pause_ms": 21.3, ...}   milliseconds by phase
     weights refused   {"version": 7, "published": "ab12...", "serving": 6, "reason": "..."}
 """
 
@@ -20,6 +20,7 @@ from dataclasses import asdict
 
 from actors.vllm_policy import VLLMPolicy
 from actors.weight_files import WeightFileError
+from actors.weight_load import WeightLoad
 from store import RunLayout, StoreError, VersionRecord, local_directory
 
 LOADED, REFUSED = "weights loaded", "weights refused"
@@ -38,11 +39,13 @@ class ServedWeights:
         newest: Callable[[], Awaitable[VersionRecord | None]],
         record: Callable[[str, str], Awaitable[None]],
         turn: Callable[[], AbstractAsyncContextManager[None]],
+        meeting_point: Callable[[], Awaitable[str | None]],
         max_staleness: int,
     ) -> None:
         self.version = NOT_YET  # the newest one that was loaded
         self._engine, self._layout, self._max_staleness = engine, layout, max_staleness
-        self._newest, self._record, self._turn = newest, record, turn
+        self._newest, self._record, self._turn, self._meeting_point = newest, record, turn, meeting_point
+        self._is_sent_weights = False  # the engine was told where the learner sends from
         self._one_load = asyncio.Lock()
         self._refused = NOT_YET
         self._refused_at_s = 0.0
@@ -68,15 +71,28 @@ class ServedWeights:
                     version = newest  # the files were removed, because others moved on: so does this engine
 
     async def _load(self, version: VersionRecord) -> None:
+        load, fetch_ms = None, 0.0
+        if self._is_sent_weights:
+            async with self._turn():
+                load = await self._engine.load_received(version=version.version, digest=version.digest)
+        if load is None:
+            load, fetch_ms = await self._load_files(version)
+        self.version = version.version
+        phases = {name: round(value, 1) for name, value in asdict(load).items() if name.endswith("_ms")}
+        detail = {"version": version.version, "digest": load.file_digest, "received": load.received}
+        await self._record(LOADED, json.dumps({**detail, "fetch_ms": round(fetch_ms, 1), **phases}))
+        if (address := await self._meeting_point()) is not None:
+            await self._engine.join_broadcast(address)
+            self._is_sent_weights = True
+
+    async def _load_files(self, version: VersionRecord) -> tuple[WeightLoad, float]:
+        """Also how many milliseconds it took to fetch them."""
         started_s = time.perf_counter()
         directory = await asyncio.to_thread(local_directory, self._layout, version.path)  # fetched if it is not here
         fetch_ms = (time.perf_counter() - started_s) * 1e3
         async with self._turn():
             load = await self._engine.load_weights(version=version.version, path=directory, digest=version.digest)
-        self.version = version.version
-        phases = {name: round(value, 1) for name, value in asdict(load).items() if name.endswith("_ms")}
-        detail = {"version": version.version, "digest": load.file_digest, "fetch_ms": round(fetch_ms, 1), **phases}
-        await self._record(LOADED, json.dumps(detail))
+        return load, fetch_ms
 
     async def _refuse(self, version: VersionRecord, error: WeightFileError | StoreError) -> None:
         first, self._refused, self._refused_at_s = version.version != self._refused, version.version, time.monotonic()

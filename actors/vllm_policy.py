@@ -24,7 +24,7 @@ from actors.engine_environment import engine_environment, environment
 from actors.engine_server import begin_loading, engines_from_server
 from actors.policy import Completion, Prompt
 from actors.vllm_engine import Preemptions, engine_args, stop_engine
-from actors.weight_files import WeightFileError, check_shapes, tensor_shapes
+from actors.weight_files import RECEIVED, WeightFileError, check_fit, check_shapes, tensor_shapes
 from actors.weight_load import PhaseClock, WeightLoad
 from configs import ActorsConfig
 
@@ -171,7 +171,18 @@ class VLLMPolicy:
         engine stopped and the running requests ended as "abort". Shielded: a cancelled caller cannot leave the engine
         paused between two versions.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._load_weights(version=version, path=path, digest=digest)))
+        load = await asyncio.shield(asyncio.ensure_future(self._load_weights(version=version, path=path, digest=digest)))
+        assert load is not None, "a path was given"
+        return load
+
+    async def join_broadcast(self, address: str) -> None:
+        """From now on the learner at `address` sends its weights to the engine too; to be called again, as it may restart."""
+        with _dead_is_lost():
+            await self._engine().collective_rpc("join_broadcast", args=(address,))
+
+    async def load_received(self, *, version: int, digest: str) -> WeightLoad | None:
+        """As `load_weights`, of weights that the learner has sent; None, with nothing changed, if they did not come whole."""
+        return await asyncio.shield(asyncio.ensure_future(self._load_weights(version=version, path=None, digest=digest)))
 
     async def close(self) -> None:
         """Stop the engine process. Running requests end as "abort". Safe to call twice."""
@@ -187,22 +198,29 @@ class VLLMPolicy:
             raise EngineLostError("this policy is closed; start a new one")
         return self._llm
 
-    async def _load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
+    async def _load_weights(self, *, version: int, path: Path | None, digest: str) -> WeightLoad | None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._one_load:
             llm = self._engine()
             clock = PhaseClock()
-            check_shapes(path, expected=self._shapes)
-            clock.lap("check")
-            found = await self._verify(llm, path=path, digest=digest)
+            if path is not None:
+                check_shapes(path, expected=self._shapes)
+                clock.lap("check")
+                found = await self._verify(llm, path=path, digest=digest)
+            elif shapes := await self._received(llm, digest=digest):
+                check_fit(shapes, expected=self._shapes, source=RECEIVED)
+                clock.lap("check")
+                found = digest
+            else:
+                return None
             clock.lap("verify")
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
                 clock.lap("pause")
                 await llm.start_weight_update()
                 clock.lap("start")
-                await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+                await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path or RECEIVED)}))
                 clock.lap("update")
                 await llm.finish_weight_update(weight_version=str(version))
                 clock.lap("finish")
@@ -211,11 +229,11 @@ class VLLMPolicy:
             except Exception as error:  # process border: the engine's errors arrive as bare Exception
                 await self.close()
                 raise EngineLostError(
-                    f"loading version {version} from {path} failed; the engine, on version {self._version} before, "
+                    f"loading version {version} from {path or RECEIVED} failed; the engine, on version {self._version} before, "
                     f"was stopped because it may hold parts of both. Start a new policy. Cause: {error}"
                 ) from error
             self._version = version
-            return WeightLoad(version=version, file_digest=found, **clock.laps_ms)
+            return WeightLoad(version=version, file_digest=found, received=path is None, **clock.laps_ms)
 
     async def _verify(self, llm: AsyncLLM, *, path: Path, digest: str) -> str:
         """Every process of the engine opens and reads the files it would load; returns the digest of what it read.
@@ -235,6 +253,13 @@ class VLLMPolicy:
                     f"{path} has digest {found}, published was {digest}: it changed on disk; publish it again"
                 )
         return str(answers[0][0])
+
+    async def _received(self, llm: AsyncLLM, *, digest: str) -> Mapping[str, list[int]]:
+        """Shapes of the weights of that digest, if all processes of the engine have received them; else none."""
+        with _dead_is_lost():
+            while None in (answers := await llm.collective_rpc("stage_received", args=(digest,))):
+                await asyncio.sleep(VERIFY_POLL_S)
+        return answers[0] if all(answers) else {}
 
     def _completion(self, output: CompletionOutput, *, submitted_at: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):

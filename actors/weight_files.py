@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 TIED_OUTPUT_LAYER = "lm_head.weight"
+RECEIVED = "(received)"  # in place of a path: weights that the learner has sent
 
 
 class WeightFileError(ValueError):
@@ -35,14 +36,19 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 
 def check_shapes(path: Path, *, expected: Mapping[str, list[int]]) -> None:
     """Every name and shape must agree: for a tensor that is missing vLLM keeps the old values, without an error."""
-    shapes = tensor_shapes(path)
+    check_fit(tensor_shapes(path), expected=expected, source=str(path))
+
+
+def check_fit(shapes: Mapping[str, list[int]], *, expected: Mapping[str, list[int]], source: str) -> None:
+    """As `check_shapes`, of tensors from any `source`."""
+    found = dict(shapes)
     if TIED_OUTPUT_LAYER not in expected:
-        shapes.pop(TIED_OUTPUT_LAYER, None)  # some writers store it a second time; vLLM skips it
-    wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+        found.pop(TIED_OUTPUT_LAYER, None)  # some writers store it a second time; vLLM skips it
+    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if wrong:
         name = wrong[0]
         raise WeightFileError(
-            f"{path} does not fit the model being served: {len(wrong)} tensors differ, the first is {name}, of shape "
-            f"{shapes.get(name, 'missing')} here and {expected.get(name, 'missing')} there. "
+            f"{source} does not fit the model being served: {len(wrong)} tensors differ, the first is {name}, of shape "
+            f"{found.get(name, 'missing')} here and {expected.get(name, 'missing')} there. "
             f"Publish all tensors of the base model under their names"
         )

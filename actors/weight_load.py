@@ -11,9 +11,10 @@ class WeightLoad:
     """What one change of weights cost; generation stands still from pause to resume."""
 
     version: int
-    file_digest: str  # of the files as the engine read them (`store.files_digest`), equal to the published one
+    file_digest: str  # of the files as the engine read or received them (`store.files_digest`), equal to the published one
+    received: bool  # the learner sent them, and no file was read
     check_ms: float  # headers of the new files against the model
-    verify_ms: float  # the engine reads the files for their digest; until here generation goes on
+    verify_ms: float  # the engine reads the files for their digest, or has them; until here generation goes on
     pause_ms: float
     start_ms: float
     update_ms: float

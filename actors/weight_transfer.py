@@ -1,8 +1,9 @@
-"""vLLM's pluggable weight transfer, by file; runs inside the engine process.
+"""vLLM's pluggable weight transfer, by file or as the learner sent them; runs inside the engine process.
 
     stage(path)                opens the files and reads them once, in a thread, for their digest; generation goes on
+    stage_received(digest)     or takes what has come from the learner directly (`weight_broadcast.py`)
     start_weight_update()      layers go back to the layout of a checkpoint
-    receive_weights(path)      the tensors of the files that were staged are loaded, layer by layer
+    receive_weights(path)      the tensors that were staged are loaded, layer by layer
     finish_weight_update()     layers take the layout of the kernels again, in the memory they had before
 
 vLLM's own engines need GPUs on both sides; a file needs nothing but a disk that both can see, and is the durable version too.
@@ -15,7 +16,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from actors.engine_environment import ENGINE_CORES, engine_cores
 from actors.engine_server import PR_SET_PDEATHSIG
-from actors.weight_files import WeightFileError, weight_files
+from actors.weight_broadcast import Receiver
+from actors.weight_files import RECEIVED, WeightFileError, weight_files
 from store import files_digest
 
 BACKEND = "safetensors_file"
@@ -42,21 +44,21 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """A file needs no set-up."""
+    """A file needs no set-up, and who sends may come and go: see `join_broadcast`."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    path: str  # a .safetensors file, or a directory of them
+    path: str  # a .safetensors file, or a directory of them, or RECEIVED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """Files that are open, so that what is loaded is what was looked at, also if they are removed in between."""
+    """Files that are open, so that what is loaded is what was looked at, also if they are removed in between; or what came."""
 
     path: str
     digest: str
-    files: Sequence[Any]  # safe_open's
+    tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 class WorkerExtension:
@@ -69,6 +71,12 @@ class WorkerExtension:
 
     def staged_weights(self) -> tuple[str, str] | None:
         return self.weight_transfer_engine.staged()
+
+    def join_broadcast(self, address: str) -> None:
+        self.weight_transfer_engine.join_broadcast(address)
+
+    def stage_received(self, digest: str) -> dict[str, list[int]] | None:
+        return self.weight_transfer_engine.stage_received(digest)
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -83,6 +91,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-weights")
         self._staging: Future[Staged] | None = None
+        self._receiver: Receiver | None = None
         die_with_parent()
         if device.type == "cpu":
             keep_freed_memory()
@@ -94,6 +103,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def stage(self, path: str) -> tuple[str, str] | None:
         """Begins to read `path`; the answer is that of `staged`, for small files already the final one."""
+        self._release()
         self._staging = self._reader.submit(_stage, path)
         wait([self._staging], timeout=STAGE_AT_ONCE_S)
         return self.staged()
@@ -108,6 +118,28 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         except (OSError, SafetensorError, WeightFileError) as error:
             return "", str(error)
 
+    def join_broadcast(self, address: str) -> None:
+        """From now on the learner sends its weights here too; again, if touch with it was lost."""
+        if self._receiver is None or self._receiver.address != address or self._receiver.is_lost:
+            self._receiver = Receiver(address, self.device)
+
+    def stage_received(self, digest: str) -> dict[str, list[int]] | None:
+        """None while weights are on their way; then the shapes of those with this digest, none if they did not come whole."""
+        if self._receiver is None:
+            return {}
+        if self._receiver.is_busy:
+            return None
+        received = self._receiver.take(digest)
+        if received is None:
+            return {}
+        staged = Staged(path=RECEIVED, digest=digest, tensors=received.tensors())
+        self._staging = self._reader.submit(lambda: staged)
+        return received.shapes()
+
+    def _release(self) -> None:
+        if self._receiver is not None:
+            self._receiver.release()
+
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
@@ -115,7 +147,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         assert self._staging is not None, "stage first"
         staged, self._staging = self._staging.result(), None  # closes the files afterwards
         assert staged.path == update_info.path, f"staged {staged.path}, not {update_info.path}"
-        self.model.load_weights(_tensors(staged.files))
+        self.model.load_weights(staged.tensors)
+        self._release()
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -126,7 +159,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        pass
+        if self._receiver is not None:
+            self._receiver.close()
 
 
 def die_with_parent() -> None:
@@ -164,7 +198,7 @@ def bind_to(cores: Sequence[int]) -> None:
 def _stage(path: str) -> Staged:
     paths = weight_files(Path(path))
     files = [safe_open(file, framework="pt") for file in paths]
-    return Staged(path=path, digest=files_digest(paths), files=files)
+    return Staged(path=path, digest=files_digest(paths), tensors=_tensors(files))
 
 
 def _tensors(files: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:

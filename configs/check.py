@@ -52,6 +52,7 @@ def _check_choices(config: Config) -> None:
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
+        "learner.transfer": (config.learner.transfer, ("files", "broadcast")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
         "stragglers": (config.stragglers, ("drop", "wait")),
         "learner.gpus_per_rank": (config.learner.gpus_per_rank, (0, 1)),

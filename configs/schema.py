@@ -166,6 +166,9 @@ class LearnerConfig:
     keep_checkpoints: int = 2
     keep_every: int = 0  # learner steps; checkpoints of these are never removed; 0: only the newest keep_checkpoints stay
     keep_versions: int = 4  # newest published weights kept on disk; a checkpoint has its own copy
+    # how engines get new weights: from the "files" that are published, or by a "broadcast" beside that, so that only an engine
+    # that missed it reads files: for nodes to whom those come late, through a network disk or `store.uri`
+    transfer: str = "files"
     step_timeout_s: float = 3600.0  # a learner step that takes longer hangs: the learner is killed and started again
     starvation_timeout_s: float = 600.0  # no batch for this long ends the run with the reason
 

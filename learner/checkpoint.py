@@ -206,7 +206,7 @@ def _write_kind(engine: Engine, parameters: Parameters, directory: Path, kind: s
     gathered = read_state(engine.deepspeed, parameters, kind)
     stem = f"{kind}-rank{engine.rank:05d}"
     share = islice(gathered, engine.rank, None, engine.ranks)
-    shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES)
+    shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES, send=None, spare_in=None)
     return Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
 
 

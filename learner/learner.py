@@ -107,6 +107,8 @@ class Learner:
         self.heart.promise("the model's start", within_s=START_TIMEOUT_S)
         prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
+        if self.ranks.broadcast is not None:
+            self._ask(self.coordinator.meet_at.remote(self.ranks.broadcast.address))
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
         self.figures = point.metrics

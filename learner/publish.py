@@ -1,7 +1,7 @@
 """Numbered weights on disk: a complete Hugging Face directory that appears whole or not at all.
 
     digest = write_weights(engine.weights(), Path("policy"), source_dir=base)  # BLAKE3 of the weight files
-    digest = publish_weights(engine.weights(), Path("weights/v000008"), source_dir=base, behind=behind)  # on disk later
+    digest = publish_weights(engine.weights(), Path("weights/v000008"), source_dir=base, behind=behind, send=None)
     prune_versions(Path("weights"), keep=4)
 
 `directories.py` makes it appear whole, `shards.py` writes and hashes the files.
@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from learner.directories import SyncedBehind, prune_oldest, visible_last
-from learner.shards import SHARD_BYTES, write_shards
+from learner.shards import SHARD_BYTES, Send, write_shards
+from learner.spare import keep_spare
 
 WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
 # Everything of a model directory but its weights: config, generation config, tokenizer, chat template.
@@ -34,19 +35,24 @@ def write_weights(weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, so
     silently convert them to the base model's. Raises ValueError for floating-point weights of several dtypes.
     """
     with visible_last(dest) as unfinished:
-        return _write(weights, unfinished, source_dir=Path(source_dir))
+        return _write(weights, unfinished, source_dir=Path(source_dir), send=None, spare_in=None)
 
 
 def publish_weights(
-    weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, source_dir: Path | str, behind: SyncedBehind
+    weights: Iterable[tuple[str, torch.Tensor]],
+    dest: Path,
+    *,
+    source_dir: Path | str,
+    behind: SyncedBehind,
+    send: Send | None,
 ) -> str:
-    """As `write_weights`, without waiting for the disk.
+    """As `write_weights`, without waiting for the disk; the weight files are also given to `send`, as `Broadcast.round` has it.
 
     The directory is whole for everyone as soon as it is visible, also if this process is killed; that it survives a
     power cut too is known after `behind.wait()`.
     """
     with behind.visible_whole(dest) as unfinished:
-        return _write(weights, unfinished, source_dir=Path(source_dir))
+        return _write(weights, unfinished, source_dir=Path(source_dir), send=send, spare_in=dest.parent)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -61,11 +67,17 @@ def copy_weights(source: Path, dest: Path) -> None:
 
 
 def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
-    """Removes all but the newest `keep` versions; returns the names removed."""
+    """Removes all but the newest `keep` versions; returns the names removed. A file of theirs is kept to be written over."""
+    versions = sorted(path for path in weights_dir.iterdir() if path.is_dir() and not path.suffix)
+    for version in versions[:-keep]:
+        for file in weight_files(version)[:1]:
+            keep_spare(weights_dir, file)
     return prune_oldest(weights_dir, keep=keep, kept=frozenset())
 
 
-def _write(weights: Iterable[tuple[str, torch.Tensor]], directory: Path, *, source_dir: Path) -> str:
+def _write(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: Path, *, source_dir: Path, send: Send | None, spare_in: Path | None
+) -> str:
     dtypes: set[torch.dtype] = set()
 
     def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,7 +86,7 @@ def _write(weights: Iterable[tuple[str, torch.Tensor]], directory: Path, *, sour
                 dtypes.add(tensor.dtype)
             yield name, tensor
 
-    shards = write_shards(noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES)
+    shards = write_shards(noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES, send=send, spare_in=spare_in)
     if len(dtypes) != 1:
         raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
     if len(shards.files) > 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from configs import Config
 from learner.batch import MicroBatch
+from learner.broadcast import Broadcast
 from learner.checkpoint import CheckpointPoint, load_checkpoint, save_checkpoint
 from learner.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
 from learner.directories import SyncedBehind
@@ -60,6 +62,11 @@ class Ranks:
             address = f"{host}:{self._meeting_point.port}"
         calls = [peer.start.remote(address) for peer in self.peers]
         self.engine = self._together(calls, lambda: make_engine(config, model_path=model_path, rank=0, address=address))
+        self.broadcast: Broadcast | None = None
+        if config.learner.transfer == "broadcast":
+            one_machine = len([node for node in ray.nodes() if node["Alive"]]) == 1
+            host = LOOPBACK if one_machine else ray.util.get_node_ip_address()
+            self.broadcast = Broadcast(host, device=self.engine.deepspeed.device)
 
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """As `Engine.train`."""
@@ -67,10 +74,16 @@ class Ranks:
         return self._together([peer.train.remote(given) for peer in self.peers], lambda: self.engine.train(updates))
 
     def publish(self, directory: Path) -> str:
-        """Writes the weights as they are now; returns their digest. As `publish_weights`; on disk with the next checkpoint."""
-        calls = [peer.give_weights.remote() for peer in self.peers]
+        """Writes the weights as they are now, and sends them; returns their digest. As `publish_weights`; on disk with the next
+        checkpoint.
+        """
         base, behind = self.model_path, self._behind
-        return self._together(calls, lambda: publish_weights(self.engine.weights(), directory, source_dir=base, behind=behind))
+        with self.broadcast.round() if self.broadcast is not None else nullcontext() as send:
+            calls = [peer.give_weights.remote() for peer in self.peers]
+            return self._together(
+                calls,
+                lambda: publish_weights(self.engine.weights(), directory, source_dir=base, behind=behind, send=send),
+            )
 
     def save_checkpoint(self, directory: Path, *, learner_step: int, version: int, lsn: int) -> None:
         """Durable when it returns, and so are all weights published before: a run that goes on from it may expect them.

@@ -1,6 +1,6 @@
 """Named tensors as safetensors files of bounded size, hashed while they are written.
 
-    shards = write_shards(engine.weights(), directory, stem="model", shard_bytes=SHARD_BYTES)   # model.safetensors
+    shards = write_shards(engine.weights(), directory, stem="model", shard_bytes=SHARD_BYTES, send=None, spare_in=None)
     shards.digest == store.files_digest([directory / name for name in shards.files])
 
 The digest is BLAKE3, in hex, of the files in order as if they were one: `cat model*.safetensors | b3sum`. It is the only
@@ -10,13 +10,16 @@ cryptographic hash here that keeps up with writing; SHA-256 would take longer th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
+
+from learner.spare import open_over, take_spare
 
 SHARD_BYTES = 4 * 2**30  # of tensors; no more than one file's are held at a time
 SUFFIX = ".safetensors"
@@ -32,6 +35,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 HEADER_ALIGNMENT_BYTES = 8
+Send = Callable[[Sequence[memoryview]], None]  # takes a file in pieces: its head, and each tensor that is not empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +46,17 @@ class Shards:
     file_of: Mapping[str, str]  # tensor -> file
 
 
-def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, *, stem: str, shard_bytes: int) -> Shards:
-    """Writes the tensors as they come, in files of at most `shard_bytes` unless one tensor is larger.
+def write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    *,
+    stem: str,
+    shard_bytes: int,
+    send: Send | None,
+    spare_in: Path | None,
+) -> Shards:
+    """Writes the tensors as they come, in files of at most `shard_bytes` unless one tensor is larger; each is sent meanwhile.
+    The first may be written over a file that was kept in `spare_in` (`spare.py`).
 
     A tensor is kept, without a copy, until its file is full: whoever makes them must not change one meanwhile.
     Five tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e} in stem-00001-of-00003 and so on.
@@ -53,7 +66,9 @@ def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, *
     numbered: list[Path] = []
     for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
         path = directory / f"{stem}-{number:05d}{SUFFIX}"
-        _write(path, part, digest)
+        if spare_in is not None:
+            take_spare(spare_in, path)
+        _write(path, part, digest, send=send)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
     files = [f"{stem}-{number:05d}-of-{len(numbered):05d}{SUFFIX}" for number in range(1, len(numbered) + 1)]
@@ -83,23 +98,26 @@ def _parts(tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int) -> 
     yield part
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], digest: blake3) -> None:
-    """One file: 8 bytes with the length of the header, the header, the tensors' bytes. Also added to `digest`.
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], digest: blake3, *, send: Send | None) -> None:
+    """One file: 8 bytes with the length of the header, the header, the tensors' bytes. Also added to `digest`, and sent.
 
     safetensors' own writer gives no hold on the bytes: hashing would be a second pass over the file.
     """
     # As safetensors sorts them: with the widest types first every tensor is aligned to its type.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(ordered)
-    pieces = [memoryview(len(header).to_bytes(8, "little") + header)]
+    pieces = [memoryview(bytearray(len(header).to_bytes(8, "little") + header))]
     pieces += [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in ordered.values() if tensor.numel()]
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:  # writing and hashing release the GIL
-        hashed = [hashing.submit(digest.update, piece) for piece in pieces]
+    with open_over(path) as file, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as sending:
+        beside: list[Future[Any]] = [hashing.submit(digest.update, piece) for piece in pieces]  # all three release the GIL
+        if send is not None:
+            beside.append(sending.submit(send, pieces))
         for piece in pieces:
             written = 0
             while written < len(piece):  # a raw file may take less than it was given
                 written += file.write(piece[written:])
-        for future in hashed:
+        file.truncate()
+        for future in beside:
             future.result()
 
 

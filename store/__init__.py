@@ -3,9 +3,10 @@
 `records.py` (Step, Trajectory, the Arrow schema) and `hashing.py` say what is stored, `layout.py` where, `segments.py` how
 (immutable Parquet). `catalog/` is the truth about what counts, `reading/` shows it to outside readers as SQL, `upkeep/`
 keeps it small and whole (compaction, retention, fsck, rebuild), `cli/` is `python -m store`, `exchange.py` and `stored.py`
-take trajectories from run to run, `errors.py` says what can go wrong.
+take trajectories from run to run, `errors.py` says what can go wrong. `broadcast.py` is how weights are sent past the store.
 """
 
+from store import broadcast
 from store.catalog.catalog import Catalog
 from store.catalog.database import check_unowned
 from store.catalog.imports import ImportedGroup
@@ -73,6 +74,7 @@ __all__ = [
     "TrajectoryMeta",
     "UnavailableError",
     "VersionRecord",
+    "broadcast",
     "capture_output",
     "check_unowned",
     "export",

@@ -33,6 +33,17 @@ class Engine:
 
     def __init__(self) -> None:
         self.served: list[int] = []
+        self.sent: list[str] = []  # digests of what the learner has sent
+        self.joined: list[str] = []
+
+    async def join_broadcast(self, address: str) -> None:
+        self.joined.append(address)
+
+    async def load_received(self, *, version: int, digest: str) -> WeightLoad | None:
+        if digest not in self.sent:
+            return None
+        self.served.append(version)
+        return self.loaded(version, digest, received=True)
 
     async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
         if not (path / "file").is_file():
@@ -40,8 +51,11 @@ class Engine:
         if (path / "file").read_text() != digest:
             raise WeightFileError(f"{path} has another digest")
         self.served.append(version)
+        return self.loaded(version, digest, received=False)
+
+    def loaded(self, version: int, digest: str, *, received: bool) -> WeightLoad:
         phases = dict.fromkeys(("check_ms", "verify_ms", "pause_ms", "start_ms", "update_ms", "finish_ms", "resume_ms"), 1.25)
-        return WeightLoad(version=version, file_digest=digest, **phases)
+        return WeightLoad(version=version, file_digest=digest, received=received, **phases)
 
 
 class Run:
@@ -52,17 +66,22 @@ class Run:
         write_open_sql(self.layout, macros=[], max_staleness=max_staleness)
         self.catalog = Catalog.open(self.layout)
         self.engine = Engine()
+        self.address: str | None = None
         self.weights = ServedWeights(
             self.engine,  # type: ignore[arg-type]
             self.layout,
             newest=self.newest,
             record=self.record,
             turn=contextlib.nullcontext,
+            meeting_point=self.meeting_point,
             max_staleness=max_staleness,
         )
 
     async def newest(self) -> VersionRecord | None:
         return self.catalog.latest_version()
+
+    async def meeting_point(self) -> str | None:
+        return self.address
 
     async def record(self, what: str, detail: str) -> None:
         self.catalog.log(component="worker-0", what=what, detail=detail)
@@ -109,6 +128,21 @@ def test_one_query_shows_that_what_was_served_is_what_was_published(run: Run) ->
     assert last["update_ms"] == 1.2
     asyncio.run(run.record(LOADED, '{"version": 2, "digest": "another"}'))
     assert run.sql(SERVED_AS_PUBLISHED)[2] == {"version": 2, "loads": 2, "different": 1}
+
+
+def test_weights_that_were_sent_need_no_file_and_those_that_were_not_do(run: Run) -> None:
+    run.address = "127.0.0.1:1"
+    run.serve(run.publish(0))
+    run.engine.sent += ["digest 0", "digest 1"]
+    run.serve(run.publish(1, whole=False))
+    run.serve(run.publish(2))
+    assert run.engine.served == [0, 1, 2]
+    assert [event["received"] for event in run.events(LOADED)] == [False, True, False]
+    assert run.engine.joined == ["127.0.0.1:1"] * 3  # told again: the engine may have lost touch
+    assert run.sql(SERVED_AS_PUBLISHED) == [{"version": v, "loads": 1, "different": 0} for v in range(3)]
+    run.serve(run.publish(3, whole=False))
+    (refusal,) = run.events(REFUSED)
+    assert refusal["version"] == 3
 
 
 def test_damaged_weights_are_refused_once_and_the_next_ones_are_served(run: Run) -> None:

@@ -31,6 +31,10 @@ from actors.weight_files import WeightFileError
 from actors.weight_load import WeightLoad
 from configs import ActorsConfig
 from learner import write_weights
+from learner.broadcast import Broadcast
+from learner.deepspeed_setup import LOOPBACK
+from learner.directories import SyncedBehind
+from learner.publish import publish_weights
 from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
 from tests.chat_samples import two_turns_over_http
 from tests.learner_logprobs import both_logprobs
@@ -305,6 +309,9 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
         async def record(what: str, detail: str) -> None:
             catalog.log(component="worker-0", what=what, detail=detail)
 
+        async def meeting_point() -> str | None:
+            return None
+
         def publish(version: int, name: str) -> None:
             tensors = load_file(served.directories[name] / "model.safetensors")
             digest = write_weights(tensors.items(), layout.weights_dir(version), source_dir=served.directories["base"])
@@ -316,7 +323,13 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             return generate_all(served, seeds=range(4), temperature=1.0)
 
         weights = ServedWeights(
-            served.policy, layout, newest=newest, record=record, turn=contextlib.nullcontext, max_staleness=1
+            served.policy,
+            layout,
+            newest=newest,
+            record=record,
+            turn=contextlib.nullcontext,
+            meeting_point=meeting_point,
+            max_staleness=1,
         )
         publish(first, "other")
         before = served_now()
@@ -334,6 +347,52 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
     with store.open(layout.root) as reader:
         events = [tuple(row.values()) for row in reader.sql(query).to_pylist()]
     assert events == [(LOADED, first), (REFUSED, first + 1), (LOADED, first + 2)]
+
+
+def test_weights_that_the_learner_sends_are_served_without_a_file(served: Served, tmp_path: Path) -> None:
+    """And those that were sent to others only are not taken for them; running requests go on throughout."""
+    sender, behind = Broadcast(LOOPBACK, device=torch.device("cpu")), SyncedBehind()
+    first = served.policy.version + 1
+
+    def send(name: str) -> str:
+        tensors = load_file(served.directories[name] / "model.safetensors")
+        with sender.round() as to_engines:
+            digest = publish_weights(
+                tensors.items(), tmp_path / name, source_dir=served.directories["base"], behind=behind, send=to_engines
+            )
+        shutil.rmtree(tmp_path / name)
+        behind.wait()
+        return digest
+
+    async def run() -> tuple[WeightLoad | None, WeightLoad | None, list[Completion]]:
+        digest = send("other")
+        before = await served.policy.load_received(version=first, digest=digest)  # nobody told the engine where
+        await served.policy.join_broadcast(sender.address)
+        while not await asyncio.to_thread(sender._store.add, "joined", 0):
+            await asyncio.sleep(0.01)
+        calls = [asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(16)]
+        digest = await asyncio.to_thread(send, "other")
+        load = await served.policy.load_received(version=first, digest=digest)
+        assert await served.policy.load_received(version=first + 1, digest="of others") is None
+        return before, load, list(await asyncio.gather(*calls))
+
+    before, load, completions = served.run(run())
+    assert before is None and load is not None and load.received
+    assert load.version == served.policy.version == first
+    assert load.file_digest == write_weights(
+        load_file(served.directories["other"] / "model.safetensors").items(),
+        tmp_path / "v",
+        source_dir=served.directories["base"],
+    )
+    assert {c.finish_reason for c in completions} <= {"stop", "length"}
+    after = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=after)
+    assert served.run(load_weights(served, "base")).received is False  # the thread is free again, and files work as before
+    assert_logprobs_of(
+        served.directories["base"],
+        prompt=prompt(0),
+        completion=served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0)),
+    )
 
 
 def flipped(data: bytes) -> bytes:

@@ -4,6 +4,7 @@ import math
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from ray.exceptions import RayTaskError
 from safetensors.torch import load_file
 
+from actors.weight_broadcast import Receiver
 from configs import Config, LearnerConfig, ModelConfig
 from learner.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks, join_ranks
 from learner.engine import Engine
@@ -218,6 +220,14 @@ class Held(Ranks):
         """It stays alive, so nothing but its answer says that it will never come to the collective."""
         self._together([peer.train.remote([[]]) for peer in self.peers], lambda: self.engine.train(updates))
 
+    def address(self) -> str:
+        assert self.broadcast is not None
+        return self.broadcast.address
+
+    def n_joined(self) -> int:
+        assert self.broadcast is not None
+        return self.broadcast._store.add("joined", 0)
+
     def updates_done(self) -> int:
         return self.engine.n_updates
 
@@ -233,17 +243,27 @@ def local_ray() -> Iterator[None]:
 
 
 def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local_ray: None) -> None:
-    learner = LearnerConfig(learning_rate=1e-2, grad_clip=0.1, zero_stage=3, ranks=2)
+    learner = LearnerConfig(learning_rate=1e-2, grad_clip=0.1, zero_stage=3, ranks=2, transfer="broadcast")
     config = Config(run_dir=str(tmp_path / "run"), model=ModelConfig(path=str(base)), learner=learner)
     layout = RunLayout.create(tmp_path / "run", config_yaml="")
     ranks = ray.remote(Held).options(num_cpus=0).remote(config, model_path=str(base))
     parts = [cut(far_rows(), CUT, ranks=2), cut(random_rows(), CUT, ranks=2)]
     stats = ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
+    receiver = Receiver(ray.get(ranks.address.remote(), timeout=DEADLINE_S), torch.device("cpu"))
+    while not ray.get(ranks.n_joined.remote(), timeout=DEADLINE_S):
+        time.sleep(0.01)
     digest = ray.get(ranks.publish.remote(tmp_path / "v1"), timeout=DEADLINE_S)
     published, weights = load_file(tmp_path / "v1" / "model.safetensors"), ray.get(ranks.weights.remote(), timeout=DEADLINE_S)
     assert digest == files_digest([tmp_path / "v1" / "model.safetensors"])
     assert published.keys() == weights.keys()
     assert [name for name in weights if not torch.equal(published[name], weights[name])] == []
+    while receiver.is_busy:
+        time.sleep(0.01)
+    received = receiver.take(digest)
+    assert received is not None
+    assert {name: tensor.shape for name, tensor in received.tensors()} == {n: t.shape for n, t in published.items()}
+    assert [name for name, tensor in received.tensors() if not torch.equal(published[name], tensor)] == []
+    receiver.close()
 
     engine = Engine(
         model_path=base,

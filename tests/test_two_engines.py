@@ -90,7 +90,7 @@ def check_ended_as_well(run: FaultRun, alone: FaultRun, *, seen: set[object], ho
 
 
 def test_killed_three_times_it_ends_as_well_as_left_alone(start: Start, tmp_path: Path, alone: FaultRun) -> None:
-    killed = start(tmp_path / "killed", base_of(alone))
+    killed = start(tmp_path / "killed", base_of(alone), "learner.transfer=broadcast")
     for step in KILL_AFTER_STEPS:
         wait_for_step(killed, step)
         before = len(killed.events("started again"))
@@ -105,6 +105,8 @@ def test_killed_three_times_it_ends_as_well_as_left_alone(start: Start, tmp_path
     check_ended_as_well(killed, alone, seen=seen, how="with an engine killed three times")
     workers = "SELECT count(DISTINCT component) FROM events WHERE what = 'weights loaded'"
     assert killed.sql(workers) == [(2,)]
+    received = "SELECT count(DISTINCT component) FROM events WHERE what = 'weights loaded' AND (detail ->> 'received')::BOOLEAN"
+    assert killed.sql(received) == [(2,)], "also the engines that came later were sent weights"
 
 
 def test_resumed_with_one_worker_and_two_ranks_it_ends_as_well_as_left_alone(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +20,11 @@ from actors.vllm_policy import VLLMPolicy
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
 from learner.directories import SyncedBehind
 from learner.engine import Engine
-from learner.publish import publish_weights
+from learner.publish import prune_versions, publish_weights
 
 PROMPT_TOKENS = 16
 PATIENCE_S = 120.0
+KEEP_VERSIONS = LearnerConfig().keep_versions
 CHANGE = 1.0 + 1e-4  # of the weights, from one version to the next
 _FORK = multiprocessing.get_context("fork")
 
@@ -89,8 +89,8 @@ def _learn(base: Path, connection: Connection) -> None:
             for parameter in engine.policy.parameters():
                 parameter.data.mul_(CHANGE)
             if last is not None:
-                shutil.rmtree(last)
+                prune_versions(last.parent, keep=KEEP_VERSIONS)
             connection.send("")
         else:
-            connection.send(publish_weights(engine.weights(), path, source_dir=base, behind=behind))
+            connection.send(publish_weights(engine.weights(), path, source_dir=base, behind=behind, send=None))
             last = path

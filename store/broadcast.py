@@ -1,0 +1,47 @@
+"""Weights sent to the engines beside being published as files: what both ends agree on. The bytes are those of the files.
+
+They meet at a key-value store of torch.distributed, kept by the learner. An engine process joins by taking the next number
+of JOINED. A round is one version:
+
+    call/<member>/<n>       learner: the round that the n-th call to this member is for
+    ready/<round>/<member>  member: it takes part
+    round/<round>           learner: {"group": 3, "members": [1, 4]}
+    gone/<member>           member: it was not among them, or something went wrong; it joins again, under a new number
+
+Then come the files of the version, in order, as broadcasts of uint8 in the process group `group/3`, where the learner is rank 0
+and the members follow in order. Each file is N_BYTES with the size of its head; the head, which is the file up to the first
+tensor; the tensors in the order of the header, those of more than CUT_BYTES in several cuts. A size of 0 ends the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+JOINED = "joined"
+N_BYTES = 8  # little-endian
+CUT_BYTES = 64 * 2**20  # of one message: what a device needs beside the model
+
+
+def call_key(member: int, number: int) -> str:
+    return f"call/{member}/{number}"
+
+
+def ready_key(round_number: int, member: int) -> str:
+    return f"ready/{round_number}/{member}"
+
+
+def round_key(round_number: int) -> str:
+    return f"round/{round_number}"
+
+
+def gone_key(member: int) -> str:
+    return f"gone/{member}"
+
+
+def group_prefix(group: int) -> str:
+    return f"group/{group}"
+
+
+def cuts(n_bytes: int) -> Iterator[slice]:
+    """Of a piece of so many bytes, one message each: 130 MiB are 64, 64 and 2."""
+    return (slice(start, min(start + CUT_BYTES, n_bytes)) for start in range(0, n_bytes, CUT_BYTES))
