@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from actors import PromptForm
 from configs import PromptConfig
+
+settings.register_profile("untimed", deadline=None)  # time decides no test
+settings.load_profile("untimed")
 
 
 class CharacterTokenizer:

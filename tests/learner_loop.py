@@ -150,6 +150,8 @@ class Silent:
 class StandIn:
     """In the place of Ranks: its weights are the updates it has seen; `stats` says how the updates of a learner step go."""
 
+    broadcast = None
+
     stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]]
 
     def __init__(self, config: Config, *, model_path: str) -> None:
