@@ -134,6 +134,7 @@ class ChatPolicy:
         try:
             async with self._session.request(method, self._endpoint.url.rstrip("/") + path, json=body) as response:
                 text = (await response.read()).decode(errors="replace")
+                text = text.replace(self._key, "***") if self._key else text
                 status, after = response.status, response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError) as error:
             raise _Refused(f"cannot be reached ({_one_line(str(error)) or type(error).__name__})", status=0) from error
@@ -142,7 +143,7 @@ class ChatPolicy:
         if status == 200 and said:  # as some routers have it
             status = said["code"] if isinstance(said, dict) and isinstance(said.get("code"), int) else 500
         if status != 200:
-            after_s = min(float(after), LONGEST_PAUSE_S) if after.isdigit() else 0.0
+            after_s = float(after) if after.isdigit() else 0.0
             raise _Refused(f"answered {status}: {_said(said, text)}", status=status, retry_after_s=after_s)
         if answer is None:
             raise _Refused(f"answered what is no JSON: {_said(None, text)}", status=status)
@@ -199,11 +200,11 @@ def reply_of(answer: Any, *, stop: Sequence[str]) -> tuple[str, str]:
         message, reason = choice["message"], choice["finish_reason"]
         said = message.get("content") or ""
         thought = message.get("reasoning_content") or message.get("reasoning") or ""
-        text = f"<think>{thought}</think>{said}" if thought else said
-        text = "".join(text)  # TypeError for what is no text
+        thought, said = "".join(thought), "".join(said)  # TypeError for what is no text
     except (LookupError, TypeError, AttributeError):  # of whatever it is
         raise _Refused(f"answered what is no chat completion: {_said(None, json.dumps(answer))}", status=500) from None
-    text, stopped = with_stop_text(text, stop=stop, at=choice.get("stop_reason"), is_whole=reason == "stop")
+    text, stopped = with_stop_text(said, stop=stop, at=choice.get("stop_reason"), is_whole=reason == "stop")
+    text = f"<think>{thought}</think>{text}" if thought else text  # which may quote what would stop it
     return text, "stop" if reason == "stop" or stopped else "length"
 
 

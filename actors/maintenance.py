@@ -9,7 +9,8 @@ from store import COMPACTION_POLICY, Catalog, MaintainerSettings, RunLayout, exp
 
 MAINTENANCE_PAUSE_S = 5.0
 EXPORT_INTERVAL_S = 1.0  # how far outside readers lag behind the catalog ...
-EXPORT_PAUSE = 20.0  # ... or this many times what an export takes, as nobody is answered meanwhile
+EXPORT_PAUSE = 20.0  # ... or this many times what an export takes, as nobody is answered meanwhile ...
+LONGEST_EXPORT_PAUSE_S = 60.0
 
 
 def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
@@ -35,7 +36,8 @@ class Exporter:
         if began_s >= self._due_s:
             self.now()
             ended_s = time.monotonic()
-            self._due_s = max(began_s + EXPORT_INTERVAL_S, ended_s + EXPORT_PAUSE * (ended_s - began_s))
+            pause_s = min(EXPORT_PAUSE * (ended_s - began_s), LONGEST_EXPORT_PAUSE_S)
+            self._due_s = max(began_s + EXPORT_INTERVAL_S, ended_s + pause_s)
 
     def now(self) -> int:
         """The catalog's lsn, which outside readers see from now on."""

@@ -54,14 +54,15 @@ class EpisodeRules:
 
     @classmethod
     def of(cls, config: Config, *, temperature: float) -> EpisodeRules:
+        elsewhere_s = config.endpoint.timeout_s if config.endpoint.url else 0.0
         return cls(
             max_steps=config.env.max_steps,
             win_reward=config.env.win_reward,
             temperature=temperature,
             admissible_only=config.prompt.admissible_only,
             # A server of others has failed after endpoint.timeout_s, and that is no truncated episode: so never before it.
-            turn_timeout_s=config.actors.turn_timeout_s + (config.endpoint.timeout_s if config.endpoint.url else 0.0),
-            episode_timeout_s=config.actors.episode_timeout_s,
+            turn_timeout_s=config.actors.turn_timeout_s + elsewhere_s,
+            episode_timeout_s=config.actors.episode_timeout_s + config.env.max_steps * elsewhere_s,
         )
 
 

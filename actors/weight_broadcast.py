@@ -1,12 +1,12 @@
 """The engine's end of weights that the learner sends directly (`store/broadcast.py` has the protocol).
 
-    receiver = Receiver(address, device)          # takes part in every round from now on, in a thread
+    receiver = Receiver(address)                  # takes part in every round from now on, in a thread
     if not receiver.is_busy:
         received = receiver.take(digest)          # the weights of that digest, if they are here whole
     model.load_weights(received.tensors())
     receiver.release()                            # from now on the next ones may overwrite them
 
-Bytes are kept in main memory, as a file's would be, also where they come over a GPU; their digest is that of the files.
+Bytes come into main memory, as a file's would, also for an engine on a GPU; their digest is that of the files.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ class Received:
 class Receiver:
     """Waits, in its thread, for the learner's rounds. `is_lost` once it has lost touch with the learner, for good."""
 
-    def __init__(self, address: str, device: torch.device) -> None:
+    def __init__(self, address: str) -> None:
         self.address, self.is_lost = address, False
-        self._device = device
         self._unused = threading.Lock()  # the bytes: held while they come, and while they are read
         self._received: Received | None = None
         self._bodies: list[torch.Tensor] = []  # kept: new memory would cost as much as what comes into it
@@ -116,7 +115,7 @@ class Receiver:
     def _follow(self) -> None:
         host, _, port = self.address.rpartition(":")
         try:
-            with socket.create_connection((host, int(port))) as connection:
+            with socket.create_connection((host, int(port)), timeout=MESSAGE_TIMEOUT.total_seconds()) as connection:
                 own_host = connection.getsockname()[0]
             store = dist.TCPStore(host, int(port), is_master=False, timeout=MESSAGE_TIMEOUT)
             self._take_part(store, own_host)
@@ -157,14 +156,10 @@ class Receiver:
         return None
 
     def _form(self, store: dist.Store, rank: int, size: int, own_host: str) -> Any:
-        if self._device.type == "cpu":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-            options._timeout = MESSAGE_TIMEOUT
-            return dist.ProcessGroupGloo(store, rank, size, options)
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = MESSAGE_TIMEOUT
-        return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        options._timeout = MESSAGE_TIMEOUT
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
     def _receive(self, group: Any) -> Received:
         digest = blake3(max_threads=blake3.AUTO)
@@ -194,11 +189,7 @@ class Receiver:
 
     def _fill(self, group: Any, data: torch.Tensor) -> None:
         for cut in protocol.cuts(data.numel()):
-            here = data[cut]
-            message = here if self._device.type == "cpu" else torch.empty_like(here, device=self._device)
-            group.broadcast([message], dist.BroadcastOptions()).wait()
-            if message is not here:
-                here.copy_(message)
+            group.broadcast([data[cut]], dist.BroadcastOptions()).wait()
 
 
 def _tensors_of(head: bytes) -> list[_Tensor]:

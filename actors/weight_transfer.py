@@ -121,7 +121,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def join_broadcast(self, address: str) -> None:
         """From now on the learner sends its weights here too; again, if touch with it was lost."""
         if self._receiver is None or self._receiver.address != address or self._receiver.is_lost:
-            self._receiver = Receiver(address, self.device)
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = Receiver(address)
 
     def stage_received(self, digest: str) -> dict[str, list[int]] | None:
         """None while weights are on their way; then the shapes of those with this digest, none if they did not come whole."""
@@ -148,7 +150,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         staged, self._staging = self._staging.result(), None  # closes the files afterwards
         assert staged.path == update_info.path, f"staged {staged.path}, not {update_info.path}"
         self.model.load_weights(staged.tensors)
-        self._release()
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -157,6 +158,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+        self._release()  # not before: vLLM reads what a padded layer received only now
 
     def shutdown(self) -> None:
         if self._receiver is not None:

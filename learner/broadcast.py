@@ -1,6 +1,6 @@
 """The learner's end of weights that are sent to engines directly (`store/broadcast.py` has the protocol); rank 0 only.
 
-    broadcast = Broadcast(host, device=device)                # engines join at `broadcast.address`, whenever they come
+    broadcast = Broadcast(host)                               # engines join at `broadcast.address`, whenever they come
     with broadcast.round() as send:                           # with those that are there now
         publish_weights(engine.weights(), directory, source_dir=base, behind=behind, send=send)
 
@@ -25,7 +25,7 @@ from learner.deepspeed_setup import host_ranks
 from learner.shards import Send
 from store import broadcast as protocol
 
-READY_S = 5.0  # for an engine to say that it takes part; its thread answers within milliseconds
+READY_S = 5.0  # for an engine to say that it takes part: at once, or when it has loaded the weights before these
 MESSAGE_TIMEOUT = timedelta(seconds=60)  # of one message, and of a group to form
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Broadcast:
     """Sends files while they are written. Waits for the engines that are there; none of them can stop it."""
 
-    def __init__(self, host: str, *, device: torch.device) -> None:
-        self._host, self._device = host, device
+    def __init__(self, host: str) -> None:
+        self._host = host
         self._store = host_ranks(host)
         self.address = f"{host}:{self._store.port}"
         self._calls: dict[int, int] = {}  # how often each member was called
@@ -89,14 +89,10 @@ class Broadcast:
 
     def _form(self, *, size: int) -> Any:
         store = dist.PrefixStore(protocol.group_prefix(self._n_groups), self._store)
-        if self._device.type == "cpu":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            options._timeout = MESSAGE_TIMEOUT
-            return dist.ProcessGroupGloo(store, 0, size, options)
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = MESSAGE_TIMEOUT
-        return dist.ProcessGroupNCCL(store, 0, size, nccl_options)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = MESSAGE_TIMEOUT
+        return dist.ProcessGroupGloo(store, 0, size, options)
 
     def _send_file(self, pieces: Sequence[memoryview]) -> None:
         self._send_all([memoryview(bytearray(len(pieces[0]).to_bytes(protocol.N_BYTES, "little"))), *pieces])
@@ -111,8 +107,7 @@ class Broadcast:
 
     def _send(self, data: memoryview) -> None:
         if self._group is not None:
-            message = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
-            self._group.broadcast([message], dist.BroadcastOptions()).wait()
+            self._group.broadcast([torch.frombuffer(data, dtype=torch.uint8)], dist.BroadcastOptions()).wait()
 
     def _part(self, why: str) -> None:
         if self._group is not None or self._members:

@@ -73,7 +73,10 @@ def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
     old = [name for name in names if name not in unfinished][:-keep]
     removed = unfinished + [name for name in old if name not in kept]
     for name in removed:
-        shutil.rmtree(parent / name)
+        if (parent / name).is_symlink():
+            (parent / name).unlink()
+        else:
+            shutil.rmtree(parent / name)
     return removed
 
 

@@ -108,7 +108,7 @@ class Learner:
         prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
         if self.ranks.broadcast is not None:
-            self._ask(self.coordinator.meet_at.remote(self.ranks.broadcast.address))
+            self._ask(self.coordinator.meet_at.remote(self.ranks.broadcast.address), timeout_s=START_TIMEOUT_S)  # as below
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
         self.figures = point.metrics

@@ -69,7 +69,7 @@ def copy_weights(source: Path, dest: Path) -> None:
 def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
     """Removes all but the newest `keep` versions; returns the names removed. A file of theirs is kept to be written over."""
     versions = sorted(path for path in weights_dir.iterdir() if path.is_dir() and not path.suffix)
-    for version in versions[:-keep]:
+    for version in (path for path in versions[:-keep] if not path.is_symlink()):  # a link is to what is not ours
         for file in weight_files(version)[:1]:
             keep_spare(weights_dir, file)
     return prune_oldest(weights_dir, keep=keep, kept=frozenset())

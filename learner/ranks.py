@@ -66,7 +66,7 @@ class Ranks:
         if config.learner.transfer == "broadcast":
             one_machine = len([node for node in ray.nodes() if node["Alive"]]) == 1
             host = LOOPBACK if one_machine else ray.util.get_node_ip_address()
-            self.broadcast = Broadcast(host, device=self.engine.deepspeed.device)
+            self.broadcast = Broadcast(host)
 
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """As `Engine.train`."""

@@ -236,10 +236,17 @@ def test_no_more_requests_at_once_than_the_config_says() -> None:
     assert Concurrency.of(config).episodes == 2
 
 
-@given(st.integers(1, 40), st.floats(0.0, 30.0))
+def test_a_thought_that_quotes_a_stop_text_does_not_end_the_reply() -> None:
+    message = {"content": "<action>go east", "reasoning_content": "not <action>go west</action>"}
+    answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    text, reason = chat_policy.reply_of(answer, stop=["</action>"])
+    assert (text, reason) == ("<think>not <action>go west</action></think><action>go east</action>", "stop")
+
+
+@given(st.integers(1, 40), st.floats(0.0, 100.0))
 def test_pauses_are_bounded_and_heed_the_server(attempt: int, after_s: float) -> None:
     pause = pause_s(attempt, retry_after_s=after_s)
-    assert after_s <= pause <= chat_policy.LONGEST_PAUSE_S
+    assert after_s <= pause <= max(after_s, chat_policy.LONGEST_PAUSE_S)
 
 
 def test_it_plays_with_this_projects_own_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,7 +29,7 @@ from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from actors.served_weights import LOADED, REFUSED, ServedWeights
 from actors.vllm_policy import EngineLostError, VLLMPolicy
-from actors.weight_files import WeightFileError
+from actors.weight_files import RECEIVED, WeightFileError
 from actors.weight_load import WeightLoad
 from configs import ActorsConfig
 from learner import write_weights
@@ -351,7 +353,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
 
 def test_weights_that_the_learner_sends_are_served_without_a_file(served: Served, tmp_path: Path) -> None:
     """And those that were sent to others only are not taken for them; running requests go on throughout."""
-    sender, behind = Broadcast(LOOPBACK, device=torch.device("cpu")), SyncedBehind()
+    sender, behind = Broadcast(LOOPBACK), SyncedBehind()
     first = served.policy.version + 1
 
     def send(name: str) -> str:
@@ -478,3 +480,20 @@ def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, 
     assert sum(isinstance(answer, EngineLostError) for answer in answers) > 32
     assert all(c.version_max == served.policy.version for c in completions)
     assert served.policy.errored
+
+
+def test_what_was_received_may_be_overwritten_only_when_the_update_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks at what a padded layer received once more at the end."""
+    from actors import weight_transfer  # here: vLLM is loaded by it
+
+    order: list[str] = []
+    staged: Future[weight_transfer.Staged] = Future()
+    staged.set_result(weight_transfer.Staged(path=RECEIVED, digest="", tensors=()))
+    engine = object.__new__(weight_transfer.FileWeightTransferEngine)
+    engine._staging, engine.model_config = staged, None  # type: ignore[assignment]
+    engine._receiver = SimpleNamespace(release=lambda: order.append("released"))  # type: ignore[assignment]
+    engine.model = SimpleNamespace(load_weights=lambda tensors: order.append("loaded"), modules=lambda: ())  # type: ignore[assignment]
+    monkeypatch.setattr(weight_transfer, "finalize_layerwise_reload", lambda model, config: order.append("finished"))
+    engine.receive_weights(weight_transfer.FileUpdateInfo(path=RECEIVED))
+    engine.finish_weight_update()
+    assert order == ["loaded", "finished", "released"]

@@ -274,3 +274,14 @@ def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000010", "v000011"]
     with pytest.raises(ValueError, match="keep=0"):
         prune_versions(tmp_path, keep=0)
+
+
+def test_a_version_that_is_a_link_to_somebodys_model_goes_and_the_model_stays(tmp_path: Path) -> None:
+    model, weights_dir = tmp_path / "model", tmp_path / "weights"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"not ours")
+    (weights_dir / "v000001").mkdir(parents=True)
+    (weights_dir / "v000000").symlink_to(model)
+    assert prune_versions(weights_dir, keep=1) == ["v000000"]
+    assert [path.name for path in weights_dir.iterdir()] == ["v000001"]
+    assert (model / "model.safetensors").read_bytes() == b"not ours"

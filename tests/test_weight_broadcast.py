@@ -25,14 +25,13 @@ from learner.shards import write_shards
 from store import files_digest
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU = torch.device("cpu")
 Answer = TypeVar("Answer")
 _made: list[Receiver] = []  # to be closed
 
 
 @pytest.fixture
 def sender() -> Broadcast:
-    return Broadcast(LOOPBACK, device=CPU)
+    return Broadcast(LOOPBACK)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +72,7 @@ def joined(sender: Broadcast, n: int) -> None:
 
 
 def receiver(sender: Broadcast) -> Receiver:
-    _made.append(Receiver(sender.address, CPU))
+    _made.append(Receiver(sender.address))
     return _made[-1]
 
 
@@ -169,7 +168,7 @@ import sys, time, torch
 import store.broadcast
 from actors.weight_broadcast import Receiver
 store.broadcast.CUT_BYTES = 1000
-receiver = Receiver(sys.argv[1], torch.device("cpu"))
+receiver = Receiver(sys.argv[1])
 print("up", flush=True)
 while not (receiver._received and not receiver.is_busy):
     time.sleep(0.01)
@@ -206,7 +205,7 @@ def test_an_engine_that_is_killed_takes_no_other_with_it(sender: Broadcast, tmp_
 
 
 def test_an_engine_knows_when_the_learner_is_gone(tmp_path: Path) -> None:
-    sender = Broadcast(LOOPBACK, device=CPU)
+    sender = Broadcast(LOOPBACK)
     (engine,) = receivers(sender, n=1)
     digest = publish(sender, tmp_path / "v0", seed=0)
     del sender

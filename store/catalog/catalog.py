@@ -61,7 +61,7 @@ class Catalog:
         self._database.close()
 
     def at_once(self) -> AbstractContextManager[object]:
-        """The calls within are one transaction, which a power cut may undo: for leases and heartbeats, not for commits."""
+        """The calls within are one transaction, which a power cut may undo: for leases, the groups they open and heartbeats."""
         return self._database.unsynced_transaction()
 
     @property

@@ -95,7 +95,7 @@ class Database:
     def transaction(self) -> Iterator[Transaction]:
         """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only if it touched.
 
-        Inside another one of the same thread it is a part of that one, whole or absent with it.
+        Inside another one of the same thread it is a part of that one, whose body must not catch its errors.
         """
         with self._mutex:
             if self._open is not None:
@@ -129,6 +129,7 @@ class Database:
         Not inside another one.
         """
         with self._mutex:
+            assert self._open is None, "SQLite takes no such setting inside a transaction"
             self._connection.execute(_UNSYNCED)
             try:
                 with self.transaction() as transaction:
