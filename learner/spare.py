@@ -17,7 +17,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-SPARE = "spare"
+SPARE = ".spare"
 LOCAL = ("ext4", "xfs", "tmpfs")  # where the kernel knows of everybody who has a file open
 MOUNTS = Path("/proc/self/mountinfo")
 

@@ -221,7 +221,7 @@ def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(finished: tuple[
 def test_engine_and_learner_give_a_token_the_same_log_probability(finished: tuple[Finished, Leftovers, Leftovers]) -> None:
     """Behaviour log-probabilities as recorded by vLLM, against the learner's forward pass on the same published weights."""
     run = finished[0].run
-    kept = {int(path.name.removeprefix("v")) for path in (run / "weights").iterdir()}
+    kept = {int(path.name.removeprefix("v")) for path in (run / "weights").glob("v*")}
     with connect(RunLayout.open(run)) as connection:
         table = connection.sql(
             f"""SELECT prompt_ids, response_ids, response_logprobs, version_min,
