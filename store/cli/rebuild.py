@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = """Makes a new catalog when catalog.sqlite is lost or unreadable: trajectories and groups from the segment files,
-everything else from the tables exported about once a second. Says what was recovered and what could not be. The old catalog
-and files that cannot be used are moved to quarantine/, nothing is deleted."""
+everything else from the tables exported every second, or every minute at the least. Says what was recovered and what could not
+be. The old catalog and files that cannot be used are moved to quarantine/, nothing is deleted."""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
