@@ -24,7 +24,7 @@ def published(config: Config) -> Config:
     """With every number of its loss written out. Where others' models play there is none, and torch need not be loaded."""
     if config.endpoint.url:
         return config
-    from learner import with_published  # here and below, as torch comes with it
+    from learner import with_published  # here and below: a status or a stop needs nothing of it
 
     return with_published(config)
 
