@@ -5,7 +5,8 @@
 real one with `weight_transfer.py`, `weight_broadcast.py` and, for CPU engines, `engine_server.py`, `chat_policy.py` (with
 `characters.py`) anybody's model behind an OpenAI-compatible server; `worker.py` (Ray) plays leased groups, `coordinator.py`
 (Ray) owns the catalog and hands them out as `admission.py` allows, knowing which task is next (`tasks.py`), what is played
-(`plays.py`) and who is alive (`pulse.py`). `program.py` and `endpoint.py` play agents that call a chat model by themselves.
+(`plays.py`) and who is alive (`pulse.py`); `client.py` is how it is asked, `shared_handle.py` how many ask in one call.
+`program.py` and `endpoint.py` play agents that call a chat model by themselves.
 `simulation.py` has doubles of all of it that take time instead of working.
 """
 

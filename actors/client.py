@@ -24,6 +24,11 @@ class CoordinatorClient:
 
     def __init__(self, handle: Any, *, worker: str) -> None:
         self.worker, self._handle = worker, handle
+        self._asked_s = float("-inf")
+
+    def quiet_s(self) -> float:
+        """For how long nothing was asked, by the event loop's clock."""
+        return asyncio.get_running_loop().time() - self._asked_s
 
     async def lease(self) -> Lease | None:
         lease: Lease | None = await self._ask("lease", self.worker)
@@ -65,6 +70,7 @@ class CoordinatorClient:
             await self._ask("end_turn", self.worker)
 
     async def _ask(self, question: str, *given: object) -> Any:
+        self._asked_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await getattr(self._handle, question).remote(*given)

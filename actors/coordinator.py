@@ -13,16 +13,17 @@ for the screen (the catalog has all of it as events).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
 
 from actors.admission import free_groups
-from actors.maintenance import Exporter, maintainer_settings
+from actors.maintenance import Exporter, start_maintainer
 from actors.plays import Lease, Plays, Turn
 from actors.pulse import Pulse, Status
 from actors.resume import ResumePoint
+from actors.shared_handle import Question
 from actors.tasks import Tasks
 from configs import Config, groups_of_a_step, is_offline
 from envs import EnvironmentFailed
@@ -32,7 +33,6 @@ from store import (
     CheckpointRecord,
     CommitResult,
     ImportedGroup,
-    Maintainer,
     RunLayout,
     SegmentMeta,
     VersionRecord,
@@ -61,13 +61,17 @@ class Coordinator:
         self._n_abandoned = 0  # groups in a row
         self._n_notices = 0
         self._notices: dict[int, str] = {}
-        self.maintainer = Maintainer(self.catalog, self.layout, maintainer_settings(config.store))
-        self.maintainer.start()
+        self.maintainer = start_maintainer(self.catalog, self.layout, config.store)
 
     def capture_output(self, name: str) -> None:
         capture_output(self.layout.logs / f"{name}.log")
 
     # workers
+
+    def ask_all(self, questions: Sequence[Question]) -> list[object]:
+        """What one process asks at once (`shared_handle.py`): each answer, or the Refused in its place."""
+        with self.catalog.synced_together():
+            return [question.put_to(self) for question in questions]
 
     def lease(self, worker: str) -> Lease | None:
         """The next group for this worker, or None while admission is closed: unfinished groups first, then a new task.
@@ -75,6 +79,7 @@ class Coordinator:
         Raises StoreError if the maintainer has failed: whoever calls ends the run, and says why.
         """
         self.maintainer.check()
+        self._pulse.heard(worker)
         self._exporter.when_due()
         with self.catalog.at_once():
             lease = self._lease(worker)
@@ -99,6 +104,7 @@ class Coordinator:
         return Lease(group=group, task=task, version=version, worker=worker, temperature=temperature, epoch=self.catalog.epoch)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
+        self._pulse.heard(segment.worker)
         result = self.catalog.commit(segment, epoch=epoch)
         for group_uid in result.whole:
             self._n_abandoned = 0
@@ -137,8 +143,7 @@ class Coordinator:
         if due := self._pulse.to_be_written():
             with self.catalog.at_once():
                 self.catalog.heartbeats({name: beat.waiting_on for name, beat in due.items()})
-                for name in due:
-                    self.catalog.renew_leases(name, lease_s=self.config.actors.lease_s)
+                self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
         self._exporter.when_due()
 
     def forget(self, component: str, why: str) -> None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from configs import StoreConfig
-from store import COMPACTION_POLICY, Catalog, MaintainerSettings, RunLayout, export
+from store import COMPACTION_POLICY, Catalog, Maintainer, MaintainerSettings, RunLayout, export
 
 MAINTENANCE_PAUSE_S = 5.0
 EXPORT_INTERVAL_S = 1.0  # how far outside readers lag behind the catalog ...
 EXPORT_PAUSE = 20.0  # ... or this many times what an export takes, as nobody is answered meanwhile ...
 LONGEST_EXPORT_PAUSE_S = 60.0
+
+
+# How long the maintainer's thread may keep the interpreter once an answer is wanted. SQLite lets go of it with every statement,
+# and at Python's 5 ms every group would wait dozens of times so long.
+SWITCH_S = 0.0002
+
+
+def start_maintainer(catalog: Catalog, layout: RunLayout, config: StoreConfig) -> Maintainer:
+    sys.setswitchinterval(SWITCH_S)
+    maintainer = Maintainer(catalog, layout, maintainer_settings(config))
+    maintainer.start()
+    return maintainer
 
 
 def maintainer_settings(config: StoreConfig) -> MaintainerSettings:

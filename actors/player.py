@@ -64,6 +64,7 @@ class Player:
         self._playing: dict[asyncio.Task[None], Lease] = {}
         self._too_old: dict[bytes, str] = {}  # groups that are being given up, and why
         self._is_idle = False
+        self._has_leased = False  # since the newest version was asked for, which every lease names
         self._news = asyncio.Event()  # a group has ended, there may be more of them, or it is to stop
         self._random = random.Random(coordinator.worker)
 
@@ -99,10 +100,8 @@ class Player:
                 self._is_idle = not self._playing
                 await self._pause(LEASE_POLL_S)
             else:
-                self._is_idle = False
-                if self.weights is not None:
-                    with self.waits.on(f"the weights of version {lease.version.version}"):
-                        await self.weights.serve(lease.version)
+                self._is_idle, self._has_leased = False, True
+                await self._follow(lease.version)
                 await self._begin(lease, loops)
         for task in self._playing:
             task.cancel()
@@ -164,12 +163,16 @@ class Player:
 
     async def _follow_weights(self) -> None:
         while self.weights is not None:
-            newest = await self.coordinator.newest_version()
-            if newest is not None:
-                self._give_up_too_old(newest.version)
-                with self.waits.on(f"the weights of version {newest.version}"):
-                    await self.weights.serve(newest)
+            if not self._has_leased and (newest := await self.coordinator.newest_version()) is not None:
+                await self._follow(newest)
+            self._has_leased = False
             await self._pause(VERSION_POLL_S)
+
+    async def _follow(self, newest: VersionRecord) -> None:
+        if self.weights is not None:
+            self._give_up_too_old(newest.version)
+            with self.waits.on(f"the weights of version {newest.version}"):
+                await self.weights.serve(newest)
 
     def _give_up_too_old(self, newest: int) -> None:
         """Groups that no learner step can train on any more make room, before their requests are taken along."""

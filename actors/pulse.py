@@ -54,6 +54,11 @@ class Pulse:
         since_s = last.since_s if last is not None and last.waiting_on == waiting_on else now_s
         self._beats[name] = self._unwritten[name] = _Beat(waiting_on=waiting_on, since_s=since_s, at_s=now_s)
 
+    def heard(self, name: str) -> None:
+        """Whoever asks something is alive: a beat that says nothing new of what it waits for."""
+        last = self._beats.get(name)
+        self.beat(name, last.waiting_on if last is not None else None)
+
     def forget(self, name: str) -> None:
         now_s = time.monotonic()
         self._beats.pop(name, None)

@@ -33,6 +33,7 @@ from actors.policy import Policy, ScriptedPolicy
 from actors.prompt import PromptForm
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode
 from actors.served_weights import ServedWeights
+from actors.shared_handle import SharedHandle
 from actors.tokenizer import load_tokenizer
 from actors.vllm_policy import EngineLostError, VLLMPolicy, load_ahead
 from configs import Config
@@ -62,7 +63,7 @@ class Worker:
         gc.disable()  # until it has started: a fifth of what imports take
         config = setup.config
         self.name, self.config, self.model_path = setup.name, config, setup.model_path
-        self.coordinator = CoordinatorClient(coordinator, worker=setup.name)
+        self.coordinator = CoordinatorClient(SharedHandle(coordinator), worker=setup.name)
         self.layout = RunLayout.open(Path(config.run_dir))
         capture_output(self.layout.logs / f"{self.name}.log")
         self.engine_log = self.layout.logs / f"{self.name}-engine.log"

@@ -15,8 +15,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from store.catalog.database import SCHEMA, Transaction
-from store.catalog.migrate import migrate
+from store.catalog.database import Transaction
+from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
 from store.errors import StoreError

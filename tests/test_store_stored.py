@@ -30,7 +30,7 @@ from store import (
     write_segment,
 )
 from store.catalog.batches import release
-from store.catalog.groups import insert_trajectory
+from store.catalog.groups import insert_trajectories
 from store.catalog.stored import is_taken, rounds
 from store.exchange import export_selection, import_selection
 from store.reading.query import connect
@@ -251,7 +251,7 @@ def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., obj
 @pytest.mark.parametrize(
     ("function", "n"),
     [
-        (("store.catalog.imports.insert_trajectory", insert_trajectory), 3),  # within a transaction, after another
+        (("store.catalog.imports.insert_trajectories", insert_trajectories), 1),  # within a transaction, after another
         (("store.catalog.stored.is_taken", is_taken), 1),  # all is imported
         (("store.stored.export", export), 0),  # all is taken, readers do not know
     ],

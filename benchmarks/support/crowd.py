@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ import ray
 import configs
 from actors import CoordinatorActor
 from actors.doubles import Delay, DelayedEnvironment
+from actors.shared_handle import SharedHandle
 from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
 from configs import Config
 from envs import environment_class
 from store import RunLayout, write_open_sql
 
+WRITERS = 2  # threads of each process that write segments; more only wait for each other's turn of the interpreter
 HEARD_WITHIN_S = 30.0  # a simulated worker that was not is not counted; 2,000 of them beat every 10 s each
 INSTANT = Delay(median_s=0.0, sigma=0.0)
 
@@ -61,10 +64,11 @@ class Crowd:
     """Some of the workers, as tasks of one process."""
 
     def __init__(self, load: Load, numbers: range, coordinator: Any) -> None:
-        self.load, self.numbers, self.handle = load, numbers, TimedHandle(coordinator)
+        self.load, self.numbers, self.handle = load, numbers, TimedHandle(SharedHandle(coordinator))
         self.workers: list[SimulatedWorker] = []
 
     async def run(self) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(WRITERS))
         self.workers = [SimulatedWorker(self._setup(number), self.handle) for number in self.numbers]
         await asyncio.gather(*(worker.run() for worker in self.workers))
 
@@ -75,13 +79,12 @@ class Crowd:
         return dict(self.handle.calls)
 
     def _setup(self, number: int) -> SimulatedSetup:
+        key_room = environment_class("key_room")
         return SimulatedSetup(
             name=f"worker-{number}",
             config=self.load.config,
             seed=0,
-            environment=lambda source: DelayedEnvironment(
-                environment_class("key_room")({}), delay=self.load.environment, source=source
-            ),
+            environment=lambda source: DelayedEnvironment(key_room({}), delay=self.load.environment, source=source),
             generation=INSTANT,
             loading=INSTANT,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from store.catalog.database import in_todays_format
+from store.catalog.migrate import in_todays_format
 from store.catalog.snapshot import EXPORTS, arrow_table
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout

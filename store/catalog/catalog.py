@@ -64,6 +64,10 @@ class Catalog:
         """The calls within are one transaction, which a power cut may undo: for leases, the groups they open and heartbeats."""
         return self._database.unsynced_transaction()
 
+    def synced_together(self) -> AbstractContextManager[None]:
+        """The calls within are transactions of their own, which are synced at the end: until then a power cut may undo them."""
+        return self._database.synced_together()
+
     @property
     def epoch(self) -> int:
         """What commits must carry; leases hand it out."""
@@ -103,10 +107,10 @@ class Catalog:
         with self._database.transaction() as tx:
             return groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split)
 
-    def renew_leases(self, worker: str, lease_s: float) -> int:
-        """Extend all leases of a living worker; how many it holds."""
+    def renew_leases(self, workers: Collection[str], lease_s: float) -> int:
+        """Extend all leases of living workers; how many they hold."""
         with self._database.transaction() as tx:
-            return groups.renew_leases(tx, worker=worker, lease_s=lease_s)
+            return groups.renew_leases(tx, workers=workers, lease_s=lease_s)
 
     def release_leases(self, worker: str) -> int:
         """The worker is gone: others may play its groups at once. How many."""

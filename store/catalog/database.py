@@ -7,19 +7,19 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from store.catalog.migrate import migrate
+from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError
 from store.layout import FORMAT_VERSION, RunLayout
 
-SCHEMA = Path(__file__).with_name("schema.sql")
 _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
+_LOG_PAGES = 4000  # 16 MiB: pages that change with every commit go into the file four times more seldom than by default
 _LOCK_MODE = 0o644
 _OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 
@@ -42,6 +42,10 @@ class Transaction:
     def run(self, sql: str, **parameters: Any) -> int:
         """Execute one statement; the number of rows it changed."""
         return self._connection.execute(sql, parameters).rowcount
+
+    def run_many(self, sql: str, parameters: Iterable[Mapping[str, Any]]) -> None:
+        """One statement for every row: the interpreter is let go of once, not once a row."""
+        self._connection.executemany(sql, parameters)
 
     def insert(self, sql: str, **parameters: Any) -> int:
         """Execute one INSERT; the rowid it made."""
@@ -79,6 +83,7 @@ class Database:
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
         self._open: Transaction | None = None  # the one that is under way
+        self._syncs_later = False
         self._lock_fd = take_lock(layout.catalog_lock)
         try:
             _check_not_lost(layout)
@@ -126,21 +131,49 @@ class Database:
         """One that a power cut may undo, and those like it since the last other one; a killed process loses none.
 
         For what can be done again: SQLite waits for the disk at the end of the next other one, which brings these along.
-        Not inside another one.
+        """
+        with self._mutex, self._unsynced(), self.transaction() as transaction:
+            yield transaction
+
+    @contextmanager
+    def synced_together(self) -> Iterator[None]:
+        """One wait for the disk for all transactions within, at the end: until then nobody may be told of them.
+
+        Those of other threads wait for it, as theirs would not be synced either.
         """
         with self._mutex:
-            assert self._open is None, "SQLite takes no such setting inside a transaction"
-            self._connection.execute(_UNSYNCED)
+            n_changes = self._connection.total_changes
             try:
-                with self.transaction() as transaction:
-                    yield transaction
+                with self._unsynced():
+                    yield
             finally:
-                self._connection.execute(_SYNCED)
+                if self._connection.total_changes != n_changes:
+                    self.sync()
+
+    @contextmanager
+    def _unsynced(self) -> Iterator[None]:
+        if self._syncs_later:
+            yield
+            return
+        assert self._open is None, "SQLite takes no such setting inside a transaction"
+        self._connection.execute(_UNSYNCED)
+        self._syncs_later = True
+        try:
+            yield
+        finally:
+            self._syncs_later = False
+            self._connection.execute(_SYNCED)
 
     def sync(self) -> None:
         """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the file syncs by itself."""
-        with self._mutex, Path(f"{self._path}-wal").open("rb") as log:
-            os.fsync(log.fileno())
+        try:
+            with self._mutex, Path(f"{self._path}-wal").open("rb") as log:
+                os.fsync(log.fileno())
+        except OSError as error:
+            raise StoreError(
+                f"catalog {self._path} cannot be synced: {error.strerror}; what was not acknowledged may be played again. "
+                "Check the disk, then give the same command"
+            ) from error
 
     def close(self) -> None:
         """Give the catalog back. Idempotent."""
@@ -190,22 +223,6 @@ class Database:
         return int(meta["epoch"]) + 1
 
 
-@contextmanager
-def in_todays_format(connection: sqlite3.Connection, *, path: Path) -> Iterator[sqlite3.Connection]:
-    """The catalog that `connection` reads; one of an older format as an upgraded copy in memory: the file is its owner's."""
-    version = connection.execute("SELECT format_version FROM meta").fetchone()
-    if version is None or version[0] >= FORMAT_VERSION:
-        yield connection
-        return
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
-        connection.backup(copy)
-        copy.row_factory = connection.row_factory
-        copy.create_function("now_us", 0, now_us)
-        migrate(copy, path=path)
-        copy.executescript(SCHEMA.read_text())
-        yield copy
-
-
 def _shown_lsn(layout: RunLayout) -> int:
     """That of the manifest, which is written after the commits it shows; 0 without a readable one."""
     try:
@@ -223,6 +240,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         connection.create_function("now_us", 0, lambda: now_us())  # the ledger's triggers ask for it
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(_SYNCED)
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
         migrate(connection, path=layout.catalog)
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(SCHEMA.read_text())

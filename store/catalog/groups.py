@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from store.catalog.database import Transaction
 from store.catalog.files import insert_segment
@@ -93,12 +94,12 @@ def lease_open_group(tx: Transaction, *, worker: str, lease_s: float, split: str
     return _record(tx, group)
 
 
-def renew_leases(tx: Transaction, *, worker: str, lease_s: float) -> int:
-    """Extend all leases of a worker that is alive; how many it holds."""
+def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -> int:
+    """Extend all leases of workers that are alive; how many they hold."""
     return tx.run(
-        "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker = :worker",
+        "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM json_each(:workers))",
         until_us=tx.now_us + round(lease_s * US_PER_S),
-        worker=worker,
+        workers=json.dumps(list(workers)),
     )
 
 
@@ -148,8 +149,7 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
     new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
     if new:
         insert_segment(tx, segment, epoch=epoch, level=0)
-        for trajectory in new:
-            insert_trajectory(tx, trajectory, segment_id=segment.segment_id)
+        insert_trajectories(tx, new, segment_id=segment.segment_id)
         for traj_uid, segment_id in home.items():
             if segment_id is not None:
                 tx.run(
@@ -222,16 +222,18 @@ def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
     return tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid AND n_members = size", group_uid=group_uid) is not None
 
 
-def insert_trajectory(tx: Transaction, trajectory: TrajectoryMeta, *, segment_id: str) -> None:
-    """The trajectory counts, and is read from this segment. Its group's sums are the caller's business."""
-    tx.run(
+def insert_trajectories(tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, segment_id: str) -> None:
+    """The trajectories count, and are read from this segment. Their groups' sums are the caller's business."""
+    names = TrajectoryMeta.__slots__
+    tx.run_many(
         """INSERT INTO trajectory (traj_uid, group_uid, member, segment_id, n_steps, episode_return, won, task_score,
                                    invalid_steps, version_min, version_max, lsn)
            VALUES (:traj_uid, :group_uid, :member, :segment_id, :n_steps, :episode_return, :won, :task_score,
                    :invalid_steps, :version_min, :version_max, :lsn)""",
-        **{name: getattr(trajectory, name) for name in TrajectoryMeta.__slots__},
-        segment_id=segment_id,
-        lsn=tx.lsn,
+        [
+            {name: getattr(trajectory, name) for name in names} | {"segment_id": segment_id, "lsn": tx.lsn}
+            for trajectory in trajectories
+        ],
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from store.catalog import sums
 from store.catalog.database import Transaction
 from store.catalog.files import insert_segment
-from store.catalog.groups import complete_if_whole, insert_trajectory
+from store.catalog.groups import complete_if_whole, insert_trajectories
 from store.errors import StoreError
 from store.hashing import uid
 from store.records import uid_text
@@ -52,8 +52,7 @@ def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Imp
     for ordinal, group in enumerate(groups, start=row["next"]):
         _enter(tx, group, ordinal=ordinal, source=source)
     insert_segment(tx, segment, epoch=tx.epoch, level=0)
-    for trajectory in segment.trajectories:
-        insert_trajectory(tx, trajectory, segment_id=segment.segment_id)
+    insert_trajectories(tx, segment.trajectories, segment_id=segment.segment_id)
     for group in groups:
         _take_in(tx, group, source=source)
     n = len(segment.trajectories)

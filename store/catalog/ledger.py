@@ -95,11 +95,8 @@ def learner_step(tx: Transaction) -> int:
 
 def heartbeats(tx: Transaction, *, waiting_on: Mapping[str, str | None]) -> None:
     """These components are alive now, and wait for this (None: they work)."""
-    for component, reason in waiting_on.items():
-        tx.run(
-            "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, :now_us)",
-            name=component,
-            waiting_on=reason,
-            now_us=tx.now_us,
-        )
+    tx.run_many(
+        "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, :now_us)",
+        [{"name": name, "waiting_on": reason, "now_us": tx.now_us} for name, reason in waiting_on.items()],
+    )
     tx.touch("component")

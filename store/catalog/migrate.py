@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+from store.clock import now_us
 from store.errors import FormatError
 from store.layout import FORMAT_VERSION
+
+SCHEMA = Path(__file__).with_name("schema.sql")
 
 # What turns a catalog of version n into one of n + 1. What is new as a whole is made by schema.sql.
 MIGRATIONS = {
@@ -73,3 +78,19 @@ def migrate(connection: sqlite3.Connection, *, path: Path) -> None:
         raise FormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
     for older in range(version, FORMAT_VERSION):
         connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[older]} COMMIT;")
+
+
+@contextmanager
+def in_todays_format(connection: sqlite3.Connection, *, path: Path) -> Iterator[sqlite3.Connection]:
+    """The catalog that `connection` reads; one of an older format as an upgraded copy in memory: the file is its owner's."""
+    version = connection.execute("SELECT format_version FROM meta").fetchone()
+    if version is None or version[0] >= FORMAT_VERSION:
+        yield connection
+        return
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        connection.backup(copy)
+        copy.row_factory = connection.row_factory
+        copy.create_function("now_us", 0, now_us)
+        migrate(copy, path=path)
+        copy.executescript(SCHEMA.read_text())
+        yield copy

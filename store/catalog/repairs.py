@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from store.catalog.batches import release
 from store.catalog.database import Database, Transaction
 from store.catalog.files import WANTED_BACK, insert_segment, mark_removed, retire
-from store.catalog.groups import complete_if_whole, insert_trajectory
+from store.catalog.groups import complete_if_whole, insert_trajectories
 from store.catalog.imports import whole_again
 from store.catalog.records import SetAside
 from store.catalog.sums import recompute, recompute_if_whole, reopen, withhold_half
@@ -92,7 +92,7 @@ def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -
     tx.run("DELETE FROM duplicate WHERE segment_id = :segment_id", segment_id=segment_id)
     for meta in held:
         if meta.traj_uid in taken:
-            insert_trajectory(tx, meta, segment_id=segment_id)
+            insert_trajectories(tx, [meta], segment_id=segment_id)
         else:
             tx.run(
                 "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from store.catalog.batches import release
-from store.catalog.database import SCHEMA, Transaction
+from store.catalog.database import Transaction
 from store.catalog.files import insert_segment
-from store.catalog.groups import complete_if_whole, insert_trajectory
+from store.catalog.groups import complete_if_whole, insert_trajectories
 from store.catalog.imports import IMPORTED, whole_again
+from store.catalog.migrate import SCHEMA
 from store.catalog.repairs import STILL_TO_BE_CONSUMED
 from store.catalog.sums import recompute, reopen, withhold_half
 from store.hashing import uid
@@ -235,8 +236,7 @@ def _count(tx: Transaction, segment: FoundSegment, *, lsn: int) -> None:
             now_us=tx.now_us,
             segment_id=segment.meta.segment_id,
         )
-    for meta in segment.meta.trajectories:
-        insert_trajectory(tx, meta, segment_id=segment.meta.segment_id)
+    insert_trajectories(tx, segment.meta.trajectories, segment_id=segment.meta.segment_id)
     for traj_uid in segment.excluded:
         _insert(tx, "duplicate", segment_id=segment.meta.segment_id, traj_uid=traj_uid)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from store.catalog.as_of import connect_read_only
-from store.catalog.database import in_todays_format
+from store.catalog.migrate import in_todays_format
 from store.errors import StoreError
 from store.layout import RunLayout
 from store.upkeep import fsck_manifest, fsck_segments

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 from store import Catalog, GroupRecord, RunLayout, export, now_us, read_segment, write_open_sql, write_segment
@@ -111,7 +112,8 @@ def write_and_commit(
     ]
     segment = write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch)
     diary.phase("commit")
-    catalog.commit(segment, epoch=catalog.epoch)
+    with catalog.synced_together() if worker == "w0" else nullcontext():  # as of several workers at once
+        catalog.commit(segment, epoch=catalog.epoch)
     diary.done("commit", trajectories=[trajectory.traj_uid.hex() for trajectory in trajectories])
     catalog.commit(segment, epoch=catalog.epoch)
 
