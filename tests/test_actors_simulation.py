@@ -27,6 +27,7 @@ import configs
 from actors import Coordinator, maintenance, pulse, task_index
 from actors.doubles import Delay, DelayedEnvironment, LocalHandle
 from actors.rollout import AsyncEnvironment
+from actors.shared_handle import SharedHandle
 from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
 from actors.virtual_time import VirtualTimeLoop
 from configs import Config
@@ -113,7 +114,7 @@ class World:
             generation=self.generation,
             loading=self.loading,
         )
-        worker = SimulatedWorker(setup, self.handle)
+        worker = SimulatedWorker(setup, SharedHandle(self.handle))  # as a real one: what it asks at once goes together
         self.workers[worker] = asyncio.create_task(worker.run())
 
     def make_environment(self, source: random.Random) -> AsyncEnvironment:
