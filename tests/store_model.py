@@ -14,7 +14,7 @@ from unittest import mock
 
 import duckdb
 
-from store import Catalog, Counts, GroupRecord, RunLayout, Trajectory, TrajectoryMeta, now_us, uid_text
+from store import Catalog, Counts, GroupRecord, RunLayout, Trajectory, TrajectoryMeta, now_us, uid_text, write_open_sql
 from store.reading.open_sql import RUN_LINE
 
 TRAIN_STATES = ("open", "complete", "claimed", "trained", "stale", "no_signal")
@@ -91,6 +91,11 @@ class Model:
 
     def held_by(self, worker: str) -> list[Group]:
         return [group for group in self.groups.values() if group.leased_by == worker]
+
+    def give_up(self, group: Group, *, worker: str, state: str) -> None:
+        """Of an open group that the worker holds; one that is played in part is not played anew."""
+        if group.state == "open" and group.leased_by == worker:
+            group.state, group.leased_by = "stale" if state == "open" and group.members else state, None
 
     def unknown(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
         return [t for t in trajectories if t.member not in self.groups[t.group_uid].members]
@@ -198,6 +203,16 @@ TOO_OLD = """SELECT group_uid FROM batch JOIN batch_group USING (batch_id) JOIN 
              WHERE live AND batch.state = 'trained' AND version_in - g.version_min > :bound"""
 
 
+def new_run(root: Path, *, max_staleness: int) -> RunLayout:
+    """A run without any group, with the versions that the first trajectories are of."""
+    layout = RunLayout.create(root, config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=max_staleness)
+    with Catalog.open(layout) as catalog:
+        for version in range(FIRST_VERSION - 2, FIRST_VERSION + 1):
+            catalog.record_version(version=version, path=f"w{version}", digest="d", learner_step=None)
+    return layout
+
+
 class DisposableRun:
     """A copy of a run, its owner, and its clock. What a killed owner left open is closed at the end."""
 
@@ -251,6 +266,10 @@ class DyingConnection:
         if writes:
             self.left, self.wrote = self.left - 1, True
         return self.connection.execute(sql, *parameters)
+
+    def executemany(self, sql: str, rows: Iterable[object]) -> None:
+        for row in rows:
+            self.execute(sql, row)
 
 
 @contextmanager
