@@ -51,9 +51,9 @@ class Chat:
                 )
         self.opening = self._opening()
 
-    def begun(self, message: str) -> tuple[int, ...]:
-        """The conversation's first message, up to where the assistant's reply begins."""
-        return tuple(self._apply([("user", message)], generation=True, tokenize=True))
+    def begun(self, message: str, *, n_images: int = 0) -> tuple[int, ...]:
+        """The conversation's first message, up to where the assistant's reply begins; images come before its text."""
+        return tuple(self._apply([("user", message)], generation=True, tokenize=True, n_images=n_images))
 
     def continued(self, message: str, *, after: Sequence[int]) -> tuple[int, ...]:
         """What goes behind a response `after`: the end of the assistant's turn where it lacks that token, and the message.
@@ -86,9 +86,10 @@ class Chat:
             return ""
         return self._tokenizer.decode(whole[len(without) :], skip_special_tokens=False)
 
-    def _apply(self, conversation: Sequence[tuple[str, str]], *, generation: bool, tokenize: bool) -> Any:
+    def _apply(self, conversation: Sequence[tuple[str, str]], *, generation: bool, tokenize: bool, n_images: int = 0) -> Any:
+        images = [{"type": "image"}] * n_images
         messages = [
-            {"role": role, "content": [{"type": "text", "text": text}] if self._in_parts else text}
+            {"role": role, "content": [*images, {"type": "text", "text": text}] if self._in_parts or images else text}
             for role, text in conversation
         ]
         return self._tokenizer.apply_chat_template(

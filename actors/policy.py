@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from actors.images import Image
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
@@ -22,6 +24,7 @@ class Prompt:
     demonstrated: str | None = None  # the observation's; likewise
     n_dropped_turns: int = 0  # earlier turns that were to be shown and that the token budget had no room for
     n_dropped_tokens: int = 0  # tokens of the prompt without a budget, less those it has
+    images: tuple[Image, ...] = ()  # uint8 [height, width, 3], in the order of their image tokens in `token_ids`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

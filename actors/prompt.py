@@ -6,7 +6,8 @@
 
 prompt.style "window": every step is one single-turn chat, the template filled with the last `history_length` turns, as in the
 paper. "chat": an episode is one conversation; a prompt is the tokens of the one before, its response, and the new message.
-Too long a prompt loses its oldest turns first, then the middle of what is shown; both ends of the chat stay.
+Too long a prompt loses its oldest turns first, then the middle of what is shown; both ends of the chat stay. Images of the
+observation come first in its message, each as its tokens; earlier turns are told in words alone, and no image is ever cut.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from actors.chat import Chat, Tokenizer
+from actors.images import ImageForm
 from actors.parsing import Answer, parse_action
 from actors.policy import Prompt
 from actors.template import TEMPLATES, Template, Turn, find_template, longest_part, render, render_next, shortened
@@ -27,11 +29,12 @@ __all__ = ["TEMPLATES", "Answer", "PromptForm", "Template", "Turn", "parse_actio
 class PromptForm:
     """The config's `prompt` with the tokenizer it is for. Pure: the same arguments give the same token ids.
 
-    Raises ValueError for a template that cannot be read, a parser that has no rule for it, or an unusable chat template.
+    `images` is the model's way with them, None if it sees none. Raises ValueError for a template that cannot be read, a parser
+    that has no rule for it, or an unusable chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: PromptConfig) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, tokenizer: Tokenizer, config: PromptConfig, *, images: ImageForm | None = None) -> None:
+        self.config, self.tokenizer, self.images = config, tokenizer, images
         self.template = find_template(config.template)
         self.max_prompt_tokens = config.max_prompt_tokens
         self._chat = Chat(tokenizer, thinking=config.thinking)
@@ -44,7 +47,12 @@ class PromptForm:
             self._chat.continued("", after=())  # refuses a chat template it is not possible with
 
     def prompt(self, observation: Observation, history: Sequence[Turn]) -> Prompt:
-        """At most `max_prompt_tokens` token ids; what was left out for that is counted in the Prompt."""
+        """At most `max_prompt_tokens` token ids; what was left out for that is counted in the Prompt.
+
+        Raises ValueError for an observation with images that this model, style or budget has no place for.
+        """
+        if observation.images:
+            self._check_images(observation)
         return self._in_chat(observation, history) if self.config.style == "chat" else self._in_window(observation, history)
 
     def parse(self, token_ids: Sequence[int]) -> Answer:
@@ -71,6 +79,7 @@ class PromptForm:
             demonstrated=observation.demonstrated,
             n_dropped_turns=asked - kept,
             n_dropped_tokens=len(whole) - len(token_ids),
+            images=observation.images,
         )
 
     def _in_chat(self, observation: Observation, history: Sequence[Turn]) -> Prompt:
@@ -114,7 +123,9 @@ class PromptForm:
         return self._chat.continued(text, after=history[turn - 1].response_ids)
 
     def _begun(self, observation: Observation, history: Sequence[Turn], *, kept: int) -> tuple[int, ...]:
-        return self._chat.begun(render(self.template, observation, history, kept=kept))
+        message = render(self.template, observation, history, kept=kept)
+        token_ids = self._chat.begun(message, n_images=len(observation.images))
+        return self.images.expanded(token_ids, observation.images) if self.images and observation.images else token_ids
 
     def _squeezed(self, observation: Observation, history: Sequence[Turn]) -> tuple[int, ...]:
         """Without turns; every part of the observation is cut in its middle to equally many characters, the most that fit.
@@ -128,8 +139,24 @@ class PromptForm:
         whole = longest_part(observation)
         limit = bisect_left(range(whole + 1), True, key=lambda limit: self._too_long(cut(limit)))  # the first that is too much
         token_ids = cut(max(limit - 1, 0))
+        if not limit and observation.images:
+            raise ValueError(
+                f"prompt.max_prompt_tokens={self.max_prompt_tokens} has no room for the template and the image, "
+                f"{len(token_ids)} tokens; an image cannot be cut: raise it, or have smaller images drawn"
+            )
         n_end = self.max_prompt_tokens // 2
         return token_ids if limit else token_ids[: self.max_prompt_tokens - n_end] + token_ids[len(token_ids) - n_end :]
+
+    def _check_images(self, observation: Observation) -> None:
+        if self.images is None:
+            raise ValueError(
+                "the environment shows images, which the model in model.path does not see, or not in a way known here; take a "
+                "Qwen2-VL or Qwen2.5-VL, or have the environment show text"
+            )
+        if len(observation.images) > 1:
+            raise ValueError(f"an observation has {len(observation.images)} images; a prompt has place for one")
+        if self.config.style == "chat":
+            raise ValueError("prompt.style='chat' would repeat the images of earlier turns; use 'window' with images")
 
     def _too_long(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) > self.max_prompt_tokens

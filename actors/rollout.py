@@ -19,7 +19,7 @@ from actors.prompt import Answer, PromptForm, Turn
 from actors.vllm_policy import EngineLostError
 from configs import Config
 from envs import Observation, Task, Transition
-from store import Step, Trajectory, now_us, state_hash, uid
+from store import Step, StepImage, Trajectory, now_us, state_hash, uid
 
 
 class AsyncEnvironment(Protocol):
@@ -213,6 +213,7 @@ def step_of(
         t_start_us=t_start_us,
         gen_us=gen_us,
         env_us=0,
+        images=tuple(StepImage(height=image.shape[0], width=image.shape[1], pixels=image.tobytes()) for image in prompt.images),
     )
 
 

@@ -7,6 +7,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.vllm_images import image_arguments
 from configs import ActorsConfig
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 STOP_PATIENCE_S = 10.0
+# Arguments that images change.
+TEXT_ARGUMENTS = {"skip_tokenizer_init": True, "worker_extension_cls": "actors.weight_transfer.WorkerExtension"}
 CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
 
 
@@ -42,14 +45,13 @@ def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_reque
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,
-        skip_tokenizer_init=True,
         max_model_len=actors.max_model_tokens,
         max_num_seqs=max_requests,
         logprobs_mode="processed_logprobs",  # after temperature, as sampled; raw ones would bias every ratio
-        worker_extension_cls="actors.weight_transfer.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **(TEXT_ARGUMENTS | image_arguments(model_path)),
         **placement,
     )
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 from actors.concurrency import RequestGate
 from actors.engine_environment import engine_environment, environment
 from actors.engine_server import begin_loading, engines_from_server
+from actors.images import ImageForm, load_image_form
 from actors.policy import Completion, Prompt
 from actors.vllm_engine import Preemptions, engine_args, stop_engine
+from actors.vllm_images import engine_input
 from actors.weight_files import RECEIVED, WeightFileError, check_fit, check_shapes, tensor_shapes
 from actors.weight_load import PhaseClock, WeightLoad
 from configs import ActorsConfig
@@ -53,6 +55,7 @@ class VLLMPolicy:
         stop: Sequence[str],
         shapes: Mapping[str, list[int]],
         gate: RequestGate,
+        images: ImageForm | None,
         preemptions: Preemptions,
     ) -> None:
         self._llm: AsyncLLM | None = llm
@@ -60,7 +63,7 @@ class VLLMPolicy:
         self._max_response_tokens = max_response_tokens
         self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = shapes
-        self._gate, self._preemptions = gate, preemptions
+        self._gate, self._images, self._preemptions = gate, images, preemptions
         self._version = 0
         self._request_numbers = itertools.count()
         self._one_load = asyncio.Lock()
@@ -111,6 +114,7 @@ class VLLMPolicy:
             stop=stop,
             shapes=shapes,
             gate=gate,
+            images=load_image_form(model_path),
             preemptions=preemptions,
         )
 
@@ -128,7 +132,6 @@ class VLLMPolicy:
 
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
         from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -144,7 +147,7 @@ class VLLMPolicy:
             detokenize=bool(self._stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = tokens_input(list(prompt.token_ids))
+        request = engine_input(prompt, self._images)
         async with self._gate:
             submitted_at = self._version
             outputs = self._engine().generate(request, params, str(next(self._request_numbers)))

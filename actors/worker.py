@@ -27,6 +27,7 @@ from actors.chat_policy import ChatPolicy
 from actors.client import CoordinatorClient
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.group import with_attempts
+from actors.images import load_image_form
 from actors.player import LONG_S, Player
 from actors.plays import Lease
 from actors.policy import Policy, ScriptedPolicy
@@ -75,7 +76,8 @@ class Worker:
         if self.chat:
             self.form = character_form(config.prompt)
         else:
-            self.form = PromptForm(load_tokenizer(setup.model_path, with_torch=not config.actors.scripted), config.prompt)
+            tokenizer = load_tokenizer(setup.model_path, with_torch=not config.actors.scripted)
+            self.form = PromptForm(tokenizer, config.prompt, images=load_image_form(setup.model_path))
         env = config.env
         self.environments = (
             ProgramPool(env.name, env.options, processes=env.processes)

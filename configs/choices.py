@@ -46,5 +46,6 @@ READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
 NOT_RECORDED = {  # gigpo can, but a run cannot give it what it needs
     "weighted": "weights need a forward pass that comes after the advantages; use 'window', or weigh offline",
 }
-TEMPLATES = ("alfworld", "compact", "direct", "search", "sokoban", "think", "webshop")  # the files in actors/templates
+# The files in actors/templates.
+TEMPLATES = ("alfworld", "compact", "direct", "search", "sokoban", "sokoban_image", "think", "webshop")
 MIN_SNAPSHOT_WINDOW_S = 60.0  # for the learner, or a DuckDB shell, to open a file it was told of

@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
@@ -36,6 +39,7 @@ class Observation:
     anchor: str | None = None  # canonical text of the anchor state; None means "use `text`"
     actions: tuple[str, ...] | None = None  # admissible actions, None where the environment cannot list them
     demonstrated: str | None = None  # what leads on to a win, where that is known; for the scripted player, no model sees it
+    images: tuple[NDArray[np.uint8], ...] = ()  # each [height, width, 3], red green blue; what a vision model sees with `text`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from envs.base import Environment, Observation, Task, Transition
+from envs.images import check_images
 from envs.options import SPLITS
 from envs.registry import environment_class, is_program, program_class
 
@@ -88,6 +89,7 @@ def _checked_observation(answer: object, *, what: str) -> Observation:
         raise TypeError(f"{what} returned anchor={answer.anchor!r}; it must be text or None")
     if answer.demonstrated is not None and not isinstance(answer.demonstrated, str):
         raise TypeError(f"{what} returned demonstrated={answer.demonstrated!r}; it must be text or None")
+    check_images(answer.images, what=what)
     if answer.actions is None:
         return answer
     if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in answer.actions):

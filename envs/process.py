@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -103,6 +104,8 @@ class EnvironmentProcess:
         self._connection = Connection(ours.detach())
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection.fileno(), self._read)
+        # Ray's event loop, uvloop, makes it non-blocking; of an answer longer than the socket holds the rest would be lost.
+        os.set_blocking(self._connection.fileno(), True)
         self._is_up = loop.create_future()
         self._is_up.add_done_callback(lambda done: done.exception())  # also if nobody waits for it any more
         self._waits.begin(self._is_up, "its process to start")

@@ -4,7 +4,7 @@ Options: `url`. Every request is a POST with a JSON object, and so is every answ
 
     /tasks  {"split"}         {"tasks": [...]}, each with the fields of `Task`
     /create {}                {"id"}: a place for one episode at a time
-    /reset  {"id", "task"}    the fields of `Observation`
+    /reset  {"id", "task"}    the fields of `Observation`, images as `images.py` writes them
     /step   {"id", "action"}  the fields of `Transition`
     /close  {"id"}            {}
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from envs.base import Observation, Task, Transition
 from envs.closing import close_soon
+from envs.images import observation_from_json
 from envs.options import check_options
 from envs.process import EnvironmentDied
 
@@ -61,11 +62,11 @@ class RemoteEnv:
         if status == UNKNOWN_ID:
             self._id = json.loads(_checked(*await self._post("create")))["id"]
             status, answer = await self._post("reset", task=fields)
-        return Observation(**json.loads(_checked(status, answer)))
+        return observation_from_json(json.loads(_checked(status, answer)))
 
     async def step(self, action: str) -> Transition:
         fields = json.loads(_checked(*await self._post("step", action=action)))
-        return Transition(**{**fields, "observation": Observation(**fields["observation"])})
+        return Transition(**{**fields, "observation": observation_from_json(fields["observation"])})
 
     def close(self) -> None:
         if self._session is not None:

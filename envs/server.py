@@ -17,12 +17,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from aiohttp import web
 
 from envs.base import Task
 from envs.check import EnvironmentFailed, list_tasks
+from envs.images import observation_to_json
 from envs.pool import EnvironmentPool, PooledEnvironment
 from envs.process import EnvironmentDied
 from envs.registry import is_program
@@ -96,13 +98,15 @@ class Server:
             raise _refused(400, f"/reset: {error}") from None
         place = self._place(fields["id"])
         async with place.answers:
-            return web.json_response(asdict(await place.environment.reset(task)))
+            return web.json_response(observation_to_json(await place.environment.reset(task)))
 
     async def step(self, request: web.Request) -> web.Response:
         fields = await _fields(request, id=str, action=str)
         place = self._place(fields["id"])
         async with place.answers:
-            return web.json_response(asdict(await place.environment.step(fields["action"])))
+            transition = await place.environment.step(fields["action"])
+        flat = {item.name: getattr(transition, item.name) for item in dataclass_fields(transition)}
+        return web.json_response({**flat, "observation": observation_to_json(transition.observation)})
 
     async def close_one(self, request: web.Request) -> web.Response:
         number = (await _fields(request, id=str))["id"]

@@ -1,7 +1,9 @@
-"""Sokoban as text: push every box onto a target. Rooms are made here, from a seed; rules and rewards are gym-sokoban's.
+"""Sokoban as text or as images: push every box onto a target. Rooms are made here, from a seed; rules and rewards are
+gym-sokoban's.
 
 The room is a grid of signs with a space between them: # wall, _ floor, O target, X box, √ box on a target, P the player,
-S the player on a target. It is also the anchor. An image would be another drawing of the same `Room`; there is none yet.
+S the player on a target. It is also the anchor. With observation=image the same room is drawn in pixels too, in
+`Observation.images`, as vision models see it (`sokoban_pixels.py`); text and anchor stay the grid.
 
 An action is read as the paper's code reads it: the first of up, down, left, right, still that occurs in its text. Every one
 costs 0.1; a box that comes onto a target earns 1, one that leaves it loses 1, and the last one earns 10 more. Without any of
@@ -10,7 +12,8 @@ step limit. Here every action does: the limit is the runner's, `env.max_steps`.)
 `env.win_reward` is 1.
 
 Options: `rows`, `columns` (outer walls included), `boxes`, `least_moves` and `most_moves` of a shortest solution,
-`train_rooms`, `heldout_rooms`, `seed` (of the rooms).
+`train_rooms`, `heldout_rooms`, `seed` (of the rooms). May be left out: `observation`, text (unless it is given) or image;
+`cell_pixels`, the side of a cell in an image, 28 unless it is given, which is the patch of Qwen2.5-VL: a cell is one token.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from itertools import islice
 
 from envs.base import Observation, Task, Transition
 from envs.options import check_options, check_split
+from envs.sokoban_pixels import LEAST_CELL_PIXELS, drawn_room
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 WORDS = (*MOVES, "still")
+TEXT, IMAGE = "text", "image"  # of the option `observation`
+CELL_PIXELS = 28
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0  # as gym-sokoban
 OBJECTIVE = "push every box onto a target."
 HELDOUT_SHARE = 5  # one layout in five belongs to the held-out split
@@ -74,7 +80,7 @@ class Room:
 
 class SokobanEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        _parse(options)
+        self._options = _parse(options)
         self._is_over = True
 
     @classmethod
@@ -117,7 +123,9 @@ class SokobanEnv:
         pass
 
     def _observe(self) -> Observation:
-        return Observation(text=self._room.drawn(), objective=OBJECTIVE, actions=tuple(MOVES))
+        text = self._room.drawn()
+        images = (drawn_room(text, cell_pixels=self._options.cell_pixels),) if self._options.observation == IMAGE else ()
+        return Observation(text=text, objective=OBJECTIVE, actions=tuple(MOVES), images=images)
 
 
 def read_room(text: str) -> Room:
@@ -144,6 +152,8 @@ class _Options:
     train_rooms: int
     heldout_rooms: int
     seed: int
+    cell_pixels: int
+    observation: str
 
 
 def _rooms(split: str, options: _Options) -> Iterator[tuple[int, Room, int]]:
@@ -247,15 +257,20 @@ def _parse(options: Mapping[str, object]) -> _Options:
         "train_rooms": 1,
         "heldout_rooms": 1,
         "seed": 0,
+        "cell_pixels": LEAST_CELL_PIXELS,
     }
-    check_options("sokoban", options, tuple(least))
+    options = {"observation": TEXT, "cell_pixels": CELL_PIXELS, **options}
+    check_options("sokoban", options, (*least, "observation"))
+    observation = options["observation"]
+    if observation not in (TEXT, IMAGE):
+        raise ValueError(f"sokoban option observation={observation!r} is not one of {TEXT!r}, {IMAGE!r}")
     values: dict[str, int] = {}
     for name, lowest in least.items():
         value = options[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
             raise ValueError(f"sokoban option {name}={value!r} must be a whole number, at least {lowest}")
         values[name] = value
-    parsed = _Options(**values)
+    parsed = _Options(**values, observation=str(observation))
     room_for = (parsed.rows - 2) * (parsed.columns - 2) - 2  # the player, and somewhere to push to
     if parsed.boxes > room_for:
         raise ValueError(f"sokoban option boxes={parsed.boxes} must be at most {room_for} in {parsed.rows}x{parsed.columns}")

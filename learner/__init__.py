@@ -5,8 +5,9 @@ stored ones, those that `selection.py` picks), `batch.py` (with `sequences.py` a
 `prefetch.py` does both beside the training. `ranks.py` trains: one `engine.py` (DeepSpeed around `policy_model.py`) a process,
 minimising what `objective.py` reads off the config. `guards.py` looks at the outcome, `metrics.py` and `stats.py` name it.
 `publish.py` writes weights (over old ones, `spare.py`), `broadcast.py` sends them, `checkpoint.py` writes what a restart needs,
-with `directories.py` and `shards.py`. `lora.py` adapts, `tiny_model.py` makes a base policy where there is none. `export.py`
-and `replay.py` are `python -m learner`: what was learned for other programs, and learner steps again, which `explain.py` shows.
+with `directories.py` and `shards.py`. `vision.py` (with `row_images.py`) is for models that see images, `lora.py` adapts,
+`tiny_model.py` makes a base policy where there is none. `export.py` and `replay.py` are `python -m learner`: what was learned
+for other programs, and learner steps again, which `explain.py` shows.
 """
 
 from importlib import import_module

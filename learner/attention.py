@@ -13,6 +13,7 @@ Letters: S sequences, T tokens together, L of one, A attention heads, D size of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,11 @@ def use_packed_attention(causal_lm: PreTrainedModel) -> None:
     Raises ValueError where tokens reach others by more than attention, or where the model's attention is not what we compute.
     """
     name = f"model.path: {type(causal_lm).__name__}"
-    others = set(getattr(causal_lm.config, "layer_types", None) or ()) - LAYER_TYPES
+    decoder = causal_lm.get_decoder()  # a vision model's tower keeps its own attention, which knows images apart
+    others = set(getattr(decoder.config, "layer_types", None) or ()) - LAYER_TYPES
     if causal_lm.is_backend_compatible() and not causal_lm._is_stateful and not others:
-        causal_lm.set_attn_implementation(PACKED)
-    if causal_lm.config._attn_implementation != PACKED:
+        decoder.set_attn_implementation(PACKED)
+    if decoder.config._attn_implementation != PACKED:
         layers = f" (its layers: {', '.join(sorted(others))})" if others else ""
         raise ValueError(
             f"{name}{layers} passes tokens on by more than attention that can be replaced, so sequences packed "
@@ -83,15 +85,19 @@ def packed_hidden(
     input_ids_T: torch.Tensor,
     position_ids_T: torch.Tensor,
     bounds_S1: torch.Tensor,
+    *,
+    embedded: Mapping[str, torch.Tensor] | None = None,
     **to_layers: torch.Tensor,
 ) -> torch.Tensor:
-    """[T, H], the decoder's last hidden states. Its layers get the keywords `to_layers`, see `last_layer.py`."""
+    """[T, H], the decoder's last hidden states. Its layers get the keywords `to_layers`, see `last_layer.py`.
+
+    `embedded` are embeddings and positions in place of the ids and theirs, see `vision.py`.
+    """
     # Once per forward pass and not per layer: reading the lengths waits for the device.
     sequences = PackedSequences(bounds_S1=bounds_S1, lengths=bounds_S1.diff().tolist())
-    decoder = causal_lm.base_model
-    return decoder(
-        input_ids=input_ids_T.unsqueeze(0),
-        position_ids=position_ids_T.unsqueeze(0),
+    inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
+    return causal_lm.get_decoder()(
+        **(inputs if embedded is None else embedded),
         sequences=sequences,
         use_cache=False,
         **to_layers,

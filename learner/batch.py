@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from learner.packing import packed
+from learner.row_images import RowImages, images_of, row_images
 from learner.sequences import Lists, Sequences, lists, ranges, sequences
 
 FILLER_ID = 0  # the token of a micro-batch without sequences; nothing is learnt there, so any valid id will do
@@ -50,6 +51,7 @@ class MicroBatch:
     rows_N: torch.Tensor  # int64, row of the table; one step, the unit of the loss, never cut in two
     n_rows: int  # distinct ones
     proximal_logprobs_N: torch.Tensor | None = None  # float32, of the policy before the learner step's first update
+    images_S: tuple[RowImages, ...] = ()  # of each sequence, in the order of their tokens; () where no row has any
 
     @property
     def n_tokens(self) -> int:
@@ -83,10 +85,13 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool,
     With `merge_steps` a step that repeats the tokens before it continues their sequence (`sequences.py`); how sequences
     are spread is in `packing.py`. A sequence longer than the budget has a micro-batch of its own. A row without response
     tokens has nothing to learn and is left out; if all are, there is no micro-batch.
-    Reads prompt_ids, response_ids, response_logprobs, advantage and staleness; to merge, also traj_uid and step_index.
+    Rows with images are never merged. Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if the
+    table has it, images; to merge, also traj_uid and step_index.
     Raises ValueError for an empty prompt, and for a response without a log-probability for each token.
     """
     columns = _columns(rows)
+    # A step with an image is a sequence by itself: equal image tokens do not mean equal images.
+    merge_steps = merge_steps and columns.images is None
     together = sequences(rows, prompts=columns.prompts, responses=columns.responses, merge_steps=merge_steps)
     last_S = together.last_row_S
     lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1
@@ -117,6 +122,7 @@ def shortest_sequence(batch: MicroBatch) -> MicroBatch:
         rows_N=batch.rows_N[inside_N],
         n_rows=batch.rows_N[inside_N].unique().numel(),
         proximal_logprobs_N=None if proximal_N is None else proximal_N[inside_N],
+        images_S=batch.images_S[shortest : shortest + 1],
     )
 
 
@@ -127,6 +133,7 @@ class _Columns:
     logprobs: Lists
     advantages_R: NDArray[np.float64]
     staleness_R: NDArray[np.int64]
+    images: pa.ChunkedArray | None  # None: no row has one
 
 
 def _columns(rows: pa.Table) -> _Columns:
@@ -136,6 +143,7 @@ def _columns(rows: pa.Table) -> _Columns:
         logprobs=lists(rows, "response_logprobs"),
         advantages_R=rows["advantage"].to_numpy(),
         staleness_R=rows["staleness"].to_numpy(),
+        images=row_images(rows),
     )
     unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
     if unequal.size:
@@ -173,6 +181,7 @@ def _micro_batch(columns: _Columns, together: Sequences, chosen_S: NDArray[np.in
         staleness_N=torch.from_numpy(np.repeat(columns.staleness_R[rows_K], n_response_K).astype(np.int64)),
         rows_N=torch.from_numpy(np.repeat(rows_K, n_response_K)),
         n_rows=len(rows_K),
+        images_S=() if columns.images is None else images_of(columns.images, last_S),
     )
 
 

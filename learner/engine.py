@@ -29,6 +29,7 @@ from learner.lora import adapters_off, add_adapters, merged
 from learner.objective import objective_of
 from learner.policy_model import PolicyModel, load_policy
 from learner.stats import Pass, UpdateStats, from_all_ranks, gathered, token_values, update_stats
+from learner.vision import names_to_publish
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
@@ -65,6 +66,7 @@ class Engine:
         self.learner, self.rank, self.ranks = learner, rank, learner.ranks
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
         self.policy = _load(model_path, model, temperature=temperature)
+        self.names = names_to_publish(Path(model_path), self.policy, learner)
         self.has_adapters = model.lora_rank > 0
         if self.has_adapters:
             add_adapters(self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha)
@@ -146,7 +148,7 @@ class Engine:
         on the CPU, and not copies if the model is: use them before the next update.
         """
         for name, tensor in merged(self.policy.causal_lm):
-            yield name, tensor.cpu() if self.rank == 0 else tensor
+            yield self.names.get(name, name), tensor.cpu() if self.rank == 0 else tensor
 
     def close(self) -> None:
         """Frees what DeepSpeed holds; the process group stays for the next engine of this process."""

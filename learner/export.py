@@ -22,6 +22,7 @@ from learner.full_state import MASTER, trainable
 from learner.lora import add_adapters, merged, write_adapter
 from learner.policy_model import load_policy
 from learner.publish import weight_files, write_weights
+from learner.vision import checkpoint_names
 from store import RunLayout, VersionRecord, files_digest, local_directory
 
 DESCRIPTION = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
@@ -120,7 +121,8 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     """Writes the weights of a checkpoint over the base model's; returns their digest. Raises ExportError, CheckpointError."""
     model, base = _restored(layout, learner_step)
     with _all_or_nothing(dest):
-        return write_weights(merged(model), dest, source_dir=base)
+        names = checkpoint_names(base, model.state_dict())
+        return write_weights(((names.get(name, name), tensor) for name, tensor in merged(model)), dest, source_dir=base)
 
 
 def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:

@@ -31,7 +31,7 @@ def trim_last_layer(causal_lm: PreTrainedModel) -> bool:
     are: its names say so, and passes before and after the change give the same, at all positions, at some and at none. One
     that adds or scales something, whose parts are called otherwise, or whose mlp lets tokens meet, stays as it is.
     """
-    layers = getattr(causal_lm.base_model, "layers", None)
+    layers = getattr(causal_lm.get_decoder(), "layers", None)
     if not isinstance(layers, torch.nn.ModuleList) or not len(layers):
         return False
     layer, own = layers[-1], layers[-1].forward

@@ -1,4 +1,4 @@
-"""The policy being trained: a Hugging Face causal LM whose output layer runs only where a response token is predicted.
+"""The policy being trained: a Hugging Face causal LM or vision model; its output layer runs where a response is predicted.
 
     policy = load_policy(path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     logprobs_N, entropy_N = policy(batch)
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from learner.attention import packed_hidden, use_packed_attention
 from learner.batch import MicroBatch
 from learner.last_layer import trim_last_layer
 from learner.output_layer import OutputLayer
+from learner.vision import Vision, load_vision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Entries of a model's configuration that scale or cap the logits after the output layer. `PolicyModel` calls that layer
@@ -29,8 +30,9 @@ LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_
 class PolicyModel(nn.Module):
     """logprobs_N = log softmax(logits_NV / temperature)[response_ids_N], vLLM's processed log-probabilities."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, vision: Vision | None = None) -> None:
         super().__init__()
+        self.vision = vision
         use_packed_attention(causal_lm)
         self.trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
@@ -42,10 +44,11 @@ class PolicyModel(nn.Module):
         Without any (N = 0) the results are of length 0 and still depend on every parameter, with gradients of 0.
         """
         packed = (batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
+        embedded = None if self.vision is None else self.vision.packed(self.causal_lm, batch)
         if self.trimmed:
-            hidden_NH = packed_hidden(self.causal_lm, *packed, positions_N=batch.positions_N)
+            hidden_NH = packed_hidden(self.causal_lm, *packed, embedded=embedded, positions_N=batch.positions_N)
         else:
-            hidden_NH = packed_hidden(self.causal_lm, *packed).index_select(0, batch.positions_N)
+            hidden_NH = packed_hidden(self.causal_lm, *packed, embedded=embedded).index_select(0, batch.positions_N)
         logprobs_N, entropy_N = self.output(hidden_NH, batch.response_ids_N)
         return logprobs_N, entropy_N
 
@@ -60,11 +63,14 @@ def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, tempera
     for name, neutral in LOGIT_CHANGES.items():
         if getattr(config, name, neutral) != neutral:
             raise ValueError(f"{path}: {name}={getattr(config, name)} changes the logits after the output layer; not supported")
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    causal_lm = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=DTYPES[dtype], local_files_only=True)
+    for part in (config, config.get_text_config()):  # one and the same, but for a vision model
+        for name, value in part.to_dict().items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    vision = load_vision(path)
+    of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    causal_lm = of_its_kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], local_files_only=True)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     causal_lm.train()  # gradient checkpointing works in training mode only; without dropout the modes are the same
-    return PolicyModel(causal_lm, temperature=temperature)
+    return PolicyModel(causal_lm, temperature=temperature, vision=vision)

@@ -33,7 +33,7 @@ from store.reading.query import write_open_sql
 from store.reading.reader import Reader, SqlTimeout
 from store.reading.reader import open_run as open
 from store.reading.trained import TrainedStep, published_version, restart_points, trained_step
-from store.records import SEGMENT_SCHEMA, Step, Trajectory, from_table, to_table, uid_text
+from store.records import SEGMENT_SCHEMA, Step, StepImage, Trajectory, from_table, to_table, uid_text
 from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
 from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
 from store.transfer import local_directory, publish_directory
@@ -66,6 +66,7 @@ __all__ = [
     "SegmentMeta",
     "SqlTimeout",
     "Step",
+    "StepImage",
     "StoreError",
     "StoredSource",
     "TakenSource",

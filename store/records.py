@@ -21,6 +21,7 @@ from store.hashing import HASH_BYTES
 
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
+IMAGES_TYPE = pa.list_(pa.struct([("height", pa.int32()), ("width", pa.int32()), ("pixels", pa.binary())]))
 
 SEGMENT_SCHEMA = pa.schema(
     [
@@ -55,8 +56,18 @@ SEGMENT_SCHEMA = pa.schema(
         ("t_start", TIME_TYPE),
         ("gen_us", pa.int64()),
         ("env_us", pa.int64()),
+        ("images", IMAGES_TYPE),  # null where the observation has none, and in files of older code
     ]
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepImage:
+    """One image of an observation, as it was put to the model before any resizing."""
+
+    height: int
+    width: int
+    pixels: bytes  # height * width * 3: red, green, blue of each pixel, row by row from the top
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +95,7 @@ class Step:
     t_start_us: int  # UTC epoch: when generation was asked for
     gen_us: int
     env_us: int
+    images: tuple[StepImage, ...] = ()  # in the order of their places in the prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +166,7 @@ _TRAJECTORY_COLUMNS = frozenset(
     ["traj_uid", "group_uid", "env_name", "task_id", "split", "seed", "member", "won", "task_score"]
 )
 _RENAMED = {"t_start": "t_start_us"}
+CHANNELS = 3  # of an image
 _STEP_COLUMNS = tuple(name for name in SEGMENT_SCHEMA.names if name not in _TRAJECTORY_COLUMNS and name != "episode_steps")
 _LIST_TYPECODES = {pa.list_(pa.int32()): "i", pa.list_(pa.float32()): "f"}
 
@@ -180,6 +193,12 @@ def _check_shape(trajectory: Trajectory) -> None:
                 f"trajectory {name} step {expected}: {len(step.response_ids)} response_ids but "
                 f"{len(step.response_logprobs)} response_logprobs; record one log-probability per sampled token"
             )
+        for image in step.images:
+            if len(image.pixels) != image.height * image.width * CHANNELS:
+                raise StoreError(
+                    f"trajectory {name} step {expected}: an image of {image.height} x {image.width} has {len(image.pixels)} "
+                    f"bytes; each pixel is {CHANNELS}, red, green and blue"
+                )
         if (step.anchor_text is None) != (step.state_hash is None):
             raise StoreError(f"trajectory {name} step {expected}: anchor_text and state_hash go together; set both")
         if step.version_min > step.version_max:
@@ -205,6 +224,8 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
     else:
         attribute = _RENAMED.get(name, name)
         values = [getattr(step, attribute) for _, step in rows]
+    if field.type == IMAGES_TYPE:
+        values = [[(image.height, image.width, image.pixels) for image in images] or None for images in values]
     try:
         if field.type in _LIST_TYPECODES:
             return _lists(values, typecode=_LIST_TYPECODES[field.type], value_type=field.type.value_type)
@@ -230,6 +251,8 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
     if first["episode_steps"] != len(rows):
         name = uid_text(first["traj_uid"])
         raise StoreError(f"trajectory {name} has {len(rows)} of its {first['episode_steps']} rows in the table")
+    for row in rows:
+        row["images"] = [StepImage(**image) for image in row["images"] or ()]
     steps = tuple(Step(**{_RENAMED.get(name, name): _frozen(row[name]) for name in _STEP_COLUMNS}) for row in rows)
     return Trajectory(**{name: first[name] for name in _TRAJECTORY_COLUMNS}, steps=steps)
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from store import Catalog, GroupRecord, RunLayout, Step, Trajectory, export, state_hash, write_open_sql, write_segment
+from store import (
+    Catalog,
+    GroupRecord,
+    RunLayout,
+    Step,
+    StepImage,
+    Trajectory,
+    export,
+    state_hash,
+    write_open_sql,
+    write_segment,
+)
 
 LOGPROBS = (-0.5, -0.25)  # exact in float32, so that a round trip can be compared with ==
 
@@ -33,6 +44,7 @@ def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> S
         "t_start_us": 1_700_000_000_000_001 + index * 1_000,
         "gen_us": 500,
         "env_us": 20,
+        "images": (StepImage(height=1, width=2, pixels=bytes([index] * 6)),) if index == 1 else (),
     }
     return Step(**{**fields, **changes})  # type: ignore[arg-type]
 

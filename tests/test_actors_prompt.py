@@ -134,7 +134,7 @@ def test_the_scripted_answer_parses_back_to_its_action(form: Form, template: str
             form(template=template, parser=parser)
         return
     made = form(template=template, parser=parser)
-    action = {"search": "<search>a key</search>", "sokoban": "left"}.get(template, "take key")
+    action = {"search": "<search>a key</search>", "sokoban": "left", "sokoban_image": "left"}.get(template, "take key")
     ids = made.encode_answer(action)
     assert ids[-1] == made.tokenizer.eos_token_id
     assert made.parse(ids) == Answer(action=action, well_formed=True)

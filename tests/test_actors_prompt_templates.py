@@ -36,7 +36,9 @@ def test_the_config_knows_every_template_by_name() -> None:
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_each_shows_what_there_is_to_see_in_every_form(name: str) -> None:
     template = TEMPLATES[name]
-    shown = ("A room.", "go east") if name not in ("search", "sokoban") else ("A room.",)
+    shown = ("A room.", "go east") if name not in ("search", "sokoban", "sokoban_image") else ("A room.",)
+    if name == "sokoban_image":  # what there is to see is the image
+        shown = ()
     assert all(part in render(template, SEEN, [], kept=0) for part in (*shown, "win"))
     assert all(part in render_next(template, SEEN, step=2) for part in shown)
 

@@ -79,7 +79,7 @@ def test_the_wiring_imports_packages_not_their_modules(name: str) -> None:
 
 def test_only_the_vllm_files_import_vllm() -> None:
     importers = {path.name for path in sources("actors") for module in imported_modules(path) if module.startswith("vllm")}
-    assert importers <= {"engine_server.py", "vllm_engine.py", "vllm_policy.py", "weight_transfer.py"}
+    assert importers <= {"engine_server.py", "vllm_engine.py", "vllm_images.py", "vllm_policy.py", "weight_transfer.py"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -17,6 +17,7 @@ from store import (
     DigestError,
     FormatError,
     RunLayout,
+    StepImage,
     StoreError,
     from_table,
     read_segment,
@@ -49,6 +50,19 @@ def test_a_table_gives_back_what_it_was_made_of(trajectories: list) -> None:
     assert set(from_table(shuffled)) == set(trajectories)
 
 
+def test_images_are_part_of_what_the_digest_is_of(layout: RunLayout, trajectories: list) -> None:
+    with Catalog.open(layout) as catalog:
+        first = write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch)
+    (image,) = trajectories[1].steps[1].images
+    changed = dataclasses.replace(image, pixels=image.pixels[:-1] + b"\xff")
+    steps = (trajectories[1].steps[0], dataclasses.replace(trajectories[1].steps[1], images=(changed,)))
+    other = write_segment(layout, [trajectories[0], dataclasses.replace(trajectories[1], steps=steps)], worker="w0", epoch=1)
+    assert first.digest != other.digest
+    assert from_table(read_segment(layout, other))[1].steps[1].images == (changed,)
+    images = read_segment(layout, first, columns=["images"])["images"].to_pylist()
+    assert images == [None, [{"height": 1, "width": 2, "pixels": bytes([1] * 6)}], None, None, images[1]]
+
+
 def test_the_figures_of_a_trajectory(trajectories: list) -> None:
     first = trajectories[0]
     assert (first.n_steps, first.episode_return, first.invalid_steps) == (3, 0.0 + 1.0 + 2.0, 1)
@@ -65,6 +79,7 @@ def test_the_figures_of_a_trajectory(trajectories: list) -> None:
         ({"state_hash": None}, "go together"),
         ({"version_min": 9}, "version_min 9"),
         ({"prompt_ids": (2**40,)}, "prompt_ids"),
+        ({"images": (StepImage(height=2, width=2, pixels=bytes(11)),)}, "2 x 2 has 11 bytes"),
     ],
 )
 def test_a_malformed_step_is_refused_with_its_value(trajectories: list, changes: dict, message: str) -> None:

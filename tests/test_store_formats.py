@@ -57,7 +57,7 @@ def rows(layout: RunLayout, query: str) -> list[tuple]:
 
 
 # Today's columns but those that format 1 did not have.
-LATER = "('admissible_actions', 'prompt_dropped_turns', 'prompt_dropped_tokens')"  # columns its files do not have
+LATER = "('admissible_actions', 'prompt_dropped_turns', 'prompt_dropped_tokens', 'images')"  # columns its files do not have
 STEPS = f"SELECT COLUMNS(lambda name: name NOT IN {LATER}) FROM steps ORDER BY traj_uid, step_index"
 
 
@@ -127,7 +127,7 @@ def segment_of(layout: RunLayout, meta: SegmentMeta, table: pa.Table, *, version
     return SegmentMeta(**{**{name: getattr(meta, name) for name in meta.__slots__}, **changes})
 
 
-@pytest.mark.parametrize("name", ["task_score", "env_us", "finish_reason", "response_logprobs"])
+@pytest.mark.parametrize("name", ["task_score", "env_us", "finish_reason", "response_logprobs", "images"])
 def test_a_column_that_a_file_does_not_have_is_null(layout: RunLayout, name: str) -> None:
     with Catalog.open(layout) as catalog:
         write_open_sql(layout, macros=(), max_staleness=4)

@@ -1,0 +1,10 @@
+"""`weight_transfer.WorkerExtension` for a vision model's engine, which imports this before it looks at the model."""
+
+from actors.vllm_images import see_images
+from actors.weight_transfer import WorkerExtension
+
+see_images()
+
+
+class VisionWorkerExtension(WorkerExtension):
+    """The same; its name is what has this module imported."""
