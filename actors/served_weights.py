@@ -39,7 +39,7 @@ class ServedWeights:
         newest: Callable[[], Awaitable[VersionRecord | None]],
         record: Callable[[str, str], Awaitable[None]],
         turn: Callable[[], AbstractAsyncContextManager[None]],
-        meeting_point: Callable[[], Awaitable[str | None]],
+        meeting_point: Callable[[], Awaitable[str | None]] | None,  # None: weights come as files alone
         max_staleness: int,
     ) -> None:
         self.version = NOT_YET  # the newest one that was loaded
@@ -81,7 +81,7 @@ class ServedWeights:
         phases = {name: round(value, 1) for name, value in asdict(load).items() if name.endswith("_ms")}
         detail = {"version": version.version, "digest": load.file_digest, "received": load.received}
         await self._record(LOADED, json.dumps({**detail, "fetch_ms": round(fetch_ms, 1), **phases}))
-        if (address := await self._meeting_point()) is not None:
+        if self._meeting_point is not None and (address := await self._meeting_point()) is not None:
             await self._engine.join_broadcast(address)
             self._is_sent_weights = True
 

@@ -119,7 +119,7 @@ class Worker:
                 record=self.coordinator.record,
                 # In synchronous training no other engine has anything else to do.
                 turn=self.coordinator.turn if self.config.max_staleness > 0 else nullcontext,
-                meeting_point=self.coordinator.meeting_point,
+                meeting_point=self.coordinator.meeting_point if self.config.learner.transfer == "broadcast" else None,
                 max_staleness=self.config.max_staleness,
             )
         if isinstance(self.environments, ProgramPool):
