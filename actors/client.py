@@ -12,6 +12,7 @@ from actors.plays import TURN_S, Lease
 from store import SegmentMeta, VersionRecord
 
 ANSWER_TIMEOUT_S = 60.0
+HEARTBEATS = ("lease", "commit")  # questions that say as much
 TURN_POLL_S = 0.05
 
 
@@ -27,7 +28,7 @@ class CoordinatorClient:
         self._asked_s = float("-inf")
 
     def quiet_s(self) -> float:
-        """For how long nothing was asked, by the event loop's clock."""
+        """For how long nothing was asked that the coordinator takes for a heartbeat, by the event loop's clock."""
         return asyncio.get_running_loop().time() - self._asked_s
 
     async def lease(self) -> Lease | None:
@@ -70,7 +71,8 @@ class CoordinatorClient:
             await self._ask("end_turn", self.worker)
 
     async def _ask(self, question: str, *given: object) -> Any:
-        self._asked_s = asyncio.get_running_loop().time()
+        if question in HEARTBEATS:
+            self._asked_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await getattr(self._handle, question).remote(*given)

@@ -71,6 +71,7 @@ class Coordinator:
     def ask_all(self, questions: Sequence[Question]) -> list[object]:
         """What one process asks at once (`shared_handle.py`): each answer, or the Refused in its place."""
         with self.catalog.synced_together():
+            self._write_beats()
             return [question.put_to(self) for question in questions]
 
     def lease(self, worker: str) -> Lease | None:
@@ -140,11 +141,14 @@ class Coordinator:
     def heartbeat(self, component: str, waiting_on: str | None) -> None:
         """Every component is heard of about twice a second. Renews its leases."""
         self._pulse.beat(component, waiting_on)
+        self._write_beats()
+        self._exporter.when_due()
+
+    def _write_beats(self) -> None:
         if due := self._pulse.to_be_written():
             with self.catalog.at_once():
                 self.catalog.heartbeats({name: beat.waiting_on for name, beat in due.items()})
                 self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
-        self._exporter.when_due()
 
     def forget(self, component: str, why: str) -> None:
         """A component is gone, or was stopped: others may play its groups at once."""
@@ -198,10 +202,7 @@ class Coordinator:
         return self.catalog.live_checkpoints()[::-1]
 
     def resume(self, learner_step: int) -> ResumePoint:
-        """The learner goes on from the checkpoint of `learner_step`, 0 without one: un-consumes what it does not contain.
-
-        Checkpoints, metrics and claims after it are rolled back, whoever made them; what is in it stays consumed.
-        """
+        """The learner goes on from the checkpoint of `learner_step`, 0 without one: what came after it is rolled back."""
         newest = self.catalog.latest_version()
         again = self.catalog.roll_back(learner_step)
         if self._n_stored:

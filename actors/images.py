@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs import VISION_MODEL_TYPES
+
 if TYPE_CHECKING:
     import torch
-
-SEEING = ("qwen2_5_vl", "qwen2_vl")  # values of model_type whose images we know how to give to vLLM
 
 Image = NDArray[np.uint8]  # [height, width, 3]
 
@@ -67,7 +67,7 @@ class ImageForm:
 
 
 def load_image_form(model_path: str | Path) -> ImageForm | None:
-    """Of the processor in a model's directory. None for a model whose `model_type` is none of SEEING."""
+    """Of the processor in a model's directory. None for a model whose `model_type` is none of VISION_MODEL_TYPES."""
     if not sees_images(model_path):
         return None
     from transformers import AutoImageProcessor  # here: the driver and the coordinator never need it
@@ -77,7 +77,7 @@ def load_image_form(model_path: str | Path) -> ImageForm | None:
 
 
 def sees_images(model_path: str | Path) -> bool:
-    return _config(model_path).get("model_type") in SEEING
+    return _config(model_path).get("model_type") in VISION_MODEL_TYPES
 
 
 def _config(model_path: str | Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from actors.images import Image
@@ -24,7 +24,9 @@ class Prompt:
     demonstrated: str | None = None  # the observation's; likewise
     n_dropped_turns: int = 0  # earlier turns that were to be shown and that the token budget had no room for
     n_dropped_tokens: int = 0  # tokens of the prompt without a budget, less those it has
-    images: tuple[Image, ...] = ()  # uint8 [height, width, 3], in the order of their image tokens in `token_ids`
+    images: tuple[Image, ...] = field(
+        default=(), compare=False
+    )  # uint8 [height, width, 3], in the order of their image tokens in `token_ids`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

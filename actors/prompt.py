@@ -38,6 +38,7 @@ class PromptForm:
         self.template = find_template(config.template)
         self.max_prompt_tokens = config.max_prompt_tokens
         self._chat = Chat(tokenizer, thinking=config.thinking)
+        self._image_word = tokenizer.decode([self.images.image_token_id], skip_special_tokens=False) if self.images else ""
         if config.parser == "upstream" and self.template.upstream is None:
             raise ValueError(
                 f"prompt.parser='upstream' has no rule for prompt.template={config.template!r}, which the paper's code lacks; "
@@ -124,6 +125,8 @@ class PromptForm:
 
     def _begun(self, observation: Observation, history: Sequence[Turn], *, kept: int) -> tuple[int, ...]:
         message = render(self.template, observation, history, kept=kept)
+        if self._image_word:  # an environment, or a sampled action, may write it; it stands for images alone
+            message = message.replace(self._image_word, "")
         token_ids = self._chat.begun(message, n_images=len(observation.images))
         return self.images.expanded(token_ids, observation.images) if self.images and observation.images else token_ids
 

@@ -10,6 +10,7 @@ one call, and one wait for its disk, for all of them: a call costs it more than 
 from __future__ import annotations
 
 import asyncio
+import traceback
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ class Question:
         try:
             return getattr(target, self.name)(*self.given)
         except Exception as error:  # noqa: BLE001  the border of a process: it is raised where it was asked
+            error.add_note(traceback.format_exc())  # of this side: it does not travel by itself
             return Refused(error)
 
 
@@ -56,17 +58,22 @@ class SharedHandle:
         return answer
 
     async def _send(self) -> None:
-        while self._waiting:
-            asked, self._waiting = self._waiting, []
-            try:
-                answers = await self._handle.ask_all.remote([question for question, _ in asked])
-            except Exception as error:  # noqa: BLE001  of the line itself: the coordinator is dead, and whoever asked hears it
-                answers = [Refused(error)] * len(asked)
-            for (_, future), answer in zip(asked, answers, strict=True):
-                if future.done():
-                    continue
-                if isinstance(answer, Refused):
-                    future.set_exception(answer.error)
-                else:
-                    future.set_result(answer)
-        self._sending = None
+        asked: list[tuple[Question, asyncio.Future[Any]]] = []
+        try:
+            while self._waiting:
+                asked, self._waiting = self._waiting, []
+                try:
+                    answers = await self._handle.ask_all.remote([question for question, _ in asked])
+                except Exception as error:  # noqa: BLE001  of the line itself: the coordinator is dead, and who asked hears it
+                    answers = [Refused(error)] * len(asked)
+                for (_, future), answer in zip(asked, answers, strict=True):
+                    if future.done():
+                        continue
+                    if isinstance(answer, Refused):
+                        future.set_exception(answer.error)
+                    else:
+                        future.set_result(answer)
+        finally:
+            self._sending = None
+            for _, future in [*asked, *self._waiting]:  # of a loop that ends: nobody is to wait for ever
+                future.cancel()

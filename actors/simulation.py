@@ -109,7 +109,7 @@ class SimulatedWorker:
         )
 
     async def _beat(self) -> None:
-        """Like `Heartbeat`, but for thousands: nothing where it would say what is known, as whatever is asked is a beat too."""
+        """Like `Heartbeat`, but for thousands: nothing where it would say what is known: leases and commits are beats."""
         every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
         said: str | None = "the start"
         while True:

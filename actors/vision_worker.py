@@ -1,9 +1,9 @@
 """`weight_transfer.WorkerExtension` for a vision model's engine, which imports this before it looks at the model."""
 
-from actors.vllm_images import see_images
+from actors.vllm_images import patch_vllm_for_images
 from actors.weight_transfer import WorkerExtension
 
-see_images()
+patch_vllm_for_images()
 
 
 class VisionWorkerExtension(WorkerExtension):

@@ -1,8 +1,8 @@
 """Images into vLLM: a prompt of token ids goes there with the numbers for the vision tower, which we make ourselves.
 
 vLLM's own way would expand image tokens again that are expanded already, and needs a processor for videos, which needs
-torchvision; there is no build of that for every torch. So `see_images` tells it, in each process that asks, that the model sees
-one kind of thing, images, of at most so many tokens: all that it still wants to know.
+torchvision; there is no build of that for every torch. So `patch_vllm_for_images` tells it, in each process that asks, that the
+model sees one kind of thing, images, of at most so many tokens: all that it still wants to know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def image_arguments(model_path: Path) -> dict[str, Any]:
     """More arguments of an engine that is about to be started here, none for a model that sees no images."""
     if not sees_images(model_path):
         return {}
-    see_images()
+    patch_vllm_for_images()
     return {
         "skip_tokenizer_init": False,  # vLLM makes nothing for images without one; what is sampled is not read with it
         "limit_mm_per_prompt": {IMAGE: 1},
@@ -64,8 +64,8 @@ def engine_input(prompt: Prompt, form: ImageForm | None) -> Any:
     )
 
 
-def see_images() -> None:
-    """From now on this process needs no processor of vLLM's for the models of `images.SEEING`, and no torchvision for them."""
+def patch_vllm_for_images() -> None:
+    """From now on this process needs no processor of vLLM's, and no torchvision, for models of VISION_MODEL_TYPES."""
     if importlib.util.find_spec("torchvision") is None:
         # vLLM takes one function of it, by the name of the module that needs torchvision; its twin on PIL has that too.
         twin = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")

@@ -1,11 +1,12 @@
 """`schema.py` holds every knob with its default, `check.py` refuses what would fail later, `load.py` reads YAML and
 `key=value`, `plan.py` says what would run where, `stored.py` what of it is played,
-`endpoint.py` is about models of others; one YAML per run we vouch for.
+`model.py` looks at the model's directory, `endpoint.py` is about models of others; one YAML per run we vouch for.
 """
 
-from configs.check import ConfigError, check, check_is_list, check_model_path, hint
+from configs.check import ConfigError, check, check_is_list, hint
 from configs.endpoint import without_model
 from configs.load import differences, from_yaml, load, to_yaml
+from configs.model import VISION_MODEL_TYPES, check_model_path
 from configs.plan import cloning_config, describe_plan, model_billions
 from configs.schema import (
     ActorsConfig,
@@ -26,6 +27,7 @@ from configs.schema import (
 from configs.stored import groups_of_a_step, is_offline, n_workers
 
 __all__ = [
+    "VISION_MODEL_TYPES",
     "ActorsConfig",
     "AlgorithmConfig",
     "Config",

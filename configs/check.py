@@ -265,16 +265,6 @@ def check_is_list(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
 
 
-def check_model_path(config: Config) -> None:
-    """A model has to be on disk before a run starts; a dry run does without. Raises ConfigError."""
-    path = config.model.path
-    if path and not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            f"model.path={path!r} is not a Hugging Face model directory (no config.json in it); download the model "
-            f"first, e.g. `hf download {path} --local-dir models/{Path(path).name}`, and give that directory"
-        )
-
-
 def flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """(`a.b.c`, value) for every setting of a config."""
     if dataclasses.is_dataclass(value):

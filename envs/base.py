@@ -39,7 +39,9 @@ class Observation:
     anchor: str | None = None  # canonical text of the anchor state; None means "use `text`"
     actions: tuple[str, ...] | None = None  # admissible actions, None where the environment cannot list them
     demonstrated: str | None = None  # what leads on to a win, where that is known; for the scripted player, no model sees it
-    images: tuple[NDArray[np.uint8], ...] = ()  # each [height, width, 3], red green blue; what a vision model sees with `text`
+    images: tuple[NDArray[np.uint8], ...] = field(
+        default=(), compare=False
+    )  # each [height, width, 3], red green blue; what a vision model sees with `text`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from envs.answers import Answers
 from envs.base import Environment
 from envs.check import checked_answer
 from envs.child import end_child, end_with_parent, start_child
@@ -57,7 +58,9 @@ class EnvironmentProcess:
         self._starts, self._waits = starts, waits
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection[Any, Any]
+        self._channel: socket.socket
+        self._answers: Answers  # that come through it
+        self._connection: Connection[Any, Any]  # through which requests go
         self._requests = itertools.count()
         self._futures: dict[int, asyncio.Future[object]] = {}  # the first is the one it is working on
         self._unsent: deque[tuple[int, int, str, object]] = deque()  # the last of them
@@ -101,11 +104,11 @@ class EnvironmentProcess:
         with theirs:
             arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name, json.dumps(dict(self._options))]
             self._process = start_child(arguments, channel=theirs)
-        self._connection = Connection(ours.detach())
+        self._channel, self._answers = ours, Answers(ours)
+        self._connection = Connection(os.dup(ours.fileno()), readable=False)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._connection.fileno(), self._read)
-        # Ray's event loop, uvloop, makes it non-blocking; of an answer longer than the socket holds the rest would be lost.
-        os.set_blocking(self._connection.fileno(), True)
+        loop.add_reader(ours, self._read)
+        os.set_blocking(ours.fileno(), True)  # Ray's event loop, uvloop, changes that: of a long request the rest would be lost
         self._is_up = loop.create_future()
         self._is_up.add_done_callback(lambda done: done.exception())  # also if nobody waits for it any more
         self._waits.begin(self._is_up, "its process to start")
@@ -127,8 +130,7 @@ class EnvironmentProcess:
 
     def _read(self) -> None:
         try:
-            while self._connection.poll():
-                request, result, error = self._connection.recv()
+            for request, result, error in self._answers.arrived():
                 future = self._is_up if request == IS_UP else self._futures.pop(request)
                 self._waits.end(future)
                 self._send()
@@ -138,7 +140,7 @@ class EnvironmentProcess:
                     else:
                         future.set_exception(EnvironmentDied(error, at_fault=True))
                 self._watch()
-        except (EOFError, ConnectionResetError):
+        except EOFError:
             self._fail_all("")
 
     def _fail_all(self, hung: str) -> None:
@@ -161,8 +163,9 @@ class EnvironmentProcess:
         process, self._process = self._process, None
         if self._timer is not None:
             self._timer.cancel()
-        asyncio.get_running_loop().remove_reader(self._connection.fileno())
+        asyncio.get_running_loop().remove_reader(self._channel)
         self._connection.close()
+        self._channel.close()
         self._here.clear()
         return process
 

@@ -13,7 +13,7 @@ step limit. Here every action does: the limit is the runner's, `env.max_steps`.)
 
 Options: `rows`, `columns` (outer walls included), `boxes`, `least_moves` and `most_moves` of a shortest solution,
 `train_rooms`, `heldout_rooms`, `seed` (of the rooms). May be left out: `observation`, text (unless it is given) or image;
-`cell_pixels`, the side of a cell in an image, 28 unless it is given, which is the patch of Qwen2.5-VL: a cell is one token.
+`cell_pixels`, the side of a cell in an image, 28 unless it is given, which is 2 x 2 patches of Qwen2.5-VL: a cell is one token.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool,
     With `merge_steps` a step that repeats the tokens before it continues their sequence (`sequences.py`); how sequences
     are spread is in `packing.py`. A sequence longer than the budget has a micro-batch of its own. A row without response
     tokens has nothing to learn and is left out; if all are, there is no micro-batch.
-    Rows with images are never merged. Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if the
+    Nothing is merged where a row has an image.
+    Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if the
     table has it, images; to merge, also traj_uid and step_index.
     Raises ValueError for an empty prompt, and for a response without a log-probability for each token.
     """

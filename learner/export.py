@@ -121,7 +121,9 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     """Writes the weights of a checkpoint over the base model's; returns their digest. Raises ExportError, CheckpointError."""
     model, base = _restored(layout, learner_step)
     with _all_or_nothing(dest):
-        names = checkpoint_names(base, model.state_dict())
+        names = checkpoint_names(
+            base, (name.replace(".base_layer.", ".") for name in model.state_dict())
+        )  # as `merged` has them
         return write_weights(((names.get(name, name), tensor) for name, tensor in merged(model)), dest, source_dir=base)
 
 

@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedModel
 
-from configs import LearnerConfig
+from configs import VISION_MODEL_TYPES, LearnerConfig
 from learner.batch import MicroBatch
 from learner.deepspeed_setup import PARTITIONED
 
-SEEING = ("qwen2_5_vl", "qwen2_vl")  # values of model_type; what `places` says is true of these
 # Name of a parameter -> in files written before transformers had one scheme for all vision models, as those of Qwen2.5-VL.
 OLDER_PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
@@ -111,7 +110,7 @@ def nothing_of(causal_lm: PreTrainedModel, like: torch.Tensor) -> torch.Tensor:
 def load_vision(path: Path) -> Vision | None:
     """Of the processor in a model's directory, always on PIL, as the actors have it (`actors/images.py`)."""
     config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
-    if config.model_type not in SEEING:
+    if config.model_type not in VISION_MODEL_TYPES:
         return None
     processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
     return Vision(processor, image_token_id=config.image_token_id, merge_size=processor.merge_size)

@@ -81,7 +81,7 @@ def play_and_train(layout: RunLayout, catalog: Catalog, n_groups: int) -> None:
 def compact_all(catalog: Catalog, layout: RunLayout, policy: CompactionPolicy) -> int:
     n = 0
     while (result := compact_once(catalog, layout, policy=policy, skip=())) is not None:
-        assert result.damaged == ()
+        assert result.left_out == ()
         n += 1
     return n
 
@@ -306,13 +306,32 @@ def test_a_damaged_file_is_named_and_left_out_and_the_others_are_merged(
     if damage != "gone":
         path.write_bytes(data if damage == "flipped" else b"PAR1")
     first = compact_once(catalog, layout, policy=FOUR, skip=())
-    assert first is not None and (first.damaged, first.merged) == ((bad,), None)
-    second = compact_once(catalog, layout, policy=FOUR, skip=first.damaged)
+    assert first is not None and (first.left_out, first.merged) == ((bad,), None)
+    second = compact_once(catalog, layout, policy=FOUR, skip=first.left_out)
     assert second is not None and second.merged is not None and len(second.sources) == 4 and bad not in second.sources
-    assert compact_once(catalog, layout, policy=FOUR, skip=first.damaged) is None
+    assert compact_once(catalog, layout, policy=FOUR, skip=first.left_out) is None
     ((_, detail),) = [event for event in events(layout, catalog, "compaction") if event[0] == "damaged"]
     assert str(path) in detail and "\n" not in detail
     assert bad in {f.segment_id for f in catalog.live_segments()}  # only fsck sets it aside
+
+
+def test_no_merge_takes_more_rows_than_fit_into_memory(
+    layout: RunLayout, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_and_train(layout, catalog, 8)
+    before = steps(layout)
+    metas = catalog.segment_metas([segment.segment_id for segment in catalog.live_segments()])
+    one = max(read_segment(layout, meta).nbytes for meta in metas)
+    monkeypatch.setattr("store.upkeep.compact.MAX_ROW_BYTES", int(2.5 * one))
+    first = compact_once(catalog, layout, policy=FOUR, skip=())
+    assert first is not None and len(first.sources) == 2, "of four that are due"
+    left_out: frozenset[str] = frozenset()
+    while (result := compact_once(catalog, layout, policy=TWO_AT_ANY_TIME, skip=left_out)) is not None:
+        assert len(result.sources) in (0, 2)
+        left_out |= {*result.left_out}
+    assert len(catalog.live_segments()) >= 4, "two groups to a file at most"
+    assert left_out, "they fit with no other"
+    assert steps(layout).equals(before)
 
 
 def test_a_file_that_does_not_hold_what_was_committed_is_not_merged(layout: RunLayout, catalog: Catalog) -> None:
@@ -324,7 +343,7 @@ def test_a_file_that_does_not_hold_what_was_committed_is_not_merged(layout: RunL
     catalog.commit(lie, epoch=catalog.epoch)
     train(catalog, 4)
     result = compact_once(catalog, layout, policy=FOUR, skip=())
-    assert result is not None and result.damaged == (segment.segment_id,)
+    assert result is not None and result.left_out == (segment.segment_id,)
     assert "6 rows that count, committed were 7" in events(layout, catalog, "compaction")[0][1]
 
 

@@ -165,9 +165,9 @@ def test_a_damaged_source_is_said_once_beside_one_that_is_unavailable(
         flip(layout.root / first.path, 4321)
         outage(monkeypatch, last.path)
         result = compact_once(catalog, layout, policy=policy, skip=())
-        assert result is not None and (result.damaged, result.merged) == ((first.segment_id,), None)
+        assert result is not None and (result.left_out, result.merged) == ((first.segment_id,), None)
         with pytest.raises(UnavailableError):
-            compact_once(catalog, layout, policy=policy, skip=result.damaged)
+            compact_once(catalog, layout, policy=policy, skip=result.left_out)
 
 
 def test_files_that_go_while_they_are_looked_at_are_no_error(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:

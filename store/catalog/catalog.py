@@ -28,7 +28,8 @@ from store.segments import SegmentMeta
 
 
 class Catalog:
-    """The one owner of a run's catalog. Each call is one transaction: done when it returns, or as if never asked.
+    """The one owner of a run's catalog. Each call is one transaction: done when it returns, or as if never asked. (But
+    see `synced_together`.)
 
         catalog = Catalog.open(layout)                                   # new epoch: old owners and leases are fenced
         catalog.open_group(ordinal=None, task_id=…, split="train", size=8, purpose_version=None)

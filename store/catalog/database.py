@@ -83,7 +83,8 @@ class Database:
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
         self._open: Transaction | None = None  # the one that is under way
-        self._syncs_later = False
+        self._syncs_later = self._owes_sync = False
+        self._lost: StoreError | None = None  # the disk has failed: what is behind a gap in the log would be lost with it
         self._lock_fd = take_lock(layout.catalog_lock)
         try:
             _check_not_lost(layout)
@@ -97,7 +98,7 @@ class Database:
             raise
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def transaction(self, *, may_be_undone: bool = False) -> Iterator[Transaction]:
         """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only if it touched.
 
         Inside another one of the same thread it is a part of that one, whose body must not catch its errors.
@@ -106,11 +107,14 @@ class Database:
             if self._open is not None:
                 yield self._open
                 return
+            if self._lost is not None:
+                raise self._lost
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield from self._body()
                     self._connection.execute("COMMIT")
+                    self._owes_sync |= self._syncs_later and not may_be_undone
                 except BaseException:
                     if self._connection.in_transaction:
                         self._connection.execute("ROLLBACK")
@@ -128,11 +132,8 @@ class Database:
 
     @contextmanager
     def unsynced_transaction(self) -> Iterator[Transaction]:
-        """One that a power cut may undo, and those like it since the last other one; a killed process loses none.
-
-        For what can be done again: SQLite waits for the disk at the end of the next other one, which brings these along.
-        """
-        with self._mutex, self._unsynced(), self.transaction() as transaction:
+        """One that a power cut may undo, until the next other one, which brings it along; a killed process loses none."""
+        with self._mutex, self._unsynced(), self.transaction(may_be_undone=True) as transaction:
             yield transaction
 
     @contextmanager
@@ -142,12 +143,11 @@ class Database:
         Those of other threads wait for it, as theirs would not be synced either.
         """
         with self._mutex:
-            n_changes = self._connection.total_changes
             try:
                 with self._unsynced():
                     yield
             finally:
-                if self._connection.total_changes != n_changes:
+                if self._owes_sync:
                     self.sync()
 
     @contextmanager
@@ -166,14 +166,19 @@ class Database:
 
     def sync(self) -> None:
         """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the file syncs by itself."""
-        try:
-            with self._mutex, Path(f"{self._path}-wal").open("rb") as log:
-                os.fsync(log.fileno())
-        except OSError as error:
-            raise StoreError(
-                f"catalog {self._path} cannot be synced: {error.strerror}; what was not acknowledged may be played again. "
-                "Check the disk, then give the same command"
-            ) from error
+        with self._mutex:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                with Path(f"{self._path}-wal").open("rb") as log:
+                    os.fsync(log.fileno())
+            except OSError as error:
+                self._lost = StoreError(
+                    f"catalog {self._path} cannot be synced: {error.strerror}; what was not acknowledged may be played again. "
+                    "Check the disk, then give the same command"
+                )
+                raise self._lost from error
+            self._owes_sync = False
 
     def close(self) -> None:
         """Give the catalog back. Idempotent."""

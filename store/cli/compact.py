@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     with Catalog.open(layout) as catalog:
         opened_us, before = now_us(), catalog.live_segments()
         expired = expire_old(catalog, layout, keep_days=options.keep_days, keep_versions=options.keep_versions)
-        damaged: frozenset[str] = frozenset()
-        while (result := compact_once(catalog, layout, policy=COMPACTION_POLICY, skip=damaged)) is not None:
-            damaged |= {*result.damaged}
+        left_out: frozenset[str] = frozenset()
+        while (result := compact_once(catalog, layout, policy=COMPACTION_POLICY, skip=left_out)) is not None:
+            left_out |= {*result.left_out}
         export(catalog, layout)  # only what the manifest no longer shows may be removed
         removed = sweep_retired(catalog, layout, window_s=options.snapshot_window)
         foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=())
@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"live bytes    {sum(file.n_bytes for file in before):,} -> {sum(file.n_bytes for file in after):,}")
     print(f"expired files {len(expired)}")
     print(f"removed files {len(removed)}")
-    for text, paths in (("damaged, left out (see the events view)", sorted(damaged)), ("not ours, left alone", foreign)):
+    for text, paths in (
+        ("left out: damaged (see the events view), or too large", sorted(left_out)),
+        ("not ours, left alone", foreign),
+    ):
         for path in paths:
             print(f"{text}: {path}")
     return 0

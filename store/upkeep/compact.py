@@ -10,7 +10,8 @@ safe, also for claimed and open groups: a trajectory is committed whole and neve
 to other files, and whoever was told the old path has the snapshot window to open it. It is only not worth it sooner: the
 learner would read a whole merged file for a few groups of it.
 
-Memory: the rows of one merged file, which is about seven times its bytes, and its bytes.
+Memory: the rows of one merged file, which is about seven times its bytes, and its bytes. Drawn images are a hundred times their
+bytes: so no merge takes more rows than MAX_ROW_BYTES, and a file of half as many is left as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from store.segments import SegmentMeta, read_segment, write_rows
 COMPONENT = "compaction"
 WORKER = "compact"  # the directory of merged files
 MAX_FULL_FILES = 400  # a full file holds more than half of the limit, so there are fewer
+MAX_ROW_BYTES = 1 << 30  # of decoded rows in a merged file; Arrow reads no column of structs beyond 2 GiB at once
 MAX_FILE_BYTES = 512 * 1024**2  # bounds the memory of a merge; beyond 100 GB a run has more files instead
 
 
@@ -47,17 +49,17 @@ COMPACTION_POLICY = CompactionPolicy(fan_in=64, max_live_files=500, min_file_byt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionResult:
-    """What one compaction did: several files became one, or some were found damaged and are to be left out."""
+    """What one compaction did: several files became one, or some are to be left out: damaged, or too large to be merged."""
 
     sources: tuple[str, ...]  # segment ids that were replaced
     merged: SegmentMeta | None  # None: nothing was replaced
-    damaged: tuple[str, ...]  # segment ids to be skipped from now on
+    left_out: tuple[str, ...]  # segment ids to be skipped from now on
 
 
 def compact_once(
     catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
 ) -> CompactionResult | None:
-    """Merge the files that are due into one; None if none are. `skip` are segment ids that were found damaged before.
+    """Merge the files that are due into one; None if none are. `skip` are segment ids that were left out before.
 
     Whatever interrupts it leaves an orphan at most: the catalog changes in one transaction, after the new file is durable.
     Raises StoreError if it cannot write, UnavailableError if a source cannot be reached now; a damaged one becomes an event.
@@ -66,9 +68,10 @@ def compact_once(
     if not sources:
         return None
     metas = catalog.segment_metas([source.segment_id for source in sources])
-    tables, damaged = _read(catalog, layout, metas)
-    if damaged:  # whether the others are still due is chosen anew
-        return CompactionResult(sources=(), merged=None, damaged=damaged)
+    tables, left_out = _read(catalog, layout, metas)
+    if left_out:  # whether the others are still due is chosen anew
+        return CompactionResult(sources=(), merged=None, left_out=left_out)
+    metas = metas[: len(tables)]
     merged = write_rows(
         layout,
         in_group_order(tables),
@@ -79,7 +82,7 @@ def compact_once(
     ids = tuple(meta.segment_id for meta in metas)
     catalog.replace_segments(old=ids, new=merged, level=max(source.level for source in sources) + 1)
     catalog.log(component=COMPONENT, what="merged", detail=f"{len(ids)} files into {merged.path}, {merged.n_bytes} bytes")
-    return CompactionResult(sources=ids, merged=merged, damaged=())
+    return CompactionResult(sources=ids, merged=merged, left_out=())
 
 
 def choose(live: Sequence[LiveSegment], *, policy: CompactionPolicy, skip: Collection[str]) -> tuple[LiveSegment, ...]:
@@ -122,15 +125,20 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _read(catalog: Catalog, layout: RunLayout, metas: Sequence[SegmentMeta]) -> tuple[list[pa.Table], tuple[str, ...]]:
-    """The rows of each file that count, digests verified, and the ids of those that are damaged."""
+    """The rows that count of the first files that fit into MAX_ROW_BYTES, verified; and the ids of those to be left out."""
     tables: list[pa.Table] = []
     damaged: list[str] = []
+    room = MAX_ROW_BYTES
     for meta in metas:
         try:
             table = read_segment(layout, meta)
             expected = sum(trajectory.n_steps for trajectory in meta.trajectories)
             if table.num_rows != expected:
                 raise StoreError(f"segment {meta.path} has {table.num_rows} rows that count, committed were {expected}")
+            room -= table.nbytes
+            if room < 0 and tables:
+                too_large = meta if table.nbytes > tables[0].nbytes else metas[0]
+                return tables, tuple(damaged) if len(tables) > 1 else (*damaged, too_large.segment_id)
             tables.append(table)
         except UnavailableError:
             if damaged:  # said already, so the caller has to know them; this one is tried again

@@ -51,6 +51,7 @@ RULES = (
         what="group_not_whole",
         query="""SELECT 'group', group_uid, format('it is %s with %d of %d members', state, n_members, size) FROM grp
             WHERE split <> 'imported' AND (state = 'open' AND n_members >= size
+                OR state IN ('stale', 'abandoned') AND n_members > size
                 OR state NOT IN ('open', 'stale', 'abandoned') AND n_members <> size)""",
         remedy=REBUILD,
     ),

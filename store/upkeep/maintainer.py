@@ -56,7 +56,7 @@ class Maintainer:
         # A daemon: an owner that forgets to close it can still end. The catalog is crash safe, a merge under way an orphan.
         self._thread = threading.Thread(target=self._run, name=COMPONENT, daemon=True)
         self._failure: BaseException | None = None
-        self._damaged: frozenset[str] = frozenset()
+        self._left_out: frozenset[str] = frozenset()
         self._foreign: tuple[str, ...] = ()
         self._orphans_at = time.monotonic()
         self._waits_for: tuple[str, str] | None = None  # what, and the error: from the first failure until the first success
@@ -100,10 +100,10 @@ class Maintainer:
 
     def _merge(self) -> None:
         for _ in range(MERGES_PER_LOOK):
-            result = compact_once(self.catalog, self.layout, policy=self.settings.policy, skip=self._damaged)
+            result = compact_once(self.catalog, self.layout, policy=self.settings.policy, skip=self._left_out)
             if result is None or self._stop.is_set():
                 break
-            self._damaged |= {*result.damaged}
+            self._left_out |= {*result.left_out}
 
     def _run(self) -> None:
         try:

@@ -113,7 +113,10 @@ def write_and_commit(
     segment = write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch)
     diary.phase("commit")
     with catalog.synced_together() if worker == "w0" else nullcontext():  # as of several workers at once
+        with catalog.at_once():
+            catalog.heartbeats({worker: None})
         catalog.commit(segment, epoch=catalog.epoch)
+        catalog.log(component=worker, what="wrote", detail=segment.path)
     diary.done("commit", trajectories=[trajectory.traj_uid.hex() for trajectory in trajectories])
     catalog.commit(segment, epoch=catalog.epoch)
 

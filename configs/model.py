@@ -1,0 +1,29 @@
+"""The directory of a model that a run is to begin with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from configs.check import ConfigError
+from configs.schema import Config
+
+# Values of model_type in a model's config.json: whose images we know how to give to vLLM, and where the learner puts them.
+VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
+
+
+def check_model_path(config: Config) -> None:
+    """A model has to be on disk before a run starts; a dry run does without. Raises ConfigError."""
+    path = config.model.path
+    if path and not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={path!r} is not a Hugging Face model directory (no config.json in it); download the model "
+            f"first, e.g. `hf download {path} --local-dir models/{Path(path).name}`, and give that directory"
+        )
+    if path and config.learner.zero_stage == 3 and model_type(path) in VISION_MODEL_TYPES:
+        raise ConfigError(f"learner.zero_stage=3 with the vision model in model.path={path!r} is not supported; use 1 or 2")
+
+
+def model_type(path: str) -> str:
+    """What the config.json of a Hugging Face model's directory calls its kind; "" if it does not say."""
+    return str(json.loads((Path(path) / "config.json").read_text()).get("model_type", ""))
