@@ -134,8 +134,8 @@ class FaultRun:
         return code, self.said().strip().splitlines()[-1]
 
     def _belongs(self, process: psutil.Process, log: str) -> bool:
-        parent = process.parent()
-        return parent is not None and os.readlink(f"/proc/{parent.pid}/fd/1") == log
+        # Not `process.parent()`: it compares starting times, of which psutil knows an older process's by an older clock.
+        return os.readlink(f"/proc/{process.ppid()}/fd/1") == log
 
 
 @contextlib.contextmanager

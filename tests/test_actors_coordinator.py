@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import configs
 from actors import Coordinator, Lease, free_groups, maintenance, task_index
 from actors.maintenance import maintainer_settings
+from actors.shared_handle import Question, Refused
 from configs import Config
 from store import RunLayout, Step, StoreError, Trajectory, VersionRecord, state_hash, write_open_sql, write_segment
 from store.reading.query import connect
@@ -144,6 +145,22 @@ def test_whatever_the_order_nothing_is_trained_on_beyond_the_bound(
     coordinator.close()
     with connect(RunLayout.open(run)) as connection:
         assert connection.sql("FROM staleness_violations").fetchall() == []
+
+
+def test_what_is_asked_together_is_answered_in_order_and_renews_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.pulse.WRITE_EVERY_S", 0.0)
+    coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
+    publish(coordinator, 0, 0)
+    lease, refused = coordinator.ask_all([Question("lease", ("w",)), Question("abandon", ("w", b"none"))])
+    assert isinstance(lease, Lease) and isinstance(refused, Refused)
+    until = "SELECT lease_until_us FROM grp WHERE lease_worker = 'w'"
+    with coordinator.catalog._database.transaction() as tx:
+        ((before,),) = tx.rows(until)
+    coordinator.ask_all([Question("newest_version", ())])
+    with coordinator.catalog._database.transaction() as tx:
+        ((after,),) = tx.rows(until)
+    assert after > before
+    coordinator.close()
 
 
 def test_a_restart_hands_out_the_unfinished_groups_first_with_what_is_missing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,42 @@ def test_leases_run_out_and_held_out_groups_go_first(layout: RunLayout, monkeypa
         taken_over = catalog.lease_open_group(worker="c", lease_s=1.0)
         assert taken_over is not None and taken_over.group_uid == first.group_uid
         assert catalog.counts().leased == 1
+
+
+def test_commits_together_wait_for_the_disk_once_and_leases_not_at_all(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("store.catalog.database.os.fsync", synced.append)
+    with Catalog.open(layout) as catalog:
+        with catalog.synced_together():
+            for worker in "ab":
+                with catalog.at_once():
+                    open_train_group(catalog, None)
+                    catalog.lease_open_group(worker=worker, lease_s=60.0)
+        assert synced == []
+        with catalog.synced_together():
+            for what in ("one", "two"):
+                catalog.log(component="w", what=what, detail="")
+            assert synced == []
+        assert len(synced) == 1
+
+
+def test_after_a_failed_sync_nothing_more_is_promised(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Catalog.open(layout) as catalog:
+        with monkeypatch.context() as broken:
+            broken.setattr("store.catalog.database.os.fsync", fails)
+            with pytest.raises(StoreError, match="cannot be synced: Input/output error"), catalog.synced_together():
+                catalog.log(component="w", what="lost", detail="")
+        with pytest.raises(StoreError, match="cannot be synced"):
+            catalog.log(component="w", what="behind the gap", detail="")
+        with pytest.raises(StoreError, match="cannot be synced"):
+            catalog.snapshot({})
+    with Catalog.open(layout) as catalog:
+        catalog.log(component="w", what="a new owner goes on", detail="")
 
 
 def test_a_retry_with_new_and_known_trajectories_counts_only_the_new(layout: RunLayout) -> None:
