@@ -31,6 +31,9 @@ def image_arguments(model_path: Path) -> dict[str, Any]:
         "limit_mm_per_prompt": {IMAGE: 1},
         "skip_mm_profiling": True,  # it would make an image of the largest size, by the processor that is not there
         "mm_processor_cache_gb": 0,  # of what is processed by vLLM
+        # Of a request whose image lies in a cached prefix the engine keeps no pixels (`strip_covered_mm_data`), and lacks them
+        # when new weights empty the cache under it: vLLM 0.32 then dies of "Expected number of multimodal embeddings to match".
+        "enable_prefix_caching": False,
         "mm_device_do_normalize": False,  # what it is given is normalised
         "worker_extension_cls": "actors.vision_worker.VisionWorkerExtension",
     }
