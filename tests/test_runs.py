@@ -270,6 +270,8 @@ time.sleep(99)
         assert process.stdout is not None
         semaphore = Path("/dev/shm") / f"sem.{process.stdout.readline().strip().removeprefix('/')}"
         assert semaphore.exists()
+        while not any("resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
+            time.sleep(0.01)  # a tracker that has only just been forked looks like nothing that one should wait for
         assert remove_leftovers(tmp_path / "run") == 1
     assert not semaphore.exists()
 
