@@ -29,6 +29,9 @@ SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
 """
 
+UNPLAYED = """SELECT count(*) FROM groups WHERE split = 'heldout' AND state <> 'complete'
+AND purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')"""
+
 
 def finished(config: Config) -> bool:
     """Whether the run is at its last learner step and its held-out evaluation is done; one that plays nothing has none."""
@@ -47,6 +50,7 @@ def show(config: Config, console: Console) -> None:
     success = "stored/success" if is_offline(config) else "train/success"
     with store.open(config.run_dir) as reader:
         heldout = evaluation.newest_round(reader)
+        (unplayed,) = _row(reader, UNPLAYED)
         first, last, learner_steps = _row(reader, TRAINING.format(success))
         step_s, advantages_s = _row(reader, TIMES)
         trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
@@ -63,6 +67,8 @@ def show(config: Config, console: Console) -> None:
             f"success on held-out tasks: {won / played:.2f}  "
             f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)",
         )
+        if unplayed:
+            console.print(f"  of an unfinished round: {unplayed} episodes were not played, and those that are won end sooner")
     else:
         console.print(f"nothing was played on held-out tasks yet:  python evaluate.py {config.run_dir}")
     if step_s:
