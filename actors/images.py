@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs import VISION_MODEL_TYPES
+from configs import VISION_MODEL_TYPES, model_type
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def load_image_form(model_path: str | Path) -> ImageForm | None:
 
 
 def sees_images(model_path: str | Path) -> bool:
-    return _config(model_path).get("model_type") in VISION_MODEL_TYPES
+    return model_type(str(model_path)) in VISION_MODEL_TYPES
 
 
 def _config(model_path: str | Path) -> dict[str, Any]:

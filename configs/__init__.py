@@ -6,7 +6,7 @@
 from configs.check import ConfigError, check, check_is_list, hint
 from configs.endpoint import without_model
 from configs.load import differences, from_yaml, load, to_yaml
-from configs.model import VISION_MODEL_TYPES, check_model_path
+from configs.model import VISION_MODEL_TYPES, check_model_path, model_type
 from configs.plan import cloning_config, describe_plan, model_billions
 from configs.schema import (
     ActorsConfig,
@@ -55,6 +55,7 @@ __all__ = [
     "is_offline",
     "load",
     "model_billions",
+    "model_type",
     "n_workers",
     "to_yaml",
     "without_model",

@@ -121,9 +121,8 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     """Writes the weights of a checkpoint over the base model's; returns their digest. Raises ExportError, CheckpointError."""
     model, base = _restored(layout, learner_step)
     with _all_or_nothing(dest):
-        names = checkpoint_names(
-            base, (name.replace(".base_layer.", ".") for name in model.state_dict())
-        )  # as `merged` has them
+        as_merged = (name.replace(".base_layer.", ".") for name in model.state_dict())
+        names = checkpoint_names(base, as_merged)
         return write_weights(((names.get(name, name), tensor) for name, tensor in merged(model)), dest, source_dir=base)
 
 
