@@ -103,7 +103,7 @@ def test_an_environment_that_fails_once_is_named_and_its_episode_played_again(
     broken: FaultRun, fault: str, words: list[str]
 ) -> None:
     before, abandoned = len(broken.events("episode failed")), len(broken.events("group abandoned"))
-    broken.fault.write_text(fault)
+    broken.tell(fault)
     broken.wait(
         is_named(broken, "episode failed", "key_room-train-", "member", *words, before=before),
         what="the name of the environment",
@@ -183,7 +183,7 @@ def test_without_a_coordinator_the_run_ends_with_the_cause_as_its_last_line(
 @pytest.mark.faults
 def test_an_environment_that_always_fails_ends_the_run_with_its_error(tmp_path: Path, model: Path) -> None:
     with started(tmp_path / "run", model, *SCRIPTED) as run:
-        run.fault.write_text("always raise")
+        run.tell("always raise")
         code, line = run.ended(within_s=120.0)
     assert code == 2
     assert "10 groups in a row were abandoned" in line and "the door fell on the agent" in line, run.said()
