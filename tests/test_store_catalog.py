@@ -165,6 +165,14 @@ def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: Ru
             catalog.record_metrics(learner_step=1, policy_version=1, values={"loss": float("nan")})
 
 
+def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 0))
+        play(layout, catalog, catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3))
+        assert catalog.roll_back(0).trajectories == 3
+        assert catalog.counts().trajectories == 2, "of training groups"
+
+
 def test_success_is_counted_per_round(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
         heldout = [catalog.open_group(ordinal=k, task_id=f"h{k}", split="heldout", size=1, purpose_version=7) for k in range(2)]

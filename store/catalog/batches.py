@@ -137,17 +137,16 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
-    now = counts(tx)
-    of_others = tx.row("SELECT coalesce(sum(n_members), 0) AS n FROM grp WHERE source IS NOT NULL")
-    assert of_others is not None
+    kept = tx.row("SELECT coalesce(sum(n_members), 0) AS n FROM grp")  # also those of held-out tasks, and stored ones
+    assert kept is not None
     return RollBack(
         batches=len(batches),
         groups=n_groups,
         checkpoints=n_checkpoints,
         learner_steps=sum(state == "trained" for _, state in batches),
-        open=now.open,
+        open=counts(tx).open,
         complete=complete_by_version(tx),
-        trajectories=now.trajectories + of_others["n"],
+        trajectories=kept["n"],
     )
 
 
