@@ -276,7 +276,8 @@ class Coordinator:
     def close(self) -> None:
         self.maintainer.close()
         self._record_finished_evaluations()
-        self._exporter.now()
+        self._exporter.last()
+        self._pulse.close()
         self.catalog.close()
         self.maintainer.check()
 
@@ -291,10 +292,8 @@ class Coordinator:
         )
 
     def _record_finished_evaluations(self) -> None:
-        for result in self.catalog.finished_evaluations():
-            self.catalog.record_metrics(
-                learner_step=result.learner_step, policy_version=result.version, values=result.metrics()
-            )
+        for done in self.catalog.finished_evaluations():
+            self.catalog.record_metrics(learner_step=done.learner_step, policy_version=done.version, values=done.metrics())
 
 
 CoordinatorActor = ray.remote(Coordinator)

@@ -55,3 +55,8 @@ class Exporter:
     def now(self) -> int:
         """The catalog's lsn, which outside readers see from now on."""
         return export(self._catalog, self._layout)
+
+    def last(self) -> None:
+        """Once more, and then never again, as the catalog is closed next."""
+        self.now()
+        self._due_s = float("inf")

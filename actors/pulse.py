@@ -48,6 +48,11 @@ class Pulse:
         self._beats: dict[str, _Beat] = {}
         self._unwritten: dict[str, _Beat] = {}
         self._written_at_s = 0.0
+        self._is_closed = False
+
+    def close(self) -> None:
+        """The catalog is closed: beats of who has not ended yet are still heard, and nobody has to be told of them."""
+        self._is_closed = True
 
     def beat(self, name: str, waiting_on: str | None) -> None:
         now_s, last = time.monotonic(), self._beats.get(name)
@@ -65,9 +70,9 @@ class Pulse:
         self._unwritten[name] = _Beat(waiting_on=GONE, since_s=now_s, at_s=now_s)
 
     def to_be_written(self) -> Mapping[str, _Beat]:
-        """Those heard of, or forgotten, since the last time, once a second; else nothing."""
+        """Those heard of, or forgotten, since the last time, once a second; else nothing, as once it is closed."""
         now_s = time.monotonic()
-        if now_s - self._written_at_s < WRITE_EVERY_S:
+        if self._is_closed or now_s - self._written_at_s < WRITE_EVERY_S:
             return {}
         self._written_at_s = now_s
         due, self._unwritten = dict(sorted(self._unwritten.items())), {}
