@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     """Raises ConfigError, in one line, with the value, what it would have done, and the fix."""
     _check_choices(config)
     _check_positive(config)
+    _check_scripted(config)
     _check_staleness(config)
     _check_alarms(config)
     _check_algorithm(config)
@@ -78,6 +79,23 @@ def _check_positive(config: Config) -> None:
                 raise ConfigError(f"{key}={number} must be above 0")
 
 
+def _check_scripted(config: Config) -> None:
+    """All that goes with it in one message: it is nobody's usual setting."""
+    if not config.actors.scripted:
+        return
+    steps, policy, staleness = config.learner.steps, config.loss.policy, config.max_staleness
+    wanted = []
+    if policy != "behaviour_cloning":
+        wanted.append(f"loss.policy=behaviour_cloning, not {policy!r}")
+    if staleness < steps - 1:
+        wanted.append(f"max_staleness={steps}: with {staleness} every group is too old from learner step {staleness + 2} on")
+        staleness = steps
+    if config.learner.keep_versions < staleness + 2:
+        wanted.append(f"learner.keep_versions={staleness + 2}, not {config.learner.keep_versions}")
+    if wanted:
+        raise ConfigError(f"actors.scripted=true plays at version 0 for ever, to be cloned; it needs {'; '.join(wanted)}")
+
+
 def _check_staleness(config: Config) -> None:
     learner = config.learner
     if learner.keep_checkpoints < 2:
@@ -127,13 +145,6 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true, or clone a stored run: "
             "source=RUN with stored.share=1"
-        )
-    if config.actors.scripted and config.loss.policy != "behaviour_cloning":
-        raise ConfigError(f"actors.scripted=true needs loss.policy=behaviour_cloning, not {config.loss.policy!r}")
-    if config.actors.scripted and config.max_staleness < config.learner.steps - 1:
-        raise ConfigError(
-            f"actors.scripted=true plays at version 0 for ever, so with max_staleness={config.max_staleness} every group is "
-            f"too old from learner step {config.max_staleness + 2} on; use max_staleness={config.learner.steps}"
         )
 
 

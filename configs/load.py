@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.check import ConfigError, check, check_is_list, flat, hint
@@ -63,9 +64,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
     try:
-        layers = [OmegaConf.load(path), _overrides([_checked_override(text) for text in overrides])]
+        layers = [OmegaConf.load(path)]
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    layers.append(_overrides([_checked_override(text) for text in overrides]))
     if any(text.startswith("env.options=") for text in overrides):  # another environment's options are not added to
         OmegaConf.update(layers[0], "env.options", {}, merge=False)
     for layer in layers:
@@ -73,11 +75,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             _check_key(key)
         for key in ("source", "loss.corrections"):
             check_is_list(key, OmegaConf.select(layer, key))
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), *layers))
-    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section is wanted
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
-    assert isinstance(config, Config)
+    config = _merged(*layers, path=path, overrides=overrides)
     check(config)
     return config
 
@@ -112,6 +110,25 @@ def _may_change(key: str) -> bool:
     return key in MAY_CHANGE or key.startswith(("alarms.", "supervision."))
 
 
+def _merged(
+    file: DictConfig | ListConfig, given: DictConfig | ListConfig, *, path: str | Path, overrides: Sequence[str]
+) -> Config:
+    """Raises ConfigError with what is to blame: the file, or the override of the key that OmegaConf names."""
+    unfit = (OmegaConfBaseException, TypeError)  # TypeError: a list where a section is wanted
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), file)
+    except unfit as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(merged, given))
+    except unfit as error:
+        key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
+        blamed = [text for text in overrides if re.match(rf"{re.escape(text.partition('=')[0])}([.\[]|$)", key)]
+        raise ConfigError(f"{blamed[-1] if blamed else ' '.join([str(path), *overrides])}: {_one_line(error)}") from None
+    assert isinstance(config, Config)
+    return config
+
+
 def _overrides(texts: Sequence[str]) -> DictConfig:
     """`source=RUN@where` as it is, since a condition is no YAML: several are several sources. A list in brackets is YAML."""
     given = [text for text in texts if text.startswith("source=") and not text.startswith("source=[")]
@@ -120,7 +137,10 @@ def _overrides(texts: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{' '.join([*given, *lists])}: a list is all sources; give one list, or source=RUN several times")
     if "${" in "".join(given):
         raise ConfigError(f"{' '.join(given)}: ${{ stands for another setting; write '$' || '{{' for these two characters")
-    layer = OmegaConf.from_dotlist([text for text in texts if text not in given])
+    try:
+        layer = OmegaConf.from_dotlist([text for text in texts if text not in given])
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{' '.join(texts)}: not readable as YAML: {_one_line(error)}") from None
     if given:
         OmegaConf.update(layer, "source", [text.removeprefix("source=") for text in given])
     return layer

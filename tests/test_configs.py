@@ -85,7 +85,8 @@ def test_overrides_go_on_top(empty: Path) -> None:
     [
         ("learner.stps=3", ["learner.stps", "learner.steps"]),
         ("lerner.steps=3", ["lerner.steps", "learner.steps"]),
-        ("learner.steps=many", ["learner.steps", "many"]),
+        ("learner.steps=many", ["learner.steps=many: Value 'many'"]),
+        ("learner.steps=[", ["learner.steps=[: not readable as YAML"]),
         ("learner.steps=0", ["learner.steps=0", "above 0"]),
         ("algorithm.estimator=gipgo", ["gipgo", "'gigpo'"]),
         ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
@@ -102,14 +103,14 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("learner.keep_versions=2", ["learner.keep_versions=2", "at least 3"]),
         ("actors.max_model_tokens=100", ["actors.max_model_tokens=100", "2560"]),
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
-        ("actors.scripted=true", ["behaviour_cloning"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),
         ("learner=3", ["'learner' is a section"]),
         ("actors.cpu_cores=foo", ["actors.cpu_cores='foo'", "0,2-3"]),
         ("loss.corrections=token_tis", ["loss.corrections=token_tis is not a list", "use loss.corrections=[token_tis]"]),
         ("loss.corrections=token_tis,opsm", ["use loss.corrections=[token_tis,opsm]"]),
-        ("env.options=[3]", ["incompatible"]),
+        ("env.options=[3]", ["empty.yaml env.options=[3]: ", "incompatible"]),
+        ("env.options=3", ["env.options=3: "]),
         ("loss.proximal=recomputed", ["learner.updates_per_step=1", "loss.policy=reinforce"]),
         ("model.tiny.heads=3", ["model.tiny.heads=3", "32, 64 or 128"]),
         ("prompt.template=thnk", ["thnk", "'think'"]),
@@ -126,6 +127,14 @@ def test_a_mistake_is_one_line_that_names_the_value(empty: Path, override: str, 
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def test_a_mistake_of_the_file_is_not_blamed_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("learner: {steps: few}\n")
+    for override in ("seed=1", "learner.steps=3"):
+        with pytest.raises(ConfigError, match="c.yaml: Value 'few'"):
+            configs.load(path, [override])
 
 
 def test_the_options_of_another_environment_are_not_added_to(tmp_path: Path) -> None:
@@ -252,11 +261,27 @@ def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:
     assert configs.load(empty, ["loss.policy=dppo_tv", "loss.ratio_cap=.inf"]).loss.ratio_cap == float("inf")
 
 
-def test_a_scripted_player_whose_groups_would_all_become_too_old_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("actors: {scripted: true}\nloss: {policy: behaviour_cloning}\nlearner: {steps: 100}")
-    with pytest.raises(ConfigError, match=r"max_staleness=1 .* from learner step 3 on; use max_staleness=100"):
-        configs.load(tmp_path / "c.yaml", ["algorithm.estimator=grpo"])
-    configs.load(tmp_path / "c.yaml", ["max_staleness=99", "learner.keep_versions=101"])
+@pytest.mark.parametrize(
+    ("overrides", "needs"),
+    [
+        (
+            [],
+            "loss.policy=behaviour_cloning, not 'ppo_clip'; "
+            "max_staleness=100: with 1 every group is too old from learner step 3 on; learner.keep_versions=102, not 4",
+        ),
+        (["max_staleness=99", "loss.policy=behaviour_cloning"], "learner.keep_versions=101, not 4"),
+        (
+            ["max_staleness=98", "learner.keep_versions=101"],
+            "loss.policy=behaviour_cloning, not 'ppo_clip'; max_staleness=100: ",
+        ),
+        (["max_staleness=99", "learner.keep_versions=101"], "loss.policy=behaviour_cloning, not 'ppo_clip'"),
+    ],
+)
+def test_what_a_scripted_player_needs_is_said_at_once(tmp_path: Path, overrides: list[str], needs: str) -> None:
+    (tmp_path / "c.yaml").write_text("actors: {scripted: true}\nlearner: {steps: 100}")
+    with pytest.raises(ConfigError, match=re.escape(f"to be cloned; it needs {needs}")):
+        configs.load(tmp_path / "c.yaml", overrides)
+    configs.load(tmp_path / "c.yaml", ["loss.policy=behaviour_cloning", "max_staleness=99", "learner.keep_versions=101"])
 
 
 @pytest.mark.parametrize(
