@@ -23,8 +23,7 @@ FROM metrics WHERE name = '{{}}'
 TIMES = """
 SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_cpu_s') FROM metrics
 """
-LAST_STEP = "SELECT count(*) FROM checkpoints WHERE live AND learner_step >= {}"
-FINISHED = """
+EVALUATED = """
 SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
 """
@@ -33,17 +32,23 @@ UNPLAYED = """SELECT count(*) FROM groups WHERE split = 'heldout' AND state <> '
 AND purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')"""
 
 
+def trained_to(config: Config) -> int:
+    """Learner step of the newest checkpoint; 0 without one, or where the catalog cannot be read: its next owner says why."""
+    root = Path(config.run_dir)
+    if RunLayout.exists(root):
+        with suppress(StoreError):
+            return max((point.learner_step for point in store.restart_points(RunLayout.open(root))), default=0)
+    return 0
+
+
 def finished(config: Config) -> bool:
     """Whether the run is at its last learner step and its held-out evaluation is done; one that plays nothing has none."""
-    run = Path(config.run_dir)
-    if not (run / "open.sql").is_file():
+    if trained_to(config) < config.learner.steps:
         return False
-    with suppress(StoreError):  # a catalog that cannot be read: the views say it too, half a second later
-        if not any(point.learner_step >= config.learner.steps for point in store.restart_points(RunLayout.open(run))):
-            return False
-    with store.open(run) as reader:
-        query = LAST_STEP if is_offline(config) else FINISHED
-        return bool(_row(reader, query.format(config.learner.steps))[0])
+    if is_offline(config):
+        return True
+    with store.open(config.run_dir) as reader:
+        return bool(_row(reader, EVALUATED.format(config.learner.steps))[0])
 
 
 def show(config: Config, console: Console) -> None:

@@ -143,6 +143,11 @@ def train(config: Config, console: Console) -> None:
             check_tasks(config, console)
         if config.source and not RunLayout.exists(Path(config.run_dir)):
             sources.check_sources(config, console)
+        if (trained_to := report.trained_to(config)) > config.learner.steps:
+            console.print(
+                f"{config.run_dir} is trained to learner step {trained_to} already, so learner.steps={config.learner.steps} "
+                "trains nothing; raise learner.steps to go on"
+            )
         if not report.finished(config):
             with ray_cluster(config.run_dir, processes=n_processes(config, learns=True)):
                 run_to_the_end(config, console)

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
 import report
-from configs import Config, to_yaml
+import train
+from configs import Config, EnvConfig, ModelConfig, to_yaml
+from opening import published
 from store import Catalog, RunLayout, export, write_open_sql
 from tests.store_samples import play
+
+
+def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path / "run"))
+    at_3, offline = replace(config, learner=replace(config.learner, steps=3)), replace(config, source=["elsewhere"])
+    assert not report.finished(at_3), "there is none yet"
+    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    write_open_sql(layout, macros=(), max_staleness=1)
+    assert (report.trained_to(at_3), report.finished(at_3)) == (0, False), "it has no catalog yet"
+    with Catalog.open(layout) as catalog:
+        for step in (2, 4):
+            catalog.record_version(version=step, path=f"w{step}", digest="d", learner_step=step)
+            catalog.record_checkpoint(learner_step=step, path=f"c{step}", version=step)
+        export(catalog, layout)
+        assert (report.trained_to(at_3), report.finished(at_3)) == (4, False)
+        assert report.finished(replace(offline, learner=at_3.learner, stored=replace(config.stored, share=1.0)))
+        catalog.record_metrics(learner_step=4, policy_version=4, values={"heldout/success": 0.5})
+        export(catalog, layout)
+        assert report.finished(at_3)
+        assert not report.finished(replace(config, learner=replace(config.learner, steps=5)))
+
+
+def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
+    key_room = EnvConfig(name="key_room", options={})
+    config = published(replace(Config(run_dir=str(tmp_path / "run"), env=key_room), model=ModelConfig(path=str(tmp_path))))
+    (tmp_path / "config.json").write_text("{}")
+    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    write_open_sql(layout, macros=(), max_staleness=1)
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(version=1, path="w", digest="d", learner_step=4)
+        catalog.record_checkpoint(learner_step=4, path="c", version=1)
+        catalog.record_metrics(learner_step=4, policy_version=1, values={"heldout/success": 0.5})
+        export(catalog, layout)
+    line = f"{tmp_path}/run is trained to learner step 4 already, so learner.steps=3 trains nothing"
+    for steps, is_said in ((3, True), (4, False)):
+        said = StringIO()
+        train.train(replace(config, learner=replace(config.learner, steps=steps)), Console(file=said, width=500))
+        assert (line in said.getvalue()) == is_said
 
 
 def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) -> None:
