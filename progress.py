@@ -47,6 +47,8 @@ class Progress:
 
     def show(self, status: Status) -> None:
         """While it trains."""
+        if self.first_step is None:
+            self.first_step = status.learner_step
         self._show(status, self.figures(status))
 
     def show_evaluation(self, status: Status) -> None:
@@ -56,8 +58,6 @@ class Progress:
         self._show(status, self.evaluation_figures(status))
 
     def _show(self, status: Status, figures: list[tuple[str, str]]) -> None:
-        if self.first_step is None:
-            self.first_step = status.learner_step
         if status.learner_step > self.written_step or status.heldout_open < self.heldout_open:
             if self.board is not None:
                 for name, value in status.metrics.items():
@@ -123,8 +123,9 @@ class Progress:
         ]
 
     def time_left(self, status: Status) -> str:
+        """At the rate of this start, "?" until there is one; a learner that died may be behind where this start began."""
         done = status.learner_step - (self.first_step or 0)
-        if not done:
+        if done <= 0:
             return "?"
         left_s = (time.monotonic() - self.started) / done * (self.config.learner.steps - status.learner_step)
         return f"{left_s:.0f} s"

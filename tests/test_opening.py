@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -131,11 +132,25 @@ def test_an_evaluation_shows_its_own_progress(tmp_path: Path, monkeypatch: pytes
     assert "step" not in first + last
 
 
-def status(*, heldout_open: int) -> Status:
+def test_the_time_left_is_that_of_this_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [100.0]
+    monkeypatch.setattr("progress.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("progress.LINE_EVERY_S", 0.0)
+    config = replace(Config(run_dir=str(tmp_path)), learner=replace(Config().learner, steps=80))
+    out = io.StringIO()
+    with Progress(config, "training", Console(file=out, width=400)) as progress:
+        for step in (60, 60, 62, 58, 80):  # 58: the learner died, and went on from a checkpoint
+            progress.show(status(heldout_open=0, learner_step=step))
+            clock_s[0] += 5.0
+    left = [re.search(r"left (.*?)  ", line) for line in out.getvalue().splitlines()]
+    assert [found and found[1] for found in left] == ["?", "?", "90 s", "?", "0 s"]
+
+
+def status(*, heldout_open: int, learner_step: int = 60) -> Status:
     return Status(
         counts=Counts(open=0, leased=0, complete=0, claimed=0, trained=0, stale=0, no_signal=0, trajectories=7, steps=9),
         version=3,
-        learner_step=60,
+        learner_step=learner_step,
         metrics={"heldout/success": 0.5},
         components={},
         heldout_open=heldout_open,
