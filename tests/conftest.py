@@ -49,6 +49,16 @@ def form() -> Callable[..., PromptForm]:
 
 
 @pytest.fixture(scope="session")
+def vision_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny vision model, which nobody changes."""
+    from tests.vision_samples import make_vision_model  # here, as torch comes with it
+
+    path = tmp_path_factory.mktemp("vision")
+    make_vision_model(path, ["push every box up down left right"], seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real ALFWorld, WebShop and QA data; it is not part of the project. GIGPO_DATA names it."""
     folder = Path(os.environ.get("GIGPO_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))

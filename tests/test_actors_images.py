@@ -15,7 +15,7 @@ from actors.policy import Completion
 from actors.rollout import step_of
 from configs import PromptConfig
 from envs import Observation
-from tests.vision_samples import IMAGE_PAD, VISION_END, VISION_START, make_vision_model
+from tests.vision_samples import IMAGE_PAD, VISION_END, VISION_START
 
 IMAGE = np.arange(56 * 84 * 3, dtype=np.uint8).reshape(56, 84, 3)  # 2 x 3 tokens
 SEEN = Observation(text="# P X O #", objective="push", actions=("up",), images=(IMAGE,))
@@ -23,25 +23,18 @@ CONFIG = PromptConfig(template="sokoban_image", history_length=0, max_prompt_tok
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vision")
-    make_vision_model(path, ["push every box up down left right"], seed=0)
-    return path
-
-
-@pytest.fixture(scope="module")
-def images(base: Path) -> ImageForm:
-    form = load_image_form(base)
+def images(vision_base: Path) -> ImageForm:
+    form = load_image_form(vision_base)
     assert form is not None
     return form
 
 
-def form_of(base: Path, images: ImageForm | None, **changes: object) -> PromptForm:
-    return PromptForm(AutoTokenizer.from_pretrained(base), replace(CONFIG, **changes), images=images)
+def form_of(vision_base: Path, images: ImageForm | None, **changes: object) -> PromptForm:
+    return PromptForm(AutoTokenizer.from_pretrained(vision_base), replace(CONFIG, **changes), images=images)
 
 
-def test_the_image_comes_before_the_words_as_its_tokens(base: Path, images: ImageForm) -> None:
-    form = form_of(base, images)
+def test_the_image_comes_before_the_words_as_its_tokens(vision_base: Path, images: ImageForm) -> None:
+    form = form_of(vision_base, images)
     prompt = form.prompt(SEEN, [])
     text = form.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     assert text.startswith(f"<user>{VISION_START}{IMAGE_PAD * 6}{VISION_END}You are an expert")
@@ -73,18 +66,18 @@ def test_several_images_have_their_places_one_after_the_other(images: ImageForm)
         images.expanded((5, 6), (one,))
 
 
-def test_what_has_no_place_in_a_prompt_is_refused(base: Path, images: ImageForm) -> None:
+def test_what_has_no_place_in_a_prompt_is_refused(vision_base: Path, images: ImageForm) -> None:
     with pytest.raises(ValueError, match="does not see"):
-        form_of(base, None).prompt(SEEN, [])
+        form_of(vision_base, None).prompt(SEEN, [])
     with pytest.raises(ValueError, match="place for one"):
-        form_of(base, images).prompt(replace(SEEN, images=(IMAGE, IMAGE)), [])
+        form_of(vision_base, images).prompt(replace(SEEN, images=(IMAGE, IMAGE)), [])
     with pytest.raises(ValueError, match="max_prompt_tokens=20 has no room"):
-        form_of(base, images, max_prompt_tokens=20).prompt(SEEN, [])
+        form_of(vision_base, images, max_prompt_tokens=20).prompt(SEEN, [])
 
 
-def test_style_chat_is_refused(base: Path, images: ImageForm) -> None:
+def test_style_chat_is_refused(vision_base: Path, images: ImageForm) -> None:
     with pytest.raises(ValueError, match="use 'window' with images"):
-        form_of(base, images, style="chat").prompt(SEEN, [])
+        form_of(vision_base, images, style="chat").prompt(SEEN, [])
 
 
 def test_a_model_of_text_has_no_way_with_images(tmp_path: Path) -> None:
@@ -92,9 +85,9 @@ def test_a_model_of_text_has_no_way_with_images(tmp_path: Path) -> None:
     assert load_image_form(tmp_path) is None
 
 
-def test_a_step_has_the_pixels_that_were_shown(base: Path, images: ImageForm) -> None:
+def test_a_step_has_the_pixels_that_were_shown(vision_base: Path, images: ImageForm) -> None:
     completion = Completion(token_ids=(1,), logprobs=(-1.0,), finish_reason="stop", version_min=0, version_max=0)
-    prompt = form_of(base, images).prompt(SEEN, [])
+    prompt = form_of(vision_base, images).prompt(SEEN, [])
     step = step_of(completion, number=0, prompt=prompt, observation=SEEN, action="up", is_valid=True, t_start_us=0, gen_us=0)
     (image,) = step.images
     assert (image.height, image.width, image.pixels) == (56, 84, IMAGE.tobytes())

@@ -15,21 +15,14 @@ from learner.batch import MicroBatch, micro_batches, shortest_sequence
 from learner.policy_model import PolicyModel, load_policy
 from learner.vision import checkpoint_names, names_to_publish, places
 from store.records import IMAGES_TYPE
-from tests.vision_samples import IMAGE_PAD, make_vision_model
+from tests.vision_samples import IMAGE_PAD
 
 SIZES = [(56, 84), (28, 56), (84, 84), None, (56, 84)]  # height and width of each row's image
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vision")
-    make_vision_model(path, ["push every box up down left right"], seed=0)
-    return path
-
-
-@pytest.fixture(scope="module")
-def policy(base: Path) -> PolicyModel:
-    return load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+def policy(vision_base: Path) -> PolicyModel:
+    return load_policy(vision_base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
 
 
 def image_token(policy: PolicyModel) -> int:
@@ -89,12 +82,12 @@ def test_an_image_token_that_was_sampled_is_a_word() -> None:
     assert positions.tolist() == [[0, 0, 2, 3, 4], [0, 0, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
-def test_log_probabilities_are_those_of_transformers(base: Path, policy: PolicyModel) -> None:
+def test_log_probabilities_are_those_of_transformers(vision_base: Path, policy: PolicyModel) -> None:
     rows = make_rows(policy)
     (batch,) = micro_batches(rows, micro_batch_tokens=1000, merge_steps=True, ranks=1)
     found = by_row(policy, [batch])
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base).eval()
-    processor = AutoImageProcessor.from_pretrained(base, backend="pil")
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(vision_base).eval()
+    processor = AutoImageProcessor.from_pretrained(vision_base, backend="pil")
     for row, columns in enumerate(rows.to_pylist()):
         ids = torch.tensor([columns["prompt_ids"] + columns["response_ids"]])
         seen = {}
@@ -164,15 +157,17 @@ def test_steps_with_images_are_never_merged(policy: PolicyModel) -> None:
     assert merged.bounds_S1.numel() == 2
 
 
-def test_weights_have_the_names_of_the_base_models_files(base: Path, policy: PolicyModel) -> None:
-    names = checkpoint_names(base, policy.causal_lm.state_dict())
+def test_weights_have_the_names_of_the_base_models_files(vision_base: Path, policy: PolicyModel) -> None:
+    names = checkpoint_names(vision_base, policy.causal_lm.state_dict())
     assert names["model.visual.merger.ln_q.weight"] == "visual.merger.ln_q.weight"
     assert names["model.language_model.norm.weight"] == "model.norm.weight"
-    assert checkpoint_names(base / "nowhere", ["model.visual.x"]) == {"model.visual.x": "model.visual.x"}
-    assert IMAGE_PAD in (base / "tokenizer.json").read_text()
+    assert checkpoint_names(vision_base / "nowhere", ["model.visual.x"]) == {"model.visual.x": "model.visual.x"}
+    assert IMAGE_PAD in (vision_base / "tokenizer.json").read_text()
 
 
-def test_zero_3_is_refused_for_what_would_hang(base: Path, policy: PolicyModel) -> None:
+def test_zero_3_is_refused_for_what_would_hang(vision_base: Path, policy: PolicyModel) -> None:
     with pytest.raises(ValueError, match="zero_stage=3 with a vision model"):
-        names_to_publish(base, policy, LearnerConfig(zero_stage=3))
-    assert names_to_publish(base, policy, LearnerConfig(zero_stage=2))["model.visual.merger.ln_q.weight"].startswith("visual.")
+        names_to_publish(vision_base, policy, LearnerConfig(zero_stage=3))
+    assert names_to_publish(vision_base, policy, LearnerConfig(zero_stage=2))["model.visual.merger.ln_q.weight"].startswith(
+        "visual."
+    )
