@@ -12,6 +12,7 @@ from rich.console import Console
 
 import configs
 import resume
+from actors import images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, OptionsError, Task, is_program, list_tasks, planned_tasks, try_environment
@@ -65,14 +66,19 @@ def _macros(config: Config) -> list[str]:
 
 
 def check_tasks(config: Config, console: Console) -> None:
-    """Makes the games that are missing and starts the environment once. Raises EnvironmentFailed."""
+    """Makes the games that are missing and starts the environment once.
+
+    Raises EnvironmentFailed; ConfigError if it shows images that the model is not shown.
+    """
     name = config.env.name
     with said_when_slow(f"listing the tasks of {name} (games are made once and kept)", console):
         splits = list_tasks(name, config.env.options)
     if is_program(name):
         _check_program(config)
     with said_when_slow(f"starting {name} once", console):
-        try_environment(name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
+        seen = try_environment(name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
+    if seen is not None and (fault := images_fault(seen, sees_images=_sees_images(config), style=config.prompt.style)):
+        raise ConfigError(f"env.name={name}: {fault}")
     console.print(task_counts(name, splits))
 
 
@@ -99,6 +105,13 @@ def try_tasks(config: Config, console: Console) -> None:
 
 def task_counts(name: str, splits: Mapping[str, Sequence[Task]]) -> str:
     return f"{name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out"
+
+
+def _sees_images(config: Config) -> bool:
+    """Of the model that is begun with. One of our own making sees none; a source's is looked at when a worker loads it."""
+    if config.endpoint.url:
+        return False
+    return sees_images(config.model.path) if config.model.path else bool(config.source)
 
 
 def _check_program(config: Config) -> None:

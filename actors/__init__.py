@@ -14,9 +14,10 @@ from actors.admission import free_groups, task_index
 from actors.chat_policy import ChatPolicy, EndpointFailed
 from actors.coordinator import Coordinator, CoordinatorActor
 from actors.engine_environment import ENGINE_SOCKETS
+from actors.images import sees_images
 from actors.plays import Lease
 from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
-from actors.prompt import TEMPLATES, Answer, PromptForm, Template, Turn, parse_action, render
+from actors.prompt import TEMPLATES, Answer, PromptForm, Template, Turn, images_fault, parse_action, render
 from actors.pulse import Component, Status
 from actors.resume import ResumePoint
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
@@ -51,11 +52,13 @@ __all__ = [
     "WorkerActor",
     "WorkerSetup",
     "free_groups",
+    "images_fault",
     "parse_action",
     "play_episode",
     "render",
     "request_seed",
     "sample_chats",
+    "sees_images",
     "task_index",
     "weight_files",
 ]

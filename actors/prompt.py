@@ -23,7 +23,7 @@ from actors.template import TEMPLATES, Template, Turn, find_template, longest_pa
 from configs import PromptConfig
 from envs import Observation
 
-__all__ = ["TEMPLATES", "Answer", "PromptForm", "Template", "Turn", "parse_action", "render", "turns_shown"]
+__all__ = ["TEMPLATES", "Answer", "PromptForm", "Template", "Turn", "images_fault", "parse_action", "render", "turns_shown"]
 
 
 class PromptForm:
@@ -52,8 +52,8 @@ class PromptForm:
 
         Raises ValueError for an observation with images that this model, style or budget has no place for.
         """
-        if observation.images:
-            self._check_images(observation)
+        if fault := images_fault(observation, sees_images=self.images is not None, style=self.config.style):
+            raise ValueError(fault)
         return self._in_chat(observation, history) if self.config.style == "chat" else self._in_window(observation, history)
 
     def parse(self, token_ids: Sequence[int]) -> Answer:
@@ -150,19 +150,24 @@ class PromptForm:
         n_end = self.max_prompt_tokens // 2
         return token_ids if limit else token_ids[: self.max_prompt_tokens - n_end] + token_ids[len(token_ids) - n_end :]
 
-    def _check_images(self, observation: Observation) -> None:
-        if self.images is None:
-            raise ValueError(
-                "the environment shows images, which the model in model.path does not see, or not in a way known here; take a "
-                "Qwen2-VL or Qwen2.5-VL, or have the environment show text"
-            )
-        if len(observation.images) > 1:
-            raise ValueError(f"an observation has {len(observation.images)} images; a prompt has place for one")
-        if self.config.style == "chat":
-            raise ValueError("prompt.style='chat' would repeat the images of earlier turns; use 'window' with images")
-
     def _too_long(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) > self.max_prompt_tokens
+
+
+def images_fault(observation: Observation, *, sees_images: bool, style: str) -> str:
+    """Why a prompt of this `prompt.style` has no place for its images, in one line; "" if it has, or there are none."""
+    if not observation.images:
+        return ""
+    if not sees_images:
+        return (
+            "the environment shows images, which the model does not see, or not in a way known here; take a Qwen2-VL or "
+            "Qwen2.5-VL in model.path, or have the environment show text"
+        )
+    if len(observation.images) > 1:
+        return f"an observation has {len(observation.images)} images; a prompt has place for one"
+    if style == "chat":
+        return "prompt.style='chat' would repeat the images of earlier turns; use 'window' with images"
+    return ""
 
 
 def turns_shown(history_length: int, turns: int) -> int:

@@ -76,7 +76,8 @@ async def play_episode(
     """Plays until the environment ends or `max_steps` actions were taken; every action is one Step.
 
     Where a deadline of `rules` passes the episode ends with the steps it has, the last one truncated. EpisodeOverdue if it
-    has none; EnvironmentDied, as the environment raises it; EngineLostError, where the policy's answer was aborted.
+    has none; EnvironmentDied, as the environment raises it; EngineLostError, where the policy's answer was aborted; ValueError,
+    which names environment, task and step, for an observation that no prompt can be made of.
     """
     steps: list[Step] = []
     transition: Transition | None = None
@@ -85,7 +86,7 @@ async def play_episode(
             observation = await environment.reset(task)
             history: list[Turn] = []
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
-                prompt = form.prompt(observation, history)
+                prompt = _prompt(form, observation, history, task=task)
                 step, transition = await _act(
                     *(environment, policy, form),
                     prompt=prompt,
@@ -112,6 +113,13 @@ async def play_episode(
         steps[-1] = replace(steps[-1], truncated=True)
     assert transition is not None
     return trajectory_of(steps, task=task, episode=episode, won=transition.won, task_score=transition.task_score)
+
+
+def _prompt(form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task) -> Prompt:
+    try:
+        return form.prompt(observation, history)
+    except ValueError as error:  # of images, which an environment may show at any step
+        raise ValueError(f"{task.env_name} task {task.id!r}, step {len(history)}: {error}") from error
 
 
 def trajectory_of(steps: Sequence[Step], *, task: Task, episode: EpisodeIds, won: bool, task_score: float | None) -> Trajectory:

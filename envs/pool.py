@@ -99,22 +99,25 @@ class EnvironmentPool:
             host.close()
 
 
-def try_environment(name: str, options: Mapping[str, object], task: Task, *, answer_timeout_s: float) -> None:
-    """Starts the environment once and resets it to `task`. Raises EnvironmentFailed with its error, or if it hangs."""
+def try_environment(name: str, options: Mapping[str, object], task: Task, *, answer_timeout_s: float) -> Observation | None:
+    """Starts the environment once and resets it to `task`: what it shows then, None for an agent program.
 
-    async def once() -> None:
+    Raises EnvironmentFailed with its error, or if it hangs.
+    """
+
+    async def once() -> Observation:
         pool = EnvironmentPool(name, options, processes=1, answer_timeout_s=answer_timeout_s)
         try:
             async with pool.environment() as environment:
-                await environment.reset(task)
+                return await environment.reset(task)
         finally:
             pool.close()
 
     try:
         if is_program(name):
             program_class(name)(options)  # to run it takes a model
-        else:
-            asyncio.run(once())
+            return None
+        return asyncio.run(once())
     except Exception as error:  # the border to a user's own code
         why = str(error) if isinstance(error, EnvironmentDied) else f"{type(error).__name__}: {error}"
         raise EnvironmentFailed(f"env.name={name} does not start with task {task.id!r}: {' '.join(why.split())}") from error

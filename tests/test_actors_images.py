@@ -71,6 +71,8 @@ def test_what_has_no_place_in_a_prompt_is_refused(vision_base: Path, images: Ima
         form_of(vision_base, None).prompt(SEEN, [])
     with pytest.raises(ValueError, match="place for one"):
         form_of(vision_base, images).prompt(replace(SEEN, images=(IMAGE, IMAGE)), [])
+    with pytest.raises(ValueError, match="aspect ratio"):
+        form_of(vision_base, images).prompt(replace(SEEN, images=(np.zeros((28, 28 * 300, 3), np.uint8),)), [])
     with pytest.raises(ValueError, match="max_prompt_tokens=20 has no room"):
         form_of(vision_base, images, max_prompt_tokens=20).prompt(SEEN, [])
 

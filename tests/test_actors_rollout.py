@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from actors import (
@@ -119,6 +122,20 @@ def test_what_makes_an_action_invalid(form: Form, answer: str, finish_reason: st
 def test_an_aborted_answer_is_no_action_and_ends_the_attempt_as_the_policys_failure(form: Form) -> None:
     with pytest.raises(EngineLostError, match="aborted a response"):
         play(form, FixedPolicy(form(), ["<action>go east</action>"], "abort"), max_steps=1)
+
+
+class ShowsImagesLater(InProcess):
+    async def step(self, action: str) -> Transition:
+        transition = await super().step(action)
+        seen = replace(transition.observation, images=(np.zeros((28, 28, 3), np.uint8),) * 2)
+        return replace(transition, observation=seen)
+
+
+def test_an_observation_that_no_prompt_has_a_place_for_is_named(form: Form) -> None:
+    task = list_tasks("key_room", OPTIONS)["train"][0]
+    policy = FixedPolicy(form(), ["<action>go east</action>"])
+    with pytest.raises(ValueError, match=f"^key_room task '{re.escape(task.id)}', step 1: the environment shows images"):
+        asyncio.run(play_episode(ShowsImagesLater("key_room"), policy, form(), task=task, episode=IDS, rules=rules()))
 
 
 def test_seeds_depend_on_trajectory_and_step_alone(form: Form) -> None:

@@ -60,6 +60,28 @@ def test_a_dry_run_refuses_an_environment_that_no_run_could_play(
     assert line.startswith("error: ") and words in line
 
 
+@pytest.mark.parametrize(
+    ("model_type", "style", "words"),
+    [
+        (None, "window", "the environment shows images, which the model does not see"),
+        ("qwen2", "window", "the environment shows images, which the model does not see"),
+        ("qwen2_5_vl", "chat", "use 'window' with images"),
+    ],
+)
+def test_images_that_no_prompt_has_a_place_for_are_refused_before_there_is_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str | None, style: str, words: str
+) -> None:
+    rooms = ["env.options.observation=image", "env.options.train_rooms=2", "env.options.heldout_rooms=2"]
+    model = [] if model_type is None else [f"model.path={tmp_path}"]
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    sokoban = str(CONFIGS[0].with_name("sokoban_cpu.yaml"))
+    asked = [*rooms, *model, f"prompt.style={style}", "prompt.history_length=-1", f"run_dir={tmp_path / 'run'}"]
+    assert train.main([sokoban, *asked]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: env.name=sokoban: ") and words in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_counts_tasks_but_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([KEY_ROOM, "--dry-run"]) == 0
     assert "key_room: 40 training tasks, 20 held out" in capsys.readouterr().out
