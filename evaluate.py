@@ -37,7 +37,7 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_same_run, check_tasks, open_run, published, said_when_slow, try_tasks
+from opening import check_gpus, check_same_run, check_tasks, open_run, published, said_when_slow, try_model, try_tasks
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> int:
         config = asked_config(options.weights, options.overrides) if options.overrides else own_config(options.weights)
         check_endpoint(config, console)
         if options.dry_run:
+            try_model(config)
             console.print(configs.to_yaml(config), markup=False)
             try_tasks(config, console)
             return 0

@@ -82,11 +82,17 @@ def check_tasks(config: Config, console: Console) -> None:
     console.print(task_counts(name, splits))
 
 
+def try_model(config: Config) -> None:
+    """For a dry run: a model that is here is looked at, another may be where the run will be. Raises ConfigError."""
+    if config.model.path and Path(config.model.path).exists():
+        configs.check_model_path(config)
+
+
 def try_tasks(config: Config, console: Console) -> None:
     """For a dry run: the number of tasks, where none has to be made for that. Raises EnvironmentFailed, ConfigError.
 
-    An unknown environment, and options that are unknown or missing, are refused. What else goes wrong is only said: files that
-    are not here may be where the run will be.
+    An unknown environment, and options that are unknown, missing or impossible, are refused. What else goes wrong is only said:
+    files that are not here may be where the run will be.
     """
     name = config.env.name
     try:

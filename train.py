@@ -36,7 +36,7 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_same_run, check_tasks, open_run, try_tasks
+from opening import check_gpus, check_same_run, check_tasks, open_run, try_model, try_tasks
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -68,9 +68,7 @@ def main(arguments: list[str]) -> int:
 
         config = with_published(asked_config(options))
         if options.dry_run:
-            console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
-            if not configs.is_offline(config):
-                try_tasks(config, console)
+            dry_run(config, console)
             return 0
         if options.fork:
             forking.make(options.fork, config)
@@ -132,6 +130,21 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
     return bool(options.status or options.stop or options.workers)
 
 
+def dry_run(config: Config, console: Console) -> None:
+    """What a start would do; raises what it would raise, as far as that can be known here. Starts and makes nothing."""
+    try_model(config)
+    console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
+    if not configs.is_offline(config):
+        try_tasks(config, console)
+    check_new_sources(config, console)
+
+
+def check_new_sources(config: Config, console: Console) -> None:
+    """Of a run that is there already they have been taken in."""
+    if config.source and not RunLayout.exists(Path(config.run_dir)):
+        sources.check_sources(config, console)
+
+
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
@@ -141,8 +154,7 @@ def train(config: Config, console: Console) -> None:
         check_same_run(config)
         if not configs.is_offline(config):
             check_tasks(config, console)
-        if config.source and not RunLayout.exists(Path(config.run_dir)):
-            sources.check_sources(config, console)
+        check_new_sources(config, console)
         if (trained_to := report.trained_to(config)) > config.learner.steps:
             console.print(
                 f"{config.run_dir} is trained to learner step {trained_to} already, so learner.steps={config.learner.steps} "

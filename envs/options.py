@@ -10,7 +10,7 @@ SPLITS = ("train", "heldout")
 
 
 class OptionsError(ValueError):
-    """An option is unknown or missing, whatever is or is not on this machine."""
+    """An option is unknown or missing, or has a value that none could have, whatever is or is not on this machine."""
 
 
 def check_options(name: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:

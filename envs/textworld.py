@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import check_options, check_split
+from envs.options import OptionsError, check_options, check_split
 from envs.textworld_games import ROOMS, ensure_compiled, treasures
 
 # No delivery needs them, and listed they would double the length of every prompt. Said outright they still work.
@@ -155,8 +155,8 @@ def _parse(options: Mapping[str, object]) -> _Options:
     for name, least in numbers.items():
         value = options[name]
         if not isinstance(value, int) or value < least:
-            raise ValueError(f"textworld option {name}={value!r} must be a whole number, at least {least}")
+            raise OptionsError(f"textworld option {name}={value!r} must be a whole number, at least {least}")
         values[name] = value
     if values["rooms"] > len(ROOMS):
-        raise ValueError(f"textworld option rooms={values['rooms']} must be at most {len(ROOMS)}")
+        raise OptionsError(f"textworld option rooms={values['rooms']} must be at most {len(ROOMS)}")
     return _Options(cache_dir=Path(str(options["cache_dir"])), **values)

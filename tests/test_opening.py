@@ -61,6 +61,41 @@ def test_a_dry_run_refuses_an_environment_that_no_run_could_play(
 
 
 @pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("frozenlake", "env.options.train_seeds=[5,2]", "train_seeds=[5, 2] must be [first, end]"),
+        ("frozenlake", "env.options.heldout_seeds=[0,9000]", "have seeds in common"),
+        ("sokoban_cpu", "env.options.boxes=90", "sokoban option boxes=90 must be at most 7 in 5x5"),
+        ("quickstart", "env.options.rooms=99", "textworld option rooms=99 must be at most"),
+        ("alfworld_cpu", "env.options.task_types=[fly]", "alfworld option task_types=['fly']"),
+        ("search_cpu", "env.options.topk=0", "must be at least 0 and at least 1"),
+        ("webshop_qwen2.5_1.5b", "env.options.seed=-1", "webshop option seed=-1 must be a whole number"),
+    ],
+)
+def test_a_dry_run_refuses_an_option_that_is_impossible_wherever_the_data_is(
+    name: str, override: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([str(CONFIGS[0].with_name(f"{name}.yaml")), "--dry-run", override]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_dry_run_looks_at_a_model_that_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def tried_with(*overrides: str) -> str:
+        code = train.main([KEY_ROOM, "--dry-run", f"model.path={tmp_path}/Tiny-1B", "learner.zero_stage=3", *overrides])
+        error = capsys.readouterr().err
+        assert (code == 2) == bool(error)
+        return error
+
+    assert tried_with() == "", "it may be where the run will be"
+    (tmp_path / "Tiny-1B").mkdir()
+    assert "is not a Hugging Face model directory" in tried_with()
+    (tmp_path / "Tiny-1B" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    assert "learner.zero_stage=3 with the vision model" in tried_with()
+    assert tried_with("learner.zero_stage=2") == ""
+
+
+@pytest.mark.parametrize(
     ("model_type", "style", "words"),
     [
         (None, "window", "the environment shows images, which the model does not see"),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import configs
 import sources
+import train
 from configs import Config, ConfigError, TinyModelConfig
 from learner import make_tiny_model, train_tokenizer
 from store import RunLayout, VersionRecord, write_open_sql
@@ -56,6 +57,28 @@ def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> N
     out = io.StringIO()
     sources.take(config, Console(file=out, width=400))
     assert f"1 groups of {played} where won" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere", "is neither a run"),
+        ("@won", "is neither a run"),
+        ("played@won >", "won >"),
+        ("played@won AND NOT won", "no whole training group"),
+    ],
+)
+def test_a_dry_run_refuses_what_no_run_could_train_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, words: str
+) -> None:
+    make_source(tmp_path / "played")
+    key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
+    asked = ["--dry-run", "stored.share=1", f"run_dir={tmp_path / 'new'}"]
+    assert train.main([key_room, *asked, f"source={tmp_path / source}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+    assert train.main([key_room, *asked, f"source={tmp_path / 'played'}@won"]) == 0
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from envs.base import Task
-from envs.options import check_options, check_split
+from envs.options import OptionsError, check_options, check_split
 
 BEGIN = "Nothing has happened yet."  # the first observation where all there is to see is the objective
 PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"}
@@ -22,11 +22,11 @@ SEEDS = ("train_seeds", "heldout_seeds")  # each [first, last + 1]
 
 
 def adapter_options(adapter: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
-    """As `check_options`; those that several adapters have are also what they must be. Raises ValueError, in one line."""
+    """As `check_options`; those that several adapters have are also what they must be. Raises OptionsError, in one line."""
     given = check_options(adapter, options, known)
     for name, (is_right, must_be) in KINDS.items():
         if name in given and not is_right(given[name]):
-            raise ValueError(f"{adapter} option {name}={given[name]!r} must be {must_be}")
+            raise OptionsError(f"{adapter} option {name}={given[name]!r} must be {must_be}")
     return given
 
 
@@ -36,7 +36,7 @@ def seeded_tasks(adapter: str, split: str, options: Mapping[str, object], *, nam
     ranges = {key.removesuffix("_seeds"): _seeds(adapter, key, options[key]) for key in SEEDS}
     train, heldout = ranges["train"], ranges["heldout"]
     if train.start < heldout.stop and heldout.start < train.stop:
-        raise ValueError(
+        raise OptionsError(
             f"{adapter} options train_seeds={[train.start, train.stop]} and heldout_seeds={[heldout.start, heldout.stop]} "
             "have seeds in common; keep them apart"
         )
@@ -66,4 +66,6 @@ def _seeds(adapter: str, key: str, value: object) -> range:
         first, end = value
         if 0 <= first < end:
             return range(first, end)
-    raise ValueError(f"{adapter} option {key}={value!r} must be [first, end], two whole numbers: first, first + 1 ... end - 1")
+    raise OptionsError(
+        f"{adapter} option {key}={value!r} must be [first, end], two whole numbers: first, first + 1 ... end - 1"
+    )

@@ -15,6 +15,7 @@ from itertools import count, islice, product
 from pathlib import Path
 
 from envs.alfworld.games import TASK_MARK, TASK_TYPES, Game
+from envs.options import OptionsError
 
 # What can be done with a thing (clean, heat, cool), as in ALFWorld.
 OBJECTS = {
@@ -57,9 +58,9 @@ class Scene:
 
 
 def list_generated(split: str, games: int, *, seed: int, task_types: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, task type) of the first games of a split, the types taking turns. Raises ValueError for 0: there is no end."""
+    """(name, task type) of the first games of a split, the types taking turns. Raises OptionsError for 0: there is no end."""
     if games == 0:
-        raise ValueError(
+        raise OptionsError(
             f"alfworld option {split}_games=0 means all games, and games made on the spot have no end: "
             f"set {split}_games to a number, or data to a folder with games"
         )

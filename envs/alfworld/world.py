@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
 from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
-from envs.options import check_options, check_split
+from envs.options import OptionsError, check_options, check_split
 
 if TYPE_CHECKING:
     from envs.alfworld.engine import Engine
@@ -116,15 +116,15 @@ def _parse(options: Mapping[str, object]) -> _Options:
     check_options("alfworld", options, tuple(_Options.__dataclass_fields__))
     for name in ("train", "heldout"):
         if options[name] not in OFFICIAL_SPLITS:
-            raise ValueError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")
+            raise OptionsError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")
     for name in ("train_games", "heldout_games", "seed"):
         value = options[name]
         if not isinstance(value, int) or value < 0:
-            raise ValueError(f"alfworld option {name}={value!r} must be a whole number, at least 0")
+            raise OptionsError(f"alfworld option {name}={value!r} must be a whole number, at least 0")
     kinds = options["task_types"]
     if not isinstance(kinds, Sequence) or not set(kinds) <= set(TASK_TYPES):
-        raise ValueError(f"alfworld option task_types={kinds!r} must be a list of some of {list(TASK_TYPES)}, or [] for all")
+        raise OptionsError(f"alfworld option task_types={kinds!r} must be a list of some of {list(TASK_TYPES)}, or [] for all")
     if not isinstance(options["data"], str):
-        raise ValueError(f"alfworld option data={options['data']!r} must be a folder, or '' for games made on the spot")
+        raise OptionsError(f"alfworld option data={options['data']!r} must be a folder, or '' for games made on the spot")
     values = {**options, "task_types": tuple(kind for kind in TASK_TYPES if not kinds or kind in kinds)}
     return _Options(**values)  # type: ignore[arg-type]  # checked above

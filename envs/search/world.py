@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import check_options, check_split
+from envs.options import OptionsError, check_options, check_split
 from envs.search.client import ask_server, has_answered
 from envs.search.episode import Episode, task_of
 from envs.search.files import check_file
@@ -108,7 +108,7 @@ def _tasks(options: _Options, *, env_name: str, split: str, **data: str) -> list
 def _url(options: Mapping[str, object]) -> str:
     url = str(options["retriever"])
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"search option retriever={url!r} must be a URL like http://127.0.0.1:8000/retrieve")
+        raise OptionsError(f"search option retriever={url!r} must be a URL like http://127.0.0.1:8000/retrieve")
     return url
 
 
@@ -120,11 +120,11 @@ def _parse(options: Mapping[str, object], env_name: str, **own: type) -> _Option
     for name, kind in wanted.items():
         value = options[name]
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or value in ([], ""):
-            raise ValueError(f"{env_name} option {name}={value!r} must be of type {kind.__name__}, and not empty")
+            raise OptionsError(f"{env_name} option {name}={value!r} must be of type {kind.__name__}, and not empty")
     values = {name: tuple(map(str, options[name])) for name in lists}  # type: ignore[call-overload]  # a list, see above
     counts = {name: int(str(options[name])) for name in ("heldout_limit", "topk")}
     if counts["heldout_limit"] < 0 or counts["topk"] < 1:
-        raise ValueError(f"{env_name} options {counts} must be at least 0 and at least 1")
+        raise OptionsError(f"{env_name} options {counts} must be at least 0 and at least 1")
     return _Options(
         questions=tuple(map(Path, values["questions"])),
         train_sources=values["train_sources"],

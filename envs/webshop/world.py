@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import check_options, check_split
+from envs.options import OptionsError, check_options, check_split
 from envs.webshop.catalogue import FULL, SMALL
 from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal
 from envs.webshop.pages import (
@@ -204,11 +204,11 @@ def _parse(options: Mapping[str, object]) -> _Options:
     check_options("webshop", options, ("data", *CHOICES, *NUMBERS))
     for name, choices in CHOICES.items():
         if options[name] not in choices:
-            raise ValueError(f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}")
+            raise OptionsError(f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}")
     for name in NUMBERS:
         value = options[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"webshop option {name}={value!r} must be a whole number, at least 0")
+            raise OptionsError(f"webshop option {name}={value!r} must be a whole number, at least 0")
     if not Path(str(options["data"])).is_dir():
         raise ValueError(f"webshop option data={options['data']!r} is no folder; docs/webshop.md says where the files are from")
     return _Options(**{**options, "data": Path(str(options["data"]))})  # type: ignore[arg-type]
