@@ -138,7 +138,10 @@ def stop(run: Path, console: Console) -> None:
 
 
 def status(run: Path, console: Console) -> None:
-    """What the store says of the run: its figures, and every component with the age of its last sign of life."""
+    """What the store says of the run: its figures, and every component with the age of its last sign of life.
+
+    While its base policy is cloned, which is a run of its own, that of this one. Raises StoreError.
+    """
     driver = driver_of(run)
     process = driver.process() if driver is not None else None
     is_driven = process is not None or (driver is not None and driver.host != socket.gethostname())
@@ -146,6 +149,17 @@ def status(run: Path, console: Console) -> None:
         driven = f"process {process.pid} drives it ({process.status()})"
     else:
         driven = f"process {driver.pid} of {driver.host} drives it" if driver and is_driven else "nobody drives it"
+    cloned = run / "base"
+    if is_driven and not RunLayout.exists(run):
+        console.print(f"{run}: {driven}; it starts, and nothing of the run is there yet")
+    elif RunLayout.exists(cloned) and not (cloned / "policy").is_dir():
+        console.print(f"{run}: {driven}; {'it clones' if is_driven else 'it was to clone'} the base policy first, in {cloned}")
+        _show_store(cloned, driven="a run of its own", is_driven=is_driven, console=console)
+    else:
+        _show_store(run, driven=driven, is_driven=is_driven, console=console)
+
+
+def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) -> None:
     with store.open(run) as reader:
         (newest,) = reader.sql(
             """SELECT (SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained' AND live) AS step,

@@ -230,9 +230,28 @@ def test_the_status_shows_who_is_there(tmp_path: Path) -> None:
     assert "nobody drives it" in ended and "(ended)" in ended and "(works)" not in ended
 
 
+def test_the_status_of_a_run_that_has_just_begun_is_what_it_does_first(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with driving(run):
+        assert "drives it" in status_of(run) and "nothing of the run is there yet" in status_of(run)
+        for root in (run, run / "base"):
+            write_open_sql(RunLayout.create(root, config_yaml="", storage_uri=""), macros=[], max_staleness=1)
+        with Catalog.open(RunLayout.open(run / "base")) as catalog:
+            catalog.record_version(version=7, path="w7", digest="d", learner_step=None)
+            catalog.heartbeats({"worker-0": "admission"})
+            export(catalog, RunLayout.open(run / "base"))
+        first, second, *_ = status_of(run).splitlines()
+        assert first.startswith(f"{run}: process {os.getpid()} drives it")
+        assert first.endswith(f"it clones the base policy first, in {run}/base")
+        assert second == f"{run}/base: a run of its own; learner step 0, newest version 7"
+        assert "admission" in status_of(run)
+        (run / "base" / "policy").mkdir()
+        assert status_of(run).startswith(f"{run}: process {os.getpid()} drives it") and "base" not in status_of(run)
+
+
 def status_of(run: Path) -> str:
     output = StringIO()
-    runs.status(run, Console(file=output, width=200))
+    runs.status(run, Console(file=output, width=500))
     return output.getvalue()
 
 
