@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import mean
@@ -16,20 +17,32 @@ from envs.search.library import bm25_library
 from envs.search.scoring import normalised
 
 SEVEN = ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]
-# Of an engine that shares no code with ours, bm25s 0.3.16 with PyStemmer 3.1.0: over all questions of which the corpus has an
-# answer, with the question as the only search.
-RECALL_AT_3 = {
-    "nq": 0.704,
-    "triviaqa": 0.761,
-    "popqa": 0.552,
-    "hotpotqa": 0.660,
-    "2wikimultihopqa": 0.339,
-    "musique": 0.072,
+# Of an engine that shares no code with ours, bm25s 0.3.16 with PyStemmer 3.1.0 and the same k1 0.9 and b 0.4, with the question
+# as the only search: over all questions of which the corpus has an answer, and over at most 150 of each set.
+OF_ALL = {
+    "nq": 0.708,
+    "triviaqa": 0.763,
+    "popqa": 0.558,
+    "hotpotqa": 0.671,
+    "2wikimultihopqa": 0.351,
+    "musique": 0.105,
     "bamboogle": 0.216,
 }
+OF_150 = {
+    "nq": 0.72,
+    "triviaqa": 0.72,
+    "popqa": 0.54,
+    "hotpotqa": 0.69,
+    "2wikimultihopqa": 0.29,
+    "musique": 0.13,
+    "bamboogle": 0.22,
+}
+DRAWN_BY_SEED = 0  # the 150: of set after set in the order of the file, by Python's random.sample
 
 
-def test_recall_at_3_is_what_another_engine_reaches(shared_data: Path) -> None:
+@pytest.fixture(scope="module")
+def found(shared_data: Path) -> dict[str, list[bool]]:
+    """Data set -> for each question of which the corpus has an answer, whether the first three passages have it."""
     library = bm25_library(shared_data / "qa" / "corpus.jsonl.xz")
     assert len(library) == 19_401
     read = functools.cache(normalised)
@@ -39,7 +52,17 @@ def test_recall_at_3_is_what_another_engine_reaches(shared_data: Path) -> None:
             golden = {normalised(answer) for answer in row["golden_answers"]} - {""}
             seen = [read(hit.passage.contents) for hit in library.search([row["question"]], 3)[0]]
             found[row["source"]].append(any(answer in text for answer in golden for text in seen))
-    assert {source: mean(hits) for source, hits in found.items()} == pytest.approx(RECALL_AT_3, abs=0.02)
+    return found
+
+
+def test_recall_at_3_is_what_another_engine_reaches(found: dict[str, list[bool]]) -> None:
+    assert {source: mean(hits) for source, hits in found.items()} == pytest.approx(OF_ALL, abs=0.02)
+
+
+def test_recall_at_3_of_the_questions_that_were_drawn(found: dict[str, list[bool]]) -> None:
+    draw = random.Random(DRAWN_BY_SEED)
+    recall = {source: mean(draw.sample(hits, min(150, len(hits)))) for source, hits in found.items()}
+    assert recall == pytest.approx(OF_150, abs=0.02)
 
 
 def test_splits_of_the_real_questions(shared_data: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from envs import Observation, Task
-from envs.webshop import WebShopEnv, nouns, search
+from envs import Observation, Task, bm25
+from envs.webshop import WebShopEnv, nouns
 from envs.webshop.catalogue import Catalogue, read
 from envs.webshop.goals import HUMAN, SYNTHETIC, Goals
 from tests.webshop_samples import ALL
@@ -113,12 +113,12 @@ def test_the_official_splits_have_their_sizes_and_share_no_task(data: Path) -> N
 
 
 def test_a_word_in_every_place_finds_the_same_as_the_index_that_was_kept(catalogue: Catalogue, tmp_path: Path) -> None:
-    index = search.build((product.contents for product in catalogue), [product.asin for product in catalogue])
-    search.save(index, tmp_path)
-    kept = search.load(tmp_path)
+    index = bm25.build((product.contents for product in catalogue), [product.asin for product in catalogue])
+    bm25.save(index, tmp_path)
+    kept = bm25.load(tmp_path)
     for query in ("red shoes for women", "lamp", "no such thing xyzzy", "3x-large, ❤"):
-        assert search.search(kept, query, limit=50) == search.search(index, query, limit=50)
-    assert search.search(index, "xyzzy", limit=50) == []
+        assert bm25.search(kept, query, limit=50) == bm25.search(index, query, limit=50)
+    assert bm25.search(index, "xyzzy", limit=50) == []
 
 
 def test_every_name_of_the_thousand_is_tagged(catalogue: Catalogue) -> None:

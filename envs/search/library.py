@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from envs.search.bm25 import bm25_index
+from envs import bm25
 from envs.search.passages import Hit, Passage, read_corpus
 
 # (queries, topk) -> for each query at most topk of (id of a passage, score), best first. The server calls it from threads.
@@ -30,6 +30,16 @@ class Library:
         if unknown is not None:
             raise ValueError(f"the index found passage {unknown!r}, which the corpus does not have; index the same corpus")
         return [[Hit(passage=self._passages[key], score=float(score)) for key, score in hits] for hits in found]
+
+
+def bm25_index(passages: Sequence[Passage]) -> Index:
+    """Every word of title and text counts; a query without a known word finds nothing; equal scores in the corpus's order."""
+    index = bm25.build(passage.contents for passage in passages)
+
+    def search(query: str, topk: int) -> list[tuple[str, float]]:
+        return [(passages[number].id, score) for number, score in bm25.search_scored(index, query, limit=topk)]
+
+    return lambda queries, topk: [search(query, topk) for query in queries]
 
 
 @functools.cache

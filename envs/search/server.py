@@ -14,8 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from envs.search.bm25 import bm25_index
-from envs.search.library import Index, Library
+from envs.search.library import Index, Library, bm25_index
 from envs.search.passages import Hit, read_corpus
 
 

@@ -8,7 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from envs.webshop import nouns, search
+from envs import bm25
+from envs.webshop import nouns
 from envs.webshop.catalogue import FULL, SMALL, read
 from envs.webshop.shop import catalogue_of, packed
 
@@ -20,7 +21,7 @@ def pack(data: Path) -> str:
     scratch.mkdir()
     try:
         catalogue.save(scratch)
-        search.save(search.build((product.contents for product in catalogue), [product.asin for product in catalogue]), scratch)
+        bm25.save(bm25.build((product.contents for product in catalogue), [product.asin for product in catalogue]), scratch)
         shutil.rmtree(packed(data), ignore_errors=True)
         scratch.rename(packed(data))
     finally:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
-from envs.webshop import nouns, reward, search
+from envs import bm25
+from envs.webshop import nouns, reward
 from envs.webshop.catalogue import SMALL, Catalogue, open_packed, read
 from envs.webshop.goals import Goal, Goals
 from envs.webshop.pages import HITS
@@ -29,7 +30,7 @@ class Shop:
 
     def _hits(self, query: str) -> list[int]:
         """Numbers of the products found, best first."""
-        return search.search(_index(self._data, self._which), query, limit=HITS)
+        return bm25.search(_index(self._data, self._which), query, limit=HITS)
 
 
 @cache
@@ -53,11 +54,11 @@ def packed(data: Path) -> Path:
 
 
 @cache
-def _index(data: Path, which: str) -> search.Index:
+def _index(data: Path, which: str) -> bm25.Index:
     if which != SMALL:
-        return search.load(packed(data))
+        return bm25.load(packed(data))
     catalogue = catalogue_of(data, which)
-    return search.build((product.contents for product in catalogue), [product.asin for product in catalogue])
+    return bm25.build((product.contents for product in catalogue), [product.asin for product in catalogue])
 
 
 @cache

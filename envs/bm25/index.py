@@ -1,7 +1,4 @@
-"""The shop's search: what Lucene 9 answers, through Anserini, with BM25 (k1 0.9, b 0.4) and the English analyser. Without Java.
-
-    index = build(contents)                    # once; arrays only, so it can be kept in files and shared by processes
-    search(index, "red shoes", limit=50)       # document numbers, best first
+"""The index, and how it is asked.
 
 Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or near ties would fall
 otherwise.
@@ -12,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from hashlib import blake2b
@@ -20,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.webshop.stemming import stem
+from envs.bm25.stemming import stem
 
 K1, B = 0.9, 0.4  # Anserini's
 FREE = 24  # of Lucene's bytes for lengths: so many, the least, stand for themselves
@@ -78,8 +75,8 @@ def tokens(text: str) -> list[str]:
 _stem = lru_cache(maxsize=200_000)(stem)
 
 
-def build(contents: Iterable[str], names: list[str]) -> Index:
-    """Of documents with these texts and names; names are in the order of texts."""
+def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
+    """Of documents with these texts and names, in the same order. Without names, what was given first is named first."""
     numbers: dict[str, int] = {}
     terms, documents, counts, lengths = array("I"), array("I"), array("I"), array("I")
     for document, text in enumerate(contents):
@@ -98,8 +95,9 @@ def build(contents: Iterable[str], names: list[str]) -> Index:
     documents_P = np.frombuffer(documents, dtype=np.uint32)[order_P]
     counts_P = np.frombuffer(counts, dtype=np.uint32)[order_P].astype(np.float32)
     lengths_D = np.frombuffer(lengths, dtype=np.uint32)
-    ranks_D = np.empty(len(names), dtype=np.uint32)
-    ranks_D[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names), dtype=np.uint32)
+    ranks_D = np.arange(len(lengths), dtype=np.uint32)
+    if names is not None:
+        ranks_D[sorted(range(len(names)), key=names.__getitem__)] = ranks_D.copy()
     return Index(
         terms_V=hashes_V[places_V],
         starts_V=np.concatenate([[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]).astype(np.int64),
@@ -111,6 +109,11 @@ def build(contents: Iterable[str], names: list[str]) -> Index:
 
 def search(index: Index, query: str, *, limit: int) -> list[int]:
     """The best `limit` documents that have a term of the query; numbers, best first, equal scores by name."""
+    return [number for number, _ in search_scored(index, query, limit=limit)]
+
+
+def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, float]]:
+    """The same with their scores."""
     scores_D = np.zeros(len(index.ranks_D))
     for term, count in Counter(tokens(query)).items():
         key = np.uint64(_hash(term))
@@ -125,7 +128,8 @@ def search(index: Index, query: str, *, limit: int) -> list[int]:
     least = np.partition(scores_D, -limit)[-limit] if limit < len(scores_D) else 0.0
     best = np.flatnonzero(scores_D >= max(least, np.finfo(np.float32).tiny))
     order = np.lexsort((index.ranks_D[best], -scores_D[best]))
-    return best[order][:limit].tolist()
+    found = best[order][:limit]
+    return list(zip(found.tolist(), scores_D[found].tolist(), strict=True))
 
 
 def save(index: Index, directory: Path) -> None:
