@@ -41,10 +41,10 @@ def wait_until_gone(pid: int) -> None:
             time.sleep(0.01)
 
 
-def children(word: str, *, of: int | None = None) -> list[psutil.Process]:
-    """All that process `of`, this one if None, has started, directly or not, with `word` in their command; no ended ones."""
+def children(word: str, *, of: int | None = None, recursive: bool = False) -> list[psutil.Process]:
+    """What process `of`, this one if None, has started with `word` in its command; none that has ended."""
     found = []
-    for child in psutil.Process(of).children(recursive=True):
+    for child in psutil.Process(of).children(recursive=recursive):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
             if word in " ".join(child.cmdline()):
                 found.append(child)

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -32,6 +31,7 @@ from runs import RUN_MARK
 from session import Session
 from stopping import outcome, stop_in_order
 from store import Catalog, RunLayout
+from tests.processes import children
 
 CONFIG = configs.from_yaml("{learner: {step_timeout_s: 500}}")
 
@@ -448,9 +448,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
-    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert any("gcs_server" in command for command in commands) and any("raylet" in command for command in commands)
-    assert not [command for command in commands if "dashboard.py" in command or "monitor.py" in command]
+    assert children("gcs_server", recursive=True) and children("raylet", recursive=True)
+    assert not children("dashboard.py", recursive=True) + children("monitor.py", recursive=True)
 
 
 def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
