@@ -120,7 +120,7 @@ class FaultRun:
         return time.monotonic() - started
 
     def events(self, what: str) -> list[str]:
-        return [detail for (detail,) in self.sql(f"SELECT detail FROM events WHERE what = '{what}'")]
+        return [detail for (detail,) in self.sql(f"SELECT detail FROM events WHERE what = '{what}' ORDER BY lsn")]
 
     def trajectories(self) -> int:
         return self.sql("SELECT count(*) FROM trajectories")[0][0]
