@@ -59,7 +59,7 @@ model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 1, heads: 2}}
 algorithm: {group_size: 4}
 learner: {steps: 3000, groups_per_step: 4, keep_versions: 3002, learning_rate: 1.0e-3, checkpoint_every: 5}
 evaluation: {every: 0, final_episodes_per_task: 1}
-supervision: {silent_s: 4, max_restarts: 20}
+supervision: {silent_s: 8, max_restarts: 20}
 """
 SETTLED = "SELECT DISTINCT batch_id FROM lineage WHERE trained_at IS NOT NULL"  # also those that were rolled back since
 SCRIPTED = ("actors.scripted=true", "loss.policy=behaviour_cloning", "max_staleness=3000", "algorithm.signal=advantages")

@@ -33,12 +33,20 @@ def end_with_their_owner(owner: subprocess.Popen[bytes], *, pid_file: Path, stop
 
 
 def wait_until_gone(pid: int) -> None:
-    """Also content with one that nobody has asked yet how it ended."""
     deadline = time.monotonic() + PATIENCE_S
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        process = psutil.Process(pid)
+        while not has_ended(process):
             assert time.monotonic() < deadline, f"process {pid} still runs"
             time.sleep(0.01)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also one that nobody has asked yet how it ended."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def children(word: str, *, of: int | None = None, recursive: bool = False) -> list[psutil.Process]:

@@ -40,7 +40,7 @@ from learner.publish import publish_weights
 from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
 from tests.chat_samples import two_turns_over_http
 from tests.learner_logprobs import both_logprobs
-from tests.processes import PATIENCE_S, children, litter, unused_shared_memory
+from tests.processes import PATIENCE_S, children, has_ended, litter, unused_shared_memory
 
 pytestmark = pytest.mark.engine
 
@@ -449,9 +449,8 @@ def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
         (engine,) = engine_processes(parent.pid)
         os.kill(parent.pid, signal.SIGKILL)
         deadline_s = time.monotonic() + PATIENCE_S
-        while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+        while not (gone := has_ended(engine)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        gone = not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
         if not gone:
             engine.kill()
         assert gone

@@ -25,6 +25,7 @@ from tests.fault_runs import (
     started,
     untrained_model,
 )
+from tests.processes import has_ended
 
 pytestmark = pytest.mark.run
 
@@ -70,7 +71,7 @@ def test_a_component_that_is_killed_or_stopped_is_named_and_started_again(
     old.send_signal(how)
     broken.wait(is_named(broken, "started again", *words, before=before), what=f"the name of {part}", within_s=NAMED_WITHIN_S)
     broken.goes_on()
-    assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(old)
     assert broken.part(part).pid != old.pid
     check_nothing_lost(broken, seen)
 
