@@ -44,12 +44,13 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, would starve a run on a busy machine
     os.environ.update(mark | {"RAY_worker_maximum_startup_concurrency": str(processes)})  # else as many as there are cores
-    # Known before Ray is up, which may be interrupted while it starts; in /tmp, as names of sockets must be short.
-    directory = tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir="/tmp")
-    own_ray_session(Path(run_dir), directory)
-    os.environ[ENGINE_SOCKETS] = directory  # an engine that is killed leaves them there, and they go with it
+    directory = ""
     try:
         with stop_held_back(), _as_we_need_it():
+            # Known before Ray is up, which may be interrupted while it starts; in /tmp, as names of sockets must be short.
+            directory = tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir="/tmp")
+            own_ray_session(Path(run_dir), directory)
+            os.environ[ENGINE_SOCKETS] = directory  # an engine that is killed leaves them there, and they go with it
             ray.init(
                 num_cpus=processes,  # as many are started beforehand; no part of a run asks for CPUs
                 include_dashboard=False,
@@ -61,8 +62,9 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        del os.environ[ENGINE_SOCKETS]
-        shutil.rmtree(directory, ignore_errors=True)
+        os.environ.pop(ENGINE_SOCKETS, None)
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from actors import PromptForm
 from configs import PromptConfig
 
-settings.register_profile("untimed", deadline=None)  # time decides no test
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # time decides no test
 settings.load_profile("untimed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -183,11 +184,12 @@ def test_a_refused_request_is_not_repeated_and_the_key_is_never_told(monkeypatch
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    assert failure(config_of(url, attempts=2)).startswith(f"{url} cannot be reached (")
-    assert failure(config_of(url), try_once).startswith(f"{url} cannot be reached (")
-    assert failure(config_of(url, model=""), try_once).startswith(f"{url} cannot be reached (")
+    with socket.socket() as kept:  # bound, so that nobody else is given the port, and listening to nobody
+        kept.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{kept.getsockname()[1]}/v1"
+        assert failure(config_of(url, attempts=2)).startswith(f"{url} cannot be reached (")
+        assert failure(config_of(url), try_once).startswith(f"{url} cannot be reached (")
+        assert failure(config_of(url, model=""), try_once).startswith(f"{url} cannot be reached (")
 
 
 def test_a_silent_server_fails_before_the_episode_would_be_cut() -> None:
@@ -213,13 +215,17 @@ def test_a_try_names_the_models_that_there_are() -> None:
 
 def test_no_more_requests_at_once_than_the_config_says() -> None:
     inside = most = 0
+    two_came = threading.Event()
 
     def count(server: ChatServer) -> Callable[[dict[str, Any]], Answer]:
         def answer(body: dict[str, Any]) -> Answer:
             nonlocal inside, most
             inside += 1
             most = max(most, inside)
+            if inside == 2:
+                two_came.set()
             server.lock.release()  # others may come in meanwhile
+            two_came.wait(20.0)
             time.sleep(0.02)
             server.lock.acquire()
             inside -= 1

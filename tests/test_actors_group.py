@@ -167,7 +167,8 @@ def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyP
         while not table.commits:  # as member 2, the last one
             await asyncio.sleep(0.01)
         table.end(2)
-        await asyncio.sleep(0.05)
+        while len(table.commits) < 2:
+            await asyncio.sleep(0.01)
         table.end(0)
         await task
         return table

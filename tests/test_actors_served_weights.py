@@ -159,6 +159,7 @@ def test_damaged_weights_are_refused_once_and_the_next_ones_are_served(run: Run)
 
 
 def test_weights_that_come_late_are_served_at_another_try(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_weights, "RETRY_S", 1e9)
     run.serve(run.publish(0))
     late = run.publish(1)
     file = run.layout.weights_dir(1) / "file"

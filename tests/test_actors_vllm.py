@@ -40,6 +40,7 @@ from learner.publish import publish_weights
 from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
 from tests.chat_samples import two_turns_over_http
 from tests.learner_logprobs import both_logprobs
+from tests.processes import PATIENCE_S, children, has_ended, litter, unused_shared_memory
 
 pytestmark = pytest.mark.engine
 
@@ -133,7 +134,7 @@ def assert_logprobs_of(path: Path, *, prompt: Prompt, completion: Completion, te
 
 def engine_processes(pid: int) -> list[psutil.Process]:
     """vLLM renames its processes, which is how they differ from multiprocessing's own helpers."""
-    return [p for p in psutil.Process(pid).children(recursive=True) if "VLLM" in "".join(p.cmdline())]
+    return children("VLLM", of=pid, recursive=True)
 
 
 def digest_of(path: Path) -> str:
@@ -440,23 +441,20 @@ def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
         ORPHAN_MAKER.format(tests=str(ROOT / "tests"), model=str(served.directories["base"]), log=str(tmp_path / "log"))
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    shared_memory_before = set(os.listdir("/dev/shm"))
+    shared_memory_before = unused_shared_memory()
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         while "serving" not in parent.stdout.readline():
             assert parent.poll() is None, "the parent ended before it served"
         (engine,) = engine_processes(parent.pid)
         os.kill(parent.pid, signal.SIGKILL)
-        deadline_s = time.monotonic() + 10
-        while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (gone := has_ended(engine)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        gone = not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
         if not gone:
             engine.kill()
         assert gone
-    time.sleep(1)  # multiprocessing's resource tracker outlives the parent to unlink what it left
-    left = {name for name in os.listdir("/dev/shm") if name not in shared_memory_before and not name.startswith("sem.")}
-    assert not left
+    assert litter(shared_memory_before) == frozenset()  # multiprocessing's resource tracker outlives the parent to unlink it
 
 
 def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +464,9 @@ def test_failure_in_mid_update_stops_the_engine(served: Served, tmp_path: Path, 
     monkeypatch.setattr("actors.vllm_policy.check_shapes", lambda path, expected: None)
 
     async def run() -> list[Completion | BaseException]:
-        calls = [asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(64)]
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0)) for s in range(256)
+        ]  # 16 waves, so that most wait, however long it takes to fail
         await asyncio.sleep(0.05)
         path = tmp_path / "misshapen.safetensors"
         with pytest.raises(EngineLostError, match="Start a new policy"):

@@ -40,7 +40,7 @@ def test_a_stop_while_ray_starts_is_heard_and_prints_nothing_of_ray(tmp_path: Pa
         while starting.poll() is None and not ray_directories_of(starting):
             time.sleep(0.01)
         starting.send_signal(signal.SIGTERM)
-        printed, _ = starting.communicate(timeout=60.0)
+        printed, _ = starting.communicate(timeout=600.0)
     assert printed == "stopped\n"
     assert ray_directories_of(starting) == []
 

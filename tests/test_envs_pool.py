@@ -14,6 +14,7 @@ import pytest
 from envs import EnvironmentDied, EnvironmentPool, environment_class, list_tasks
 
 OPTIONS: Mapping[str, object] = {}
+SOON_S = 2.0  # a busy machine answers within this; what hangs costs a test as much
 
 
 def test_the_pool_answers_as_the_environment_itself() -> None:
@@ -212,7 +213,7 @@ def test_answers_come_with_pythons_own_numbers_and_tuples(moody: str, kind: str)
 
 def test_one_that_hangs_is_killed_and_only_its_own_episode_is_to_blame(moody: str) -> None:
     async def play() -> tuple[list[EnvironmentDied], str]:
-        pool = EnvironmentPool(moody, OPTIONS, processes=1, answer_timeout_s=0.5)
+        pool = EnvironmentPool(moody, OPTIONS, processes=1, answer_timeout_s=SOON_S)
         tasks = list_tasks(moody, OPTIONS)["train"]
         async with pool.environment() as first, pool.environment() as second, pool.environment() as third:
             for environment, task in zip((first, second, third), tasks, strict=False):
@@ -224,14 +225,14 @@ def test_one_that_hangs_is_killed_and_only_its_own_episode_is_to_blame(moody: st
         return [*asked, later], again.text  # type: ignore[list-item]
 
     (hung, waiting, later), text = asyncio.run(play())
-    assert "did not answer within 0.5 s and was killed" in str(hung)
+    assert f"did not answer within {SOON_S:g} s and was killed" in str(hung)
     assert (hung.at_fault, waiting.at_fault, later.at_fault) == (True, False, False)
     assert text == "m-train-3"
 
 
 def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> None:
     async def play() -> tuple[BaseException, object]:
-        pool = EnvironmentPool(moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=0.3)
+        pool = EnvironmentPool(moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=SOON_S)
         task = list_tasks(moody, OPTIONS)["train"][0]
         async with pool.environment() as first, pool.environment() as second:
             await first.reset(task)
@@ -242,5 +243,5 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
         return hung, fine
 
     hung, fine = asyncio.run(play())
-    assert "did not answer step within 0.3 s" in str(hung)
+    assert f"did not answer step within {SOON_S:g} s" in str(hung)
     assert fine.reward == 1.0  # type: ignore[attr-defined]

@@ -94,7 +94,7 @@ def test_after_too_many_bad_updates_the_error_ends_with_the_query_that_shows_the
     assert {(row["group_uid"], row["step_index"]) for row in shown} == expected
     assert len(shown) == 5
     assert all(row["response_logprobs"] == [-0.5, -0.5] for row in shown)
-    events = rows(Path(config.run_dir), "SELECT detail FROM events WHERE what = 'bad update' ORDER BY logged_at")
+    events = rows(Path(config.run_dir), "SELECT detail FROM events WHERE what = 'bad update' ORDER BY lsn")
     assert [detail.partition(":")[0] for (detail,) in events] == [f"learner step {step}, update 1" for step in (2, 4, 5, 6)]
     assert "of 8 rows these are not finite: group " in events[0][0]
     # What was trained until then is settled; the batch of the last is not, and the next start has it again.
@@ -117,7 +117,7 @@ def test_where_only_the_gradient_is_not_finite_the_query_shows_the_updates(tmp_p
 def test_several_updates_a_step_name_the_rows_of_their_own_part(tmp_path: Path, train: Callable[..., str]) -> None:
     config = make_config(tmp_path / "run", max_staleness=0, steps=1, updates_per_step=2)
     train(config, lambda step, updates: [*bad(updates[:1], rows=(0, 1, 2, 3)), *bad(updates[1:], rows=(0, 1, 2, 3))])
-    events = rows(Path(config.run_dir), "SELECT detail FROM events WHERE what = 'bad update' ORDER BY logged_at")
+    events = rows(Path(config.run_dir), "SELECT detail FROM events WHERE what = 'bad update' ORDER BY lsn")
     named = [set(detail.partition("finite: ")[2].split(", ")) for (detail,) in events]
     assert [len(names) for names in named] == [4, 4]
     assert len(named[0] | named[1]) == 8  # the batch's rows, each once

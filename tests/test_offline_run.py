@@ -29,7 +29,7 @@ learner: {steps: 99, groups_per_step: 2, learning_rate: 1.0e-3, checkpoint_every
 stored: {uses: 4, train_on: "advantage > 0"}
 """
 N_GROUPS, LAST_STEP = 6, 12  # 6 groups, 4 times, 2 a step
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0  # only for what hangs
 
 
 def make_source(root: Path) -> RunLayout:

@@ -137,7 +137,8 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
         moved = replace(killed, name="moved", begun_s=0.0)
         shutil.copytree(killed.run, moved.run)
         shutil.rmtree(killed.run)
-        newest = sorted((moved.run / "checkpoints").iterdir())[-1]
+        recorded = moved.catalog("SELECT path FROM checkpoint WHERE live = 1 ORDER BY learner_step")
+        newest = moved.run / recorded[-1][0]  # a directory behind it is of one that was being saved
         shutil.rmtree(newest)
         moved.n_commands = 1  # the next is a --resume
         said = moved.finish(moved.settled_step() + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -11,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -32,6 +32,7 @@ from runs import RUN_MARK
 from session import Session
 from stopping import outcome, stop_in_order
 from store import Catalog, RunLayout
+from tests.processes import PATIENCE_S, children
 
 CONFIG = configs.from_yaml("{learner: {step_timeout_s: 500}}")
 
@@ -448,9 +449,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
-    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert any("gcs_server" in command for command in commands) and any("raylet" in command for command in commands)
-    assert not [command for command in commands if "dashboard.py" in command or "monitor.py" in command]
+    assert children("gcs_server", recursive=True) and children("raylet", recursive=True)
+    assert not children("dashboard.py", recursive=True) + children("monitor.py", recursive=True)
 
 
 def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
@@ -474,6 +474,10 @@ def test_a_process_without_a_place_is_named_with_what_it_asks_for(cluster: None,
     session.is_up, session.config = False, configs.from_yaml("{actors: {gpus_per_worker: 1}}")
     first, second = (ray.remote(Sits).options(num_cpus=0, num_gpus=1).remote() for _ in range(2))
     ray.get(first.where.remote())
+    deadline_s = time.monotonic() + PATIENCE_S
+    while ray.available_resources().get("GPU"):  # what is free is counted a moment later
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
     placed, unplaced = (Part(name="worker-0", due_at_s=0.0, handle=handle, asked_at_s=-1e9) for handle in (first, second))
     session._look_for_place(placed)
     assert placed.placed and said == []

@@ -36,6 +36,7 @@ from tests.store_samples import make_trajectory, open_train_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 READ_FOR_S = float(os.environ.get("STORE_LIVE_READER_S", "8"))
+MOST_S = READ_FOR_S + 300.0  # where the machine is so busy that little happens in that time
 N_WRITERS, GROUPS_PER_STEP, WAITING_GROUPS = 3, 4, 24
 EAGER = MaintainerSettings(
     snapshot_window_s=0.0,
@@ -129,8 +130,8 @@ def test_a_reader_sees_whole_snapshots_while_writers_and_compaction_run(tmp_path
         looks: list[Look] = []
         anomalies: list[tuple[int, list[str], Look]] = []
         globs: list[str | None] = []
-        deadline = time.monotonic() + READ_FOR_S
-        while time.monotonic() < deadline:
+        began_s = time.monotonic()
+        while (lasted_s := time.monotonic() - began_s) < READ_FOR_S or (lasted_s < MOST_S and not has_seen_much(looks, globs)):
             seen = look(layout)
             if found := seen.anomalies(looks[-1] if looks else None):
                 anomalies.append((len(looks), found, seen))
@@ -144,11 +145,14 @@ def test_a_reader_sees_whole_snapshots_while_writers_and_compaction_run(tmp_path
     assert owner.returncode == 0
     print(f"{len(looks)} looks, {sum(g is not None for g in globs)} of {len(globs)} globs wrong; last {looks[-1]}; {answer}")
     assert anomalies == []
-    assert len(looks) > 5 and looks[-1].steps > looks[0].steps
-    assert {g for g in globs if g is not None}, "the control saw nothing: nothing was merged under its eyes"
+    assert has_seen_much(looks, globs), "the control saw nothing: nothing was merged under its eyes"
     merged, removed, steps = map(int, answer.split())
     assert merged > 0 and removed > 0
     assert look(layout).steps == steps
+
+
+def has_seen_much(looks: list[Look], globs: list[str | None]) -> bool:
+    return len(looks) > 5 and looks[-1].steps > looks[0].steps and any(glob is not None for glob in globs)
 
 
 def write_groups(layout: RunLayout, catalog: Catalog, name: str, stop: threading.Event) -> None:

