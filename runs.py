@@ -44,7 +44,7 @@ class Driver:
     """The process that runs train.py for a run."""
 
     pid: int
-    started_s: float  # as the operating system has it: numbers of processes are used again
+    started_ticks: int  # numbers of processes are used again
     host: str
     ray_session: str | None  # directory of its private Ray; None: it joined a cluster, or has not started Ray
     run: str  # resolved, on that host: a copy of the directory has this file too
@@ -53,11 +53,23 @@ class Driver:
         """None if it is gone, or another machine's."""
         if self.host != socket.gethostname():
             return None
-        try:
-            process = psutil.Process(self.pid)
-        except psutil.NoSuchProcess:
+        if started_ticks(self.pid) != self.started_ticks:
             return None
-        return process if abs(process.create_time() - self.started_s) < 1.0 else None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid)
+        return None
+
+
+def started_ticks(pid: int) -> int | None:
+    """When the process was started, in the kernel's clock ticks; None if there is none.
+
+    Counted from the machine's start: a time of day would be another one as soon as somebody sets the clock.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # behind the name, in which anything may stand
 
 
 @contextlib.contextmanager
@@ -73,9 +85,10 @@ def driving(run: Path) -> Iterator[int]:
     is_new = not run.exists()
     for left in (WANTED_FILE, STOPPING_FILE):
         (run / left).unlink(missing_ok=True)
-    me = psutil.Process()
     run.mkdir(parents=True, exist_ok=True)
-    driver = Driver(pid=me.pid, started_s=me.create_time(), host=socket.gethostname(), ray_session=None, run=str(run.resolve()))
+    me, ticks = os.getpid(), started_ticks(os.getpid())
+    assert ticks is not None
+    driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), ray_session=None, run=str(run.resolve()))
     _write(run / DRIVER_FILE, json.dumps(asdict(driver)))
     try:
         yield n_removed

@@ -21,7 +21,7 @@ from rich.console import Console
 import configs
 import runs
 import train
-from runs import DRIVER_FILE, RUN_MARK, Driver, driver_of, driving, own_ray_session, remove_leftovers
+from runs import DRIVER_FILE, RUN_MARK, Driver, driver_of, driving, own_ray_session, remove_leftovers, started_ticks
 from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
@@ -47,10 +47,12 @@ def sleep_with(mark: Path | None, sleepers: list[subprocess.Popen[bytes]]) -> su
     return sleepers[-1]
 
 
-def driven_by(pid: int, started_s: float, *, host: str = HOST, ray_session: Path | None = None, run: Path | None = None) -> str:
+def driven_by(
+    pid: int, ticks: int | None, *, host: str = HOST, ray_session: Path | None = None, run: Path | None = None
+) -> str:
     """What an older driver wrote has no `run`."""
     session = None if ray_session is None else str(ray_session)
-    known = {"pid": pid, "started_s": started_s, "host": host, "ray_session": session}
+    known = {"pid": pid, "started_ticks": ticks, "host": host, "ray_session": session}
     return json.dumps(known if run is None else {**known, "run": str(run)})
 
 
@@ -76,7 +78,7 @@ def test_one_process_drives_a_run_at_a_time(tmp_path: Path, sleepers: list[subpr
         assert driver is not None and driver.pid == os.getpid()
     assert driver_of(run) is None
     other = psutil.Process(sleep_with(None, sleepers).pid)
-    (run / DRIVER_FILE).write_text(driven_by(other.pid, other.create_time()))
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, started_ticks(other.pid)))
     with pytest.raises(StoreError, match=rf"process {other.pid} drives .*--stop"), driving(run):
         pass
     assert other.is_running()
@@ -88,7 +90,7 @@ def test_a_copy_of_a_run_that_is_driven_is_driven_by_nobody(tmp_path: Path, slee
     for directory in (run, copy, session):
         directory.mkdir()
     other = psutil.Process(sleep_with(None, sleepers).pid)
-    (copy / DRIVER_FILE).write_text(driven_by(other.pid, other.create_time(), ray_session=session, run=run))
+    (copy / DRIVER_FILE).write_text(driven_by(other.pid, started_ticks(other.pid), ray_session=session, run=run))
     RunLayout.create(copy, config_yaml="")
     runs.stop(copy, Console(file=StringIO()))
     with driving(copy):
@@ -104,9 +106,20 @@ def test_a_pid_that_is_another_process_by_now_drives_nothing(tmp_path: Path, sle
         driver = driver_of(run)
     assert driver is not None
     other = psutil.Process(sleep_with(None, sleepers).pid)
-    (run / DRIVER_FILE).write_text(driven_by(other.pid, other.create_time() - 1000.0))
+    ticks = started_ticks(other.pid)
+    assert ticks is not None
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, ticks - 1))
     with driving(run):
         assert other.is_running()
+
+
+def test_when_a_process_was_started_is_counted_in_ticks_of_the_kernel(sleepers: list[subprocess.Popen[bytes]]) -> None:
+    first, second = sleep_with(None, sleepers).pid, sleep_with(None, sleepers).pid
+    ticks, later = started_ticks(first), started_ticks(second)
+    assert ticks is not None and later is not None
+    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert 0 < ticks <= later <= since_boot_s * os.sysconf("SC_CLK_TCK") + 1
+    assert started_ticks(2**22 + 1) is None  # a number no process has
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
@@ -115,7 +128,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / DRIVER_FILE).write_text("{")
     with pytest.raises(StoreError, match=r"driver\.json is not readable"):
         driver_of(tmp_path)
-    (tmp_path / DRIVER_FILE).write_text(driven_by(1, 0.0, host="elsewhere"))
+    (tmp_path / DRIVER_FILE).write_text(driven_by(1, 0, host="elsewhere"))
     with pytest.raises(StoreError, match="process 1 of elsewhere; stop it there"):
         runs.stop(tmp_path, Console())
 
@@ -146,13 +159,13 @@ def test_only_the_ray_session_a_driver_started_is_removed(tmp_path: Path) -> Non
     with driving(run):
         own_ray_session(run, str(mine))
         me = psutil.Process()
-        assert driver_of(run) == Driver(**json.loads(driven_by(me.pid, me.create_time(), ray_session=mine, run=run)))
+        assert driver_of(run) == Driver(**json.loads(driven_by(me.pid, started_ticks(me.pid), ray_session=mine, run=run)))
     own_ray_session(run, str(others))  # of a process that drives nothing
     assert driver_of(run) is None
-    (run / DRIVER_FILE).write_text(driven_by(gone, 0.0, ray_session=mine))
+    (run / DRIVER_FILE).write_text(driven_by(gone, 0, ray_session=mine))
     remove_leftovers(run)
     assert not mine.exists() and others.exists()
-    (run / DRIVER_FILE).write_text(driven_by(gone, 0.0))
+    (run / DRIVER_FILE).write_text(driven_by(gone, 0))
     remove_leftovers(run)
     assert others.exists()
 
@@ -165,7 +178,7 @@ class Ending:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path, texts: list[str]) -> None:
         self.now_s, self.signals, self.pid, self.run, self.texts = 0.0, [], 7, run, texts
         run.mkdir()
-        (run / DRIVER_FILE).write_text(driven_by(self.pid, 0.0))
+        (run / DRIVER_FILE).write_text(driven_by(self.pid, 0))
         monkeypatch.setattr(runs.Driver, "process", lambda driver: self)
         monkeypatch.setattr(runs, "time", self)
 
