@@ -77,7 +77,9 @@ def check_tasks(config: Config, console: Console) -> None:
         _check_program(config)
     with said_when_slow(f"starting {name} once", console):
         seen = try_environment(name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
-    if seen is not None and (fault := images_fault(seen, sees_images=_sees_images(config), style=config.prompt.style)):
+    if seen is not None and seen.images and config.endpoint.url:
+        raise ConfigError(f"env.name={name} shows images, which are not sent to endpoint.url; have the environment show text")
+    if seen is not None and (fault := images_fault(seen, sees_images=_model_sees_images(config), style=config.prompt.style)):
         raise ConfigError(f"env.name={name}: {fault}")
     console.print(task_counts(name, splits))
 
@@ -113,10 +115,8 @@ def task_counts(name: str, splits: Mapping[str, Sequence[Task]]) -> str:
     return f"{name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out"
 
 
-def _sees_images(config: Config) -> bool:
+def _model_sees_images(config: Config) -> bool:
     """Of the model that is begun with. One of our own making sees none; a source's is looked at when a worker loads it."""
-    if config.endpoint.url:
-        return False
     return sees_images(config.model.path) if config.model.path else bool(config.source)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import configs
 from configs import Config, ConfigError
+from runs import write_whole
 from store import RunLayout
 
 CONFIG_FILE, OUTSIDE_FILE = "config.yaml", "outside.json"
@@ -46,11 +47,11 @@ def remember(config: Config) -> None:
     """For the next `load`: the run in its directory was started with this. Paths are remembered as absolute ones."""
     run = Path(config.run_dir)
     if not (run / OUTSIDE_FILE).is_file():
-        _write(run / OUTSIDE_FILE, json.dumps({key: _mark(path) for key, path in outside(config).items()}, indent=1))
+        write_whole(run / OUTSIDE_FILE, json.dumps({key: _mark(path) for key, path in outside(config).items()}, indent=1))
     there = {key: str(path.absolute()) for key, path in outside(config).items()}
     model = replace(config.model, path=there.get("model.path", config.model.path))
     prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
-    _write(run / CONFIG_FILE, configs.to_yaml(replace(config, model=model, prompt=prompt)))
+    write_whole(run / CONFIG_FILE, configs.to_yaml(replace(config, model=model, prompt=prompt)))
 
 
 def differences(config: Config, recorded: Config) -> list[str]:
@@ -87,10 +88,3 @@ def _mark(path: Path) -> str:
                 content.seek(start)
                 digest.update(content.read(END_BYTES if path.is_dir() else -1))
     return digest.hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: the run may be killed meanwhile."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.rename(path)

@@ -89,7 +89,7 @@ def driving(run: Path) -> Iterator[int]:
     me, ticks = os.getpid(), started_ticks(os.getpid())
     assert ticks is not None
     driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), ray_session=None, run=str(run.resolve()))
-    _write(run / DRIVER_FILE, json.dumps(asdict(driver)))
+    write_whole(run / DRIVER_FILE, json.dumps(asdict(driver)))
     try:
         yield n_removed
     finally:
@@ -105,12 +105,12 @@ def own_ray_session(run: Path, directory: str) -> None:
     """Remembers the directory of the private Ray that this process started for the run it drives; no other is ever removed."""
     driver = driver_of(run)
     if driver is not None and driver.pid == os.getpid():
-        _write(run / DRIVER_FILE, json.dumps(asdict(replace(driver, ray_session=directory))))
+        write_whole(run / DRIVER_FILE, json.dumps(asdict(replace(driver, ray_session=directory))))
 
 
 def say_stopping(run: Path, text: str) -> None:
     """The driver ends the run, and waits for this: who asked with --stop reads it."""
-    _write(run / STOPPING_FILE, text)
+    write_whole(run / STOPPING_FILE, text)
 
 
 def goes_on(run: Path) -> None:
@@ -196,7 +196,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")
-    _write(run / WANTED_FILE, str(n_workers))
+    write_whole(run / WANTED_FILE, str(n_workers))
 
 
 def wanted_workers(run: Path) -> int | None:
@@ -240,7 +240,7 @@ def remove_leftovers(run: Path) -> int:
 def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> None:
     """As long as the driver says what it waits for: a learner step may take an hour. Raises StoreError if it says nothing."""
     said, heard_at = "", time.monotonic()
-    while not _has_ended(process):
+    while not has_ended(process):
         with contextlib.suppress(FileNotFoundError):
             text = (run / STOPPING_FILE).read_text()
             if text != said:
@@ -256,7 +256,7 @@ def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> N
         time.sleep(STOP_POLL_S)
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     """Also one whose parent has not asked yet how."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -264,8 +264,8 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for who reads it meanwhile."""
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all, for who reads it meanwhile, and if this process is killed meanwhile."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(text)
     unfinished.rename(path)

@@ -131,7 +131,7 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
 
 
 def dry_run(config: Config, console: Console) -> None:
-    """What a start would do; raises what it would raise, as far as that can be known here. Starts and makes nothing."""
+    """What a start would do; raises what it would raise, as far as that can be known here. Makes nothing of the run."""
     try_model(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
     if not configs.is_offline(config):

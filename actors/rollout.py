@@ -118,7 +118,7 @@ async def play_episode(
 def _prompt(form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task) -> Prompt:
     try:
         return form.prompt(observation, history)
-    except ValueError as error:  # of images, which an environment may show at any step
+    except ValueError as error:  # mostly of images, which an environment may show at any step
         raise ValueError(f"{task.env_name} task {task.id!r}, step {len(history)}: {error}") from error
 
 

@@ -81,17 +81,14 @@ def _check_positive(config: Config) -> None:
 
 def _check_scripted(config: Config) -> None:
     """All that goes with it in one message: it is nobody's usual setting."""
-    if not config.actors.scripted:
+    if not config.actors.scripted or is_offline(config):  # then it is refused for that
         return
-    steps, policy, staleness = config.learner.steps, config.loss.policy, config.max_staleness
+    last, policy, staleness = config.learner.steps - 1, config.loss.policy, config.max_staleness
     wanted = []
     if policy != "behaviour_cloning":
         wanted.append(f"loss.policy=behaviour_cloning, not {policy!r}")
-    if staleness < steps - 1:
-        wanted.append(f"max_staleness={steps}: with {staleness} every group is too old from learner step {staleness + 2} on")
-        staleness = steps
-    if config.learner.keep_versions < staleness + 2:
-        wanted.append(f"learner.keep_versions={staleness + 2}, not {config.learner.keep_versions}")
+    if staleness < last:
+        wanted.append(f"max_staleness={last}: with {staleness} every group is too old from learner step {staleness + 2} on")
     if wanted:
         raise ConfigError(f"actors.scripted=true plays at version 0 for ever, to be cloned; it needs {'; '.join(wanted)}")
 
@@ -105,7 +102,7 @@ def _check_staleness(config: Config) -> None:
             f"learner.keep_every={learner.keep_every} is no multiple of learner.checkpoint_every={learner.checkpoint_every}, "
             "so most of those steps would have no checkpoint to keep; use a multiple"
         )
-    if learner.keep_versions < config.max_staleness + 2:
+    if learner.keep_versions < config.max_staleness + 2 and not config.actors.scripted:  # who is scripted loads none
         raise ConfigError(
             f"learner.keep_versions={learner.keep_versions} could delete weights that an actor is about to load; "
             f"with max_staleness={config.max_staleness} keep at least {config.max_staleness + 2}"

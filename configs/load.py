@@ -124,7 +124,7 @@ def _merged(
     except unfit as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
         blamed = [text for text in overrides if re.match(rf"{re.escape(text.partition('=')[0])}([.\[]|$)", key)]
-        raise ConfigError(f"{blamed[-1] if blamed else ' '.join([str(path), *overrides])}: {_one_line(error)}") from None
+        raise ConfigError(f"{' '.join(blamed[-1:] or overrides or [str(path)])}: {_one_line(error)}") from None
     assert isinstance(config, Config)
     return config
 
@@ -137,10 +137,13 @@ def _overrides(texts: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{' '.join([*given, *lists])}: a list is all sources; give one list, or source=RUN several times")
     if "${" in "".join(given):
         raise ConfigError(f"{' '.join(given)}: ${{ stands for another setting; write '$' || '{{' for these two characters")
-    try:
-        layer = OmegaConf.from_dotlist([text for text in texts if text not in given])
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{' '.join(texts)}: not readable as YAML: {_one_line(error)}") from None
+    others = [text for text in texts if text not in given]
+    for text in others:
+        try:
+            OmegaConf.from_dotlist([text])
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError(f"{text}: not readable as YAML: {_one_line(error)}") from None
+    layer = OmegaConf.from_dotlist(others)
     if given:
         OmegaConf.update(layer, "source", [text.removeprefix("source=") for text in given])
     return layer

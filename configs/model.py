@@ -25,5 +25,9 @@ def check_model_path(config: Config) -> None:
 
 
 def model_type(path: str) -> str:
-    """What the config.json of a Hugging Face model's directory calls its kind; "" if it does not say."""
-    return str(json.loads((Path(path) / "config.json").read_text()).get("model_type", ""))
+    """What the config.json of a Hugging Face model's directory calls its kind; "" if it does not say. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    try:
+        return str(dict(json.loads(file.read_text())).get("model_type", ""))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is not readable ({error}); download the model again") from error

@@ -3,7 +3,8 @@ world (`textworld.py` with its games in `textworld_games.py`, `sokoban.py`, `key
 own), or one package (`alfworld/`, `webshop/`, `search/`); `adapters/` wraps environments of other packages, `remote.py` plays
 over HTTP what `server.py` serves;
 `registry.py` finds a class by name, `check.py` refuses a broken one early, `pool.py` runs many, each `process.py` holding some.
-`options.py` checks what a world is given, `images.py` what it shows, `closing.py` closes what may be broken.
+`options.py` checks what a world is given, `images.py` what it shows, `closing.py` closes what may be broken. `bm25/` is the
+search of two worlds.
 `programs.py` is for an agent that calls a chat model by itself instead of being stepped (docs/agent_programs.md). `child.py`
 starts and ends the processes of both, `waits.py` names what is waited for.
 Nothing here knows tokens, prompts or models. Worlds are reached by name, so that importing this package loads no engine.

@@ -27,6 +27,13 @@ def check_split(split: str) -> None:
         raise ValueError(f"split {split!r} is not one of {sorted(SPLITS)}")
 
 
+def whole_number(name: str, option: str, value: object, *, least: int) -> int:
+    """Raises OptionsError, in one line, for anything else, also for true and false."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionsError(f"{name} option {option}={value!r} must be a whole number, at least {least}")
+    return value
+
+
 def find(name: str, option: str, target: object) -> Any:
     """What `module:name` names. Raises ValueError, in one line that names the option."""
     module_name, _, inner = str(target).partition(":")

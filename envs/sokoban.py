@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split
+from envs.options import OptionsError, check_options, check_split, whole_number
 from envs.sokoban_pixels import LEAST_CELL_PIXELS, drawn_room
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -264,12 +264,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
     observation = options["observation"]
     if observation not in (TEXT, IMAGE):
         raise OptionsError(f"sokoban option observation={observation!r} is not one of {TEXT!r}, {IMAGE!r}")
-    values: dict[str, int] = {}
-    for name, lowest in least.items():
-        value = options[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-            raise OptionsError(f"sokoban option {name}={value!r} must be a whole number, at least {lowest}")
-        values[name] = value
+    values = {name: whole_number("sokoban", name, options[name], least=lowest) for name, lowest in least.items()}
     parsed = _Options(**values, observation=str(observation))
     room_for = (parsed.rows - 2) * (parsed.columns - 2) - 2  # the player, and somewhere to push to
     if parsed.boxes > room_for:

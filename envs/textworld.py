@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split
+from envs.options import OptionsError, check_options, check_split, whole_number
 from envs.textworld_games import ROOMS, ensure_compiled, treasures
 
 # No delivery needs them, and listed they would double the length of every prompt. Said outright they still work.
@@ -151,12 +151,7 @@ def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environm
 def _parse(options: Mapping[str, object]) -> _Options:
     numbers = {"seed": 0, "train_games": 1, "heldout_games": 1, "rooms": 2, "things": 1}  # least values
     check_options("textworld", options, ("cache_dir", *numbers))
-    values: dict[str, int] = {}
-    for name, least in numbers.items():
-        value = options[name]
-        if not isinstance(value, int) or value < least:
-            raise OptionsError(f"textworld option {name}={value!r} must be a whole number, at least {least}")
-        values[name] = value
+    values = {name: whole_number("textworld", name, options[name], least=least) for name, least in numbers.items()}
     if values["rooms"] > len(ROOMS):
         raise OptionsError(f"textworld option rooms={values['rooms']} must be at most {len(ROOMS)}")
     return _Options(cache_dir=Path(str(options["cache_dir"])), **values)

@@ -24,7 +24,7 @@ from store.reading.query import connect
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMED_WITHIN_S = 30.0
-PATIENCE_S = 600.0  # for what has no deadline in the issue: starts, on a busy machine
+PATIENCE_S = 600.0  # for what nothing promises: starts, on a busy machine
 
 # Does what the first line of the file FAULT says in one step, then goes on as key_room does.
 FAULTY_WORLD = """

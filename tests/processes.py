@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from runs import has_ended
+
 PATIENCE_S = 60.0  # a busy machine takes its time to end what was killed
 SHARED_MEMORY = Path("/dev/shm")
 LOOK_AGAIN_S = 5.0  # others on this machine end too: what a process of theirs has just let go of, its tracker removes soon
@@ -39,14 +41,6 @@ def wait_until_gone(pid: int) -> None:
         while not has_ended(process):
             assert time.monotonic() < deadline, f"process {pid} still runs"
             time.sleep(0.01)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Also one that nobody has asked yet how it ended."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def children(word: str, *, of: int | None = None, recursive: bool = False) -> list[psutil.Process]:

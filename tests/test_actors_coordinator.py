@@ -223,7 +223,7 @@ def test_free_groups_is_the_formula() -> None:
     assert free_groups(outstanding=20, groups_per_step=8, max_staleness=1) == 0
 
 
-def test_who_is_heard_of_after_the_end_is_told_nothing(tmp_path: Path) -> None:
+def test_a_heartbeat_after_the_end_is_heard_and_not_written(tmp_path: Path) -> None:
     coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
     coordinator.close()
     coordinator.heartbeat("worker-0", None)  # the first beat in a second, which would be written

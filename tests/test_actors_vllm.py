@@ -37,10 +37,11 @@ from learner.broadcast import Broadcast
 from learner.deepspeed_setup import LOOPBACK
 from learner.directories import SyncedBehind
 from learner.publish import publish_weights
+from runs import has_ended
 from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
 from tests.chat_samples import two_turns_over_http
 from tests.learner_logprobs import both_logprobs
-from tests.processes import PATIENCE_S, children, has_ended, litter, unused_shared_memory
+from tests.processes import PATIENCE_S, children, litter, unused_shared_memory
 
 pytestmark = pytest.mark.engine
 

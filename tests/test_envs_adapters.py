@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import Transition, environment_class, list_tasks
+from envs import OptionsError, Transition, environment_class, list_tasks
 from envs.adapters.from_gymnasium import GymnasiumEnv
 
 LAKE: dict[str, object] = {
@@ -83,15 +83,19 @@ def test_seeds_that_make_no_splits_are_refused(changes: Mapping[str, object], co
         ("win_at", "1", "a number"),
         ("win_at", True, "a number"),
         ("imports", "abc", "a list of modules"),
+        ("anchor", "foo", "'suffix' or 'observation'"),
+        ("shows", "foo", "'anchor' or 'text'"),
+        ("manager", "foo", "module:name"),
     ],
 )
-def test_an_option_that_several_adapters_have_must_be_what_it_must_be(option: str, value: object, complaint: str) -> None:
-    for name, options in {**SEEDED, "skyrl_gym": ROWS}.items():
-        if option in options:
-            wrong = options | ({} if name == "skyrl_gym" else SEEDS) | {option: value}
-            for use in (environment_class(name), lambda given, name=name: environment_class(name).tasks("train", given)):
-                with pytest.raises(ValueError, match=rf"^{name} option {option}={value!r} must be {complaint}$"):
-                    use(wrong)
+def test_an_option_of_an_adapter_must_be_what_it_must_be(option: str, value: object, complaint: str) -> None:
+    having = {name: options for name, options in {**SEEDED, "skyrl_gym": ROWS}.items() if option in options}
+    assert having
+    for name, options in having.items():
+        wrong = options | ({} if name == "skyrl_gym" else SEEDS) | {option: value}
+        for use in (environment_class(name), lambda given, name=name: environment_class(name).tasks("train", given)):
+            with pytest.raises(OptionsError, match=rf"^{name} option {option}={value!r} must be {complaint}$"):
+                use(wrong)
 
 
 def test_a_row_of_skyrl_gym_is_a_line_and_one_that_is_none_is_named(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_a_score_is_bm25_with_a_length_of_one_byte() -> None:
     assert index.saturations_P[posting] == pytest.approx(1 + 1 / (0.9 * (0.6 + 0.4 * 50 / mean)), rel=1e-6)
     assert _idf(1, 31) == pytest.approx(math.log(1 + 30.5 / 1.5), rel=1e-6)
     assert search(index, "shade lamp", limit=2) == [30, 0]  # then equal scores by name
+    ((number, score),) = search_scored(index, "shade", limit=5)
+    assert number == 30
+    assert score == pytest.approx(math.log(1 + 30.5 / 1.5) / (1 + 0.9 * (0.6 + 0.4 * 50 / mean)), rel=1e-6)  # of a word once
+
+
+def test_documents_without_a_word_that_counts_are_never_found() -> None:
+    assert search(build(["the", ""]), "the lamp", limit=2) == []
+    assert search(build(["the", "lamp"]), "the lamp", limit=2) == [1]
 
 
 def _term(index: Index, word: str) -> int:

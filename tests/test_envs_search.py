@@ -179,10 +179,10 @@ def test_every_question_of_the_example_is_answered_by_its_corpus() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"topk": 0}, "must be at least 0 and at least 1"),
-        ({"heldout_limit": -1}, "must be at least 0"),
-        ({"topk": True}, "topk=True must be of type int"),
-        ({"topk": "3"}, "topk='3' must be of type int"),
+        ({"topk": 0}, "topk=0 must be a whole number, at least 1"),
+        ({"heldout_limit": -1}, "heldout_limit=-1 must be a whole number, at least 0"),
+        ({"topk": True}, "topk=True must be a whole number"),
+        ({"topk": "3"}, "topk='3' must be a whole number"),
         ({"questions": "q.jsonl"}, "questions='q.jsonl' must be of type list"),
         ({"train_sources": []}, "train_sources=.. must be of type list, and not empty"),
         ({"corpus": ""}, "corpus='' must be of type str, and not empty"),

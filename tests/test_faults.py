@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runs import has_ended
 from tests.fault_runs import (
     NAMED_WITHIN_S,
     PATIENCE_S,
@@ -25,7 +26,6 @@ from tests.fault_runs import (
     started,
     untrained_model,
 )
-from tests.processes import has_ended
 
 pytestmark = pytest.mark.run
 

@@ -68,7 +68,7 @@ def test_a_dry_run_refuses_an_environment_that_no_run_could_play(
         ("sokoban_cpu", "env.options.boxes=90", "sokoban option boxes=90 must be at most 7 in 5x5"),
         ("quickstart", "env.options.rooms=99", "textworld option rooms=99 must be at most"),
         ("alfworld_cpu", "env.options.task_types=[fly]", "alfworld option task_types=['fly']"),
-        ("search_cpu", "env.options.topk=0", "must be at least 0 and at least 1"),
+        ("search_cpu", "env.options.topk=0", "topk=0 must be a whole number, at least 1"),
         ("webshop_qwen2.5_1.5b", "env.options.seed=-1", "webshop option seed=-1 must be a whole number"),
     ],
 )

@@ -171,6 +171,8 @@ def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(la
         play(layout, catalog, catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3))
         assert catalog.roll_back(0).trajectories == 3
         assert catalog.counts().trajectories == 2, "of training groups"
+        catalog.expire([catalog.live_segments()[0].segment_id])
+        assert catalog.roll_back(0).trajectories == 1, "those of the first expired"
 
 
 def test_success_is_counted_per_round(layout: RunLayout) -> None:

@@ -187,7 +187,7 @@ time.sleep(600)
 """
 
 
-def test_an_engine_that_is_killed_takes_no_other_with_it(
+def test_an_engine_that_is_killed_costs_the_others_at_most_that_version(
     sender: Broadcast, tmp_path: Path, leaves_out_soon: Callable[[], None]
 ) -> None:
     """In a process of its own: it receives, then dies in the middle of a version; publishing goes on."""

@@ -16,6 +16,9 @@ PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "action": (lambda value: isinstance(value, str) and "{action}" in value, "a text with {action} in it"),
     "imports": (lambda value: isinstance(value, Sequence) and not isinstance(value, str), "a list of modules"),
+    "anchor": (lambda value: value in ("suffix", "observation"), "'suffix' or 'observation'"),
+    "shows": (lambda value: value in ("anchor", "text"), "'anchor' or 'text'"),
+    "manager": (lambda value: isinstance(value, str) and ":" in value, "module:name"),
     "win_at": (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"),
 }
 SEEDS = ("train_seeds", "heldout_seeds")  # each [first, last + 1]

@@ -24,8 +24,6 @@ class GemEnv:
         self._options = adapter_options("gem", options, OPTIONS)
         make = installed("gem", "gem").make
         import_all("gem", self._options["imports"])
-        if self._options["anchor"] not in ("suffix", "observation"):
-            raise ValueError(f"gem option anchor={self._options['anchor']!r} must be 'suffix' or 'observation'")
         self._env = make(self._options["id"], **self._options["kwargs"])
 
     @classmethod

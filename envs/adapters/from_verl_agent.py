@@ -26,8 +26,6 @@ OPTIONS = ("manager", "kwargs", "shows", "action", "objective", *SEEDS)
 class VerlAgentEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("verl_agent", options, OPTIONS)
-        if self._options["shows"] not in ("anchor", "text"):
-            raise ValueError(f"verl_agent option shows={self._options['shows']!r} must be 'anchor' or 'text'")
         self._make = find("verl_agent", "manager", self._options["manager"])
         self._manager: Any = None
 

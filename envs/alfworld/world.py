@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
 from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split
+from envs.options import OptionsError, check_options, check_split, whole_number
 
 if TYPE_CHECKING:
     from envs.alfworld.engine import Engine
@@ -118,9 +118,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         if options[name] not in OFFICIAL_SPLITS:
             raise OptionsError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")
     for name in ("train_games", "heldout_games", "seed"):
-        value = options[name]
-        if not isinstance(value, int) or value < 0:
-            raise OptionsError(f"alfworld option {name}={value!r} must be a whole number, at least 0")
+        whole_number("alfworld", name, options[name], least=0)
     kinds = options["task_types"]
     if not isinstance(kinds, Sequence) or not set(kinds) <= set(TASK_TYPES):
         raise OptionsError(f"alfworld option task_types={kinds!r} must be a list of some of {list(TASK_TYPES)}, or [] for all")

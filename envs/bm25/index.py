@@ -21,6 +21,9 @@ from envs.bm25.stemming import stem
 
 K1, B = 0.9, 0.4  # Anserini's
 FREE = 24  # of Lucene's bytes for lengths: so many, the least, stand for themselves
+MANTISSA_BITS = 3  # of the others, behind a leading one
+LEADING_ONE = 1 << MANTISSA_BITS
+KEPT_STEMS = 200_000  # words of English text repeat; more than a corpus of a million passages has of frequent ones
 STOP_WORDS = """
     a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
     will with
@@ -72,7 +75,7 @@ def tokens(text: str) -> list[str]:
     return [_stem(word) for word in words if word not in IS_STOP_WORD and word.strip("_")]
 
 
-_stem = lru_cache(maxsize=200_000)(stem)
+_stem = lru_cache(maxsize=KEPT_STEMS)(stem)
 
 
 def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
@@ -124,12 +127,12 @@ def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, fl
         documents_P = index.documents_P[postings]
         weight = np.float32(count) * _idf(len(documents_P), len(scores_D))
         scores_D[documents_P] += weight - weight / index.saturations_P[postings]
-    scores_D = scores_D.astype(np.float32)
-    least = np.partition(scores_D, -limit)[-limit] if limit < len(scores_D) else 0.0
-    best = np.flatnonzero(scores_D >= max(least, np.finfo(np.float32).tiny))
-    order = np.lexsort((index.ranks_D[best], -scores_D[best]))
+    rounded_D = scores_D.astype(np.float32)
+    least = np.partition(rounded_D, -limit)[-limit] if limit < len(rounded_D) else 0.0
+    best = np.flatnonzero(rounded_D >= max(least, np.finfo(np.float32).tiny))
+    order = np.lexsort((index.ranks_D[best], -rounded_D[best]))
     found = best[order][:limit]
-    return list(zip(found.tolist(), scores_D[found].tolist(), strict=True))
+    return list(zip(found.tolist(), rounded_D[found].tolist(), strict=True))
 
 
 def save(index: Index, directory: Path) -> None:
@@ -151,7 +154,7 @@ def _idf(n_with: int, n_all: int) -> np.float32:
 
 
 def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
-    mean = np.float32(lengths_D.sum() / len(lengths_D))
+    mean = np.float32(max(lengths_D.mean(), 1.0))  # 0 where no document has a term, and none is ever scored
     table = np.array([_of_byte(byte) for byte in range(256)], dtype=np.float32)
     inverse = np.float32(1) / (np.float32(K1) * (np.float32(1 - B) + np.float32(B) * table / mean))
     kept = np.array([_of_byte(_to_byte(int(length))) for length in range(int(lengths_D.max()) + 1)], dtype=np.float32)
@@ -163,14 +166,14 @@ def _to_byte(number: int) -> int:
     if number < FREE:
         return number
     rest = number - FREE
-    if rest < 8:
+    if rest < LEADING_ONE:
         return FREE + rest
-    shift = rest.bit_length() - 4
-    return FREE + (((shift + 1) << 3) | ((rest >> shift) & 7))
+    shift = rest.bit_length() - LEADING_ONE.bit_length()
+    return FREE + (((shift + 1) << MANTISSA_BITS) | (rest >> shift) % LEADING_ONE)
 
 
 def _of_byte(byte: int) -> int:
     if byte < FREE:
         return byte
-    exponent, bits = (byte - FREE) >> 3, (byte - FREE) & 7
-    return FREE + (bits if exponent == 0 else (bits | 8) << (exponent - 1))
+    exponent, bits = divmod(byte - FREE, LEADING_ONE)
+    return FREE + (bits if exponent == 0 else (LEADING_ONE + bits) << (exponent - 1))

@@ -10,13 +10,13 @@ from envs import bm25
 from envs.search.passages import Hit, Passage, read_corpus
 
 # (queries, topk) -> for each query at most topk of (id of a passage, score), best first. The server calls it from threads.
-Index = Callable[[Sequence[str], int], Sequence[Sequence[tuple[str, float]]]]
+Lookup = Callable[[Sequence[str], int], Sequence[Sequence[tuple[str, float]]]]
 
 
 class Library:
     """As safe to be used by several threads as its index."""
 
-    def __init__(self, passages: Sequence[Passage], index: Index) -> None:
+    def __init__(self, passages: Sequence[Passage], index: Lookup) -> None:
         self._passages = {passage.id: passage for passage in passages}
         self._index = index
 
@@ -32,8 +32,11 @@ class Library:
         return [[Hit(passage=self._passages[key], score=float(score)) for key, score in hits] for hits in found]
 
 
-def bm25_index(passages: Sequence[Passage]) -> Index:
-    """Every word of title and text counts; a query without a known word finds nothing; equal scores in the corpus's order."""
+def bm25_index(passages: Sequence[Passage]) -> Lookup:
+    """Every word of title and text counts, but stop words; a query without one finds nothing.
+
+    Equal scores are in the corpus's order.
+    """
     index = bm25.build(passage.contents for passage in passages)
 
     def search(query: str, topk: int) -> list[tuple[str, float]]:

@@ -2,7 +2,7 @@
 
     python -m envs.search.server --corpus corpus.jsonl [--port 8000] [--topk 3] [--index my_module:make]
 
-`make(corpus)` is called once with the path of the corpus and returns an `Index` (library.py); without it the index is BM25.
+`make(corpus)` is called once with the path of the corpus and returns a `Lookup` (library.py); without it the index is BM25.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from envs.search.library import Index, Library, bm25_index
+from envs.search.library import Library, Lookup, bm25_index
 from envs.search.passages import Hit, read_corpus
 
 
@@ -60,7 +60,7 @@ def load(corpus: Path, index: str) -> Library:
         make = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--index {index!r}: {error}; it is module:function, with its folder on PYTHONPATH") from error
-    made: Index = make(corpus)
+    made: Lookup = make(corpus)
     return Library(passages, made)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split
+from envs.options import OptionsError, check_options, check_split, whole_number
 from envs.search.client import ask_server, has_answered
 from envs.search.episode import Episode, task_of
 from envs.search.files import check_file
@@ -115,16 +115,17 @@ def _url(options: Mapping[str, object]) -> str:
 def _parse(options: Mapping[str, object], env_name: str, **own: type) -> _Options:
     """`own` is what this environment takes besides what both take, with its type."""
     lists = ("questions", "train_sources", "heldout_sources")
-    wanted = {**dict.fromkeys(lists, list), "heldout_limit": int, "topk": int, **own}
-    check_options(env_name, options, tuple(wanted))
+    wanted = {**dict.fromkeys(lists, list), **own}
+    check_options(env_name, options, (*wanted, "heldout_limit", "topk"))
     for name, kind in wanted.items():
         value = options[name]
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or value in ([], ""):
             raise OptionsError(f"{env_name} option {name}={value!r} must be of type {kind.__name__}, and not empty")
     values = {name: tuple(map(str, options[name])) for name in lists}  # type: ignore[call-overload]  # a list, see above
-    counts = {name: int(str(options[name])) for name in ("heldout_limit", "topk")}
-    if counts["heldout_limit"] < 0 or counts["topk"] < 1:
-        raise OptionsError(f"{env_name} options {counts} must be at least 0 and at least 1")
+    counts = {
+        name: whole_number(env_name, name, options[name], least=least)
+        for name, least in {"heldout_limit": 0, "topk": 1}.items()
+    }
     return _Options(
         questions=tuple(map(Path, values["questions"])),
         train_sources=values["train_sources"],

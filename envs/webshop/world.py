@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split
+from envs.options import OptionsError, check_options, check_split, whole_number
 from envs.webshop.catalogue import FULL, SMALL
 from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal
 from envs.webshop.pages import (
@@ -206,9 +206,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         if options[name] not in choices:
             raise OptionsError(f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}")
     for name in NUMBERS:
-        value = options[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise OptionsError(f"webshop option {name}={value!r} must be a whole number, at least 0")
+        whole_number("webshop", name, options[name], least=0)
     if not Path(str(options["data"])).is_dir():
         raise ValueError(f"webshop option data={options['data']!r} is no folder; docs/webshop.md says where the files are from")
     return _Options(**{**options, "data": Path(str(options["data"]))})  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
-    kept = tx.row("SELECT coalesce(sum(n_members), 0) AS n FROM grp")  # also those of held-out tasks, and stored ones
+    kept = tx.row("SELECT count(*) AS n FROM trajectory JOIN segment USING (segment_id) WHERE retired_lsn IS NULL")
     assert kept is not None
     return RollBack(
         batches=len(batches),

@@ -77,7 +77,7 @@ class RollBack:
     learner_steps: int  # that had been settled, and are trained again
     open: int  # training groups that were handed out and are not finished
     complete: Mapping[int, int]  # oldest version of a complete training group -> how many of those
-    trajectories: int  # all that were committed: of training and held-out groups, of surplus, and stored ones
+    trajectories: int  # all that are there: of training and held-out groups, of surplus, and stored ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
