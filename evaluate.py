@@ -37,7 +37,17 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_same_run, check_tasks, open_run, published, said_when_slow, try_model, try_tasks
+from opening import (
+    check_gpus,
+    check_run_dir,
+    check_same_run,
+    check_tasks,
+    open_run,
+    published,
+    said_when_slow,
+    try_model,
+    try_tasks,
+)
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -64,6 +74,7 @@ def main(arguments: list[str]) -> int:
         if not options.weights:
             parser.error("give a run, e.g. runs/quickstart, a config, or --compare")
         config = asked_config(options.weights, options.overrides) if options.overrides else own_config(options.weights)
+        check_run_dir(config)
         check_endpoint(config, console)
         if options.dry_run:
             try_model(config)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import configs
 import resume
+import runs
 from actors import images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
@@ -28,6 +29,22 @@ def published(config: Config) -> Config:
     from learner import with_published  # here and below: a status or a stop needs nothing of it
 
     return with_published(config)
+
+
+def check_run_dir(config: Config) -> None:
+    """The directory of a run is one, or is to be made, or has nothing else in it. Raises ConfigError."""
+    root = Path(config.run_dir)
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not config.run_dir or not there.is_dir():
+        why = f"{there} is no directory" if config.run_dir else "it is empty"
+        raise ConfigError(f"run_dir={config.run_dir!r}: {why}; give a directory to be made, e.g. run_dir=runs/mine")
+    if there is root and not RunLayout.exists(root):
+        others = sorted(path.name for path in root.iterdir() if not path.name.startswith((".", *runs.BEFORE_IT_IS_ONE)))
+        if others:
+            raise ConfigError(
+                f"run_dir={config.run_dir!r} is no run and has other things in it ({', '.join(others[:3])}); "
+                "give a directory of its own, e.g. run_dir=runs/mine"
+            )
 
 
 def check_same_run(config: Config) -> None:

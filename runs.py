@@ -31,6 +31,11 @@ from store import RunLayout, StoreError
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
+# What may be in a run's directory that was killed before it was one, or while its file system was new.
+BEFORE_IT_IS_ONE = (
+    *("run.json", "segments", "export", "weights", "checkpoints", "logs", "lost+found"),
+    *(DRIVER_FILE, WANTED_FILE, STOPPING_FILE),
+)
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
 TRACKERS_END_WITHIN_S = 5.0
@@ -76,7 +81,7 @@ def started_ticks(pid: int) -> int | None:
 def driving(run: Path) -> Iterator[int]:
     """This process drives the run, and nobody else does. Gives the number of leftover processes it removed first.
 
-    Raises StoreError if another process does.
+    Raises StoreError if another process does, or if the directory cannot be made.
     """
     other = driver_of(run)
     if other is not None and other.process() is not None and other.pid != os.getpid():
@@ -85,7 +90,10 @@ def driving(run: Path) -> Iterator[int]:
     is_new = not run.exists()
     for left in (WANTED_FILE, STOPPING_FILE):
         (run / left).unlink(missing_ok=True)
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot make the run directory {run}: {error.strerror}; give another run_dir") from error
     me, ticks = os.getpid(), started_ticks(os.getpid())
     assert ticks is not None
     driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), ray_session=None, run=str(run.resolve()))

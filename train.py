@@ -36,7 +36,7 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_same_run, check_tasks, open_run, try_model, try_tasks
+from opening import check_gpus, check_run_dir, check_same_run, check_tasks, open_run, try_model, try_tasks
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -133,6 +133,8 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
 def dry_run(config: Config, console: Console) -> None:
     """What a start would do; raises what it would raise, as far as that can be known here. Makes nothing of the run."""
     try_model(config)
+    check_run_dir(config)
+    check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
     if not configs.is_offline(config):
         try_tasks(config, console)
@@ -148,6 +150,7 @@ def check_new_sources(config: Config, console: Console) -> None:
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
+    check_run_dir(config)
     with runs.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left behind")

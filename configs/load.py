@@ -118,7 +118,8 @@ def _merged(
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), file)
     except unfit as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{_one_line(error)}") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(merged, given))
     except unfit as error:
@@ -173,4 +174,5 @@ def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """What is wrong; of OmegaConf's lines the first, as the others say where in words of its own."""
+    return " ".join((str(error).partition("\n")[0] if isinstance(error, OmegaConfBaseException) else str(error)).split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -36,7 +37,7 @@ def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequenc
 def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]]:
     """The tasks of every split, made now where they are generated.
 
-    Raises EnvironmentFailed if the environment raises, if a split is empty, or if a task is in two splits.
+    Raises EnvironmentFailed if the environment raises, if a split is empty, or if a task is there twice or in two splits.
     """
     make = _made_by(name)
     try:
@@ -46,6 +47,9 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
     for split, tasks in splits.items():
         if not tasks:
             raise EnvironmentFailed(f"env.name={name} lists no {split} tasks; check env.options={dict(options)}")
+        task_id, n = Counter(task.id for task in tasks).most_common(1)[0]
+        if n > 1:
+            raise EnvironmentFailed(f"env.name={name} lists {split} task {task_id!r} {n} times; give each an id of its own")
     both = {task.id for task in splits["train"]} & {task.id for task in splits["heldout"]}
     if both:
         raise EnvironmentFailed(
@@ -90,11 +94,26 @@ def _checked_observation(answer: object, *, what: str) -> Observation:
     if answer.demonstrated is not None and not isinstance(answer.demonstrated, str):
         raise TypeError(f"{what} returned demonstrated={answer.demonstrated!r}; it must be text or None")
     check_images(answer.images, what=what)
+    for text in (answer.text, answer.objective, answer.anchor or "", answer.demonstrated or ""):
+        _check_encodable(text, what=what)
     if answer.actions is None:
         return answer
     if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in answer.actions):
         raise TypeError(f"{what} returned actions={answer.actions!r}; they must be a tuple of texts or None")
+    for action in answer.actions:
+        _check_encodable(action, what=what)
     return replace(answer, actions=tuple(answer.actions))
+
+
+def _check_encodable(text: str, *, what: str) -> None:
+    """Python's text may hold halves of characters, which no tokenizer takes and no file can keep."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} returned text with {text[error.start]!r} in it, half of a character: {_shown(text)}; "
+            "decode what it is from with errors='replace'"
+        ) from None
 
 
 def _shown(answer: object) -> str:

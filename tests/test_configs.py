@@ -133,7 +133,7 @@ def test_a_mistake_of_the_file_is_not_blamed_on_the_command_line(tmp_path: Path)
     path = tmp_path / "c.yaml"
     path.write_text("learner: {steps: few}\n")
     for override in ("seed=1", "learner.steps=3"):
-        with pytest.raises(ConfigError, match="c.yaml: Value 'few'"):
+        with pytest.raises(ConfigError, match="c.yaml: learner.steps: Value 'few'"):
             configs.load(path, [override])
 
 

@@ -126,6 +126,15 @@ def test_a_task_in_both_splits_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         list_tasks(tasks_of(["same", "same"], tmp_path, monkeypatch), OPTIONS)
 
 
+def test_a_task_that_is_there_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from envs import EnvironmentFailed
+
+    (tmp_path / "twice.py").write_text(MOODY.replace("for n in range(4)]", "for n in (1, 2, 1)]"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EnvironmentFailed, match="lists train task 'm-train-1' 2 times; give each an id of its own"):
+        list_tasks("twice:Moody", OPTIONS)
+
+
 MOODY = """
 import asyncio, time
 from envs import Observation, Task, Transition
@@ -147,6 +156,7 @@ class Moody:
         if action == "flag": return transition(won="yes")
         if action == "text": return transition(observation=Observation(text=3))
         if action == "actions": return transition(observation=Observation(text="x", actions="go"))
+        if action == "half": return transition(observation=Observation(text="x", actions=("go", chr(0xD800))))
         if action in ANSWERS: return ANSWERS[action]
         return transition(observation=Observation(text=self.task.id, actions=["a", "b"]), reward=1)
     def close(self): pass
@@ -177,6 +187,7 @@ def moody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("flag", "won='yes'; it must be True or False"),
         ("text", "text or objective is no str"),
         ("actions", "actions='go'; they must be a tuple of texts"),
+        ("half", "text with '\\ud800' in it, half of a character"),
     ],
 )
 def test_nonsense_is_refused_by_name(moody: str, kind: str, action: str, words: str) -> None:

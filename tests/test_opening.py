@@ -16,7 +16,7 @@ import configs
 import opening
 import train
 from actors import Status
-from configs import Config, EnvConfig
+from configs import Config, ConfigError, EnvConfig
 from envs.textworld_games import ensure_compiled
 from opening import said_when_slow, try_tasks
 from progress import Progress
@@ -213,3 +213,31 @@ def status(*, heldout_open: int, learner_step: int = 60) -> Status:
         heldout_open=heldout_open,
         notices={},
     )
+
+
+def test_a_directory_of_other_things_does_not_become_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "young").mkdir()
+    for name in (".hidden", "driver.json", "segments", "lost+found"):  # of a run that was killed before it was one
+        (tmp_path / "young" / name).touch()
+    opening.check_run_dir(replace(Config(), run_dir="young"))
+    opening.check_run_dir(replace(Config(), run_dir="not/yet"))
+    for given, words in {
+        "": "it is empty",
+        ".": r"other things in it \(notes.txt, young\)",
+        "notes.txt": "notes.txt is no directory",
+        "notes.txt/run": "notes.txt is no directory",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"run_dir='{re.escape(given)}'.*{words}.*e.g. run_dir=runs/mine"):
+            opening.check_run_dir(replace(Config(), run_dir=given))
+        assert train.main([KEY_ROOM, f"run_dir={given}"]) == train.main([KEY_ROOM, f"run_dir={given}", "--dry-run"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "young"]
+
+
+def test_a_dry_run_looks_at_the_run_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
+    opening.open_run(opening.published(config))
+    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
+    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
+    assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err

@@ -72,8 +72,11 @@ class AlfWorldEnv:
         ]
 
     def reset(self, task: Task) -> Observation:
-        from envs.alfworld.engine import Engine  # here, because the coordinator only needs the list of tasks
-        from envs.alfworld.translation import translated
+        try:
+            from envs.alfworld.engine import Engine  # here, because the coordinator only needs the list of tasks
+            from envs.alfworld.translation import translated
+        except ModuleNotFoundError as error:
+            raise ValueError(f"environment 'alfworld' needs its planner ({error}): pip install -e '.[alfworld]'") from error
 
         game = translated(self._data, task.data["split"], task.data["game"])
         if self._engine is None:

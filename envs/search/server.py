@@ -39,7 +39,7 @@ def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
         raise ValueError('the body must be {"queries": ["...", ...], "topk": 3, "return_scores": true}')
     if not all(isinstance(query, str) for query in queries):
         raise ValueError("queries must be texts")
-    wanted = body.get("topk") or topk
+    wanted = topk if body.get("topk") is None else body["topk"]
     if not isinstance(wanted, int) or wanted < 1:
         raise ValueError(f"topk={wanted!r} must be a whole number, at least 1")
     return queries, wanted, bool(body.get("return_scores", False))
@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 answers other machines too")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
+    if options.topk < 1:
+        parser.error(f"--topk {options.topk} must be at least 1")
     try:
         library = load(options.corpus, options.index)
         asyncio.run(serve(library, host=options.host, port=options.port, topk=options.topk))
