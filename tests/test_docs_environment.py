@@ -71,18 +71,21 @@ def test_the_environment_plays_as_its_rules_say(lamps: Path) -> None:
     assert {split: len(tasks) for split, tasks in splits.items()} == {"train": 10, "heldout": 5}
     env = environment_class(NAME)({})
     first = env.reset(next(task for task in splits["train"] if task.data["lit"] == "1101"))
-    assert (first.text, first.actions) == ("The lamps are on on off on.", ("press 1", "press 2", "press 3", "press 4"))
-    seen = [env.step(action) for action in ("press 5", "press 1", "press 3", "press 4", "press 3")]
+    assert (first.text, first.actions) == (
+        "The lamps are on on off on.",
+        ("turn off 1", "turn off 2", "turn on 3", "turn off 4"),
+    )
+    seen = [env.step(action) for action in ("turn on 1", "turn off 1", "turn on 3", "turn off 4", "turn on 1")]
     assert [t.observation.text.removeprefix("The lamps are ") for t in seen] == [
         "on on off on.",
-        "off off off on.",
-        "off on on off.",
         "off on off on.",
-        "off off on off.",
+        "off on on on.",
+        "off on on off.",
+        "on on on off.",
     ]
     assert [t.valid for t in seen] == [False, True, True, True, True] and not any(t.won for t in seen)
-    env.reset(next(task for task in splits["train"] if task.data["lit"] == "1110"))
-    won = env.step("press 2")
+    env.reset(next(task for task in splits["train"] if task.data["lit"] == "0100"))
+    won = env.step("turn off 2")
     assert (won.reward, won.terminated, won.truncated, won.won) == (1.0, True, False, True)
 
 
