@@ -118,14 +118,13 @@ def _merged(
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), file)
     except unfit as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{_one_line(error)}") from None
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(merged, given))
     except unfit as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
         blamed = [text for text in overrides if re.match(rf"{re.escape(text.partition('=')[0])}([.\[]|$)", key)]
-        raise ConfigError(f"{' '.join(blamed[-1:] or overrides or [str(path)])}: {_one_line(error)}") from None
+        raise ConfigError(f"{' '.join(blamed[-1:] or overrides or [str(path)])}: {_said(error)}") from None
     assert isinstance(config, Config)
     return config
 
@@ -174,5 +173,11 @@ def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """What is wrong; of OmegaConf's lines the first, as the others say where in words of its own."""
+    """What is wrong, and with which key."""
+    key = getattr(error, "full_key", None)
+    return f"{key}: {_said(error)}" if key else _said(error)
+
+
+def _said(error: Exception) -> str:
+    """Of OmegaConf's lines the first, as the others say where in words of its own."""
     return " ".join((str(error).partition("\n")[0] if isinstance(error, OmegaConfBaseException) else str(error)).split())
