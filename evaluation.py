@@ -20,11 +20,15 @@ Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 FLIPS, AT_ONCE = 10_000, 100  # of signs; 50,000 tasks take 80 MB so
 SHOWN = 20  # tasks with the largest differences
 
+# avg() skips NULL. In a round with graded episodes, an episode without a grade scores 0.
 NEWEST_ROUND = """
-SELECT g.task_id, count(*) FILTER (t.won) AS won, count(*) AS played, avg(t.task_score) AS score, avg(t.n_steps) AS steps
-FROM groups AS g JOIN trajectories AS t USING (group_uid)
-WHERE g.split = 'heldout' AND g.purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')
-GROUP BY g.task_id ORDER BY g.task_id
+WITH played AS (
+    SELECT g.task_id, t.won, t.task_score, t.n_steps
+    FROM groups AS g JOIN trajectories AS t USING (group_uid)
+    WHERE g.split = 'heldout' AND g.purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout'))
+SELECT task_id, count(*) FILTER (won) AS won, count(*) AS played, avg(n_steps) AS steps,
+       CASE WHEN (SELECT count(task_score) FROM played) > 0 THEN avg(coalesce(task_score, 0)) END AS score
+FROM played GROUP BY task_id ORDER BY task_id
 """
 
 
@@ -35,7 +39,7 @@ class Played:
     task_id: str
     won: int  # of `played` episodes
     played: int
-    score: float | None  # mean graded score, where there is one
+    score: float | None  # mean graded score, 0 for an ungraded episode; None if nothing in the round is graded
     steps: float  # mean
 
 
@@ -69,6 +73,14 @@ def success(tasks: Sequence[Played]) -> float:
     return sum(task.won for task in tasks) / sum(task.played for task in tasks)
 
 
+def mean_score(tasks: Sequence[Played]) -> float | None:
+    """Return the graded score per episode, or None if the round has no graded episodes."""
+    graded = [(task.score, task.played) for task in tasks if task.score is not None]
+    if not graded:
+        return None
+    return sum(score * played for score, played in graded) / sum(played for _, played in graded)
+
+
 def show(run: Path, console: Console) -> None:
     """The newest round: a line for all tasks, and one for each type where there are several. Raises StoreError without one."""
     tasks, type_of = _round_of(run), _types(run)
@@ -78,14 +90,14 @@ def show(run: Path, console: Console) -> None:
     table = Table("type", "tasks", "episodes", "success", "95% interval", "score", "steps", box=None, pad_edge=False)
     for name, some in [*(sorted(of_type.items()) if len(of_type) > 1 else []), ("all", tasks)]:
         low, high = interval(some)
-        scores = [task.score for task in some if task.score is not None]
+        score = mean_score(some)
         table.add_row(
             name,
             str(len(some)),
             str(sum(task.played for task in some)),
             f"{success(some):.3f}",
             f"{low:.3f} to {high:.3f}",
-            f"{sum(scores) / len(scores):.3f}" if scores else "-",
+            "-" if score is None else f"{score:.3f}",
             f"{sum(task.steps * task.played for task in some) / sum(task.played for task in some):.1f}",
         )
     console.print(table)

@@ -52,7 +52,8 @@ class Transition:
     truncated: bool  # it was cut off (step limit)
     won: bool  # the task is solved
     valid: bool = True  # the environment understood the action
-    task_score: float | None = None  # a graded score where the environment has one
+    # A graded score, at every step: the last one is the episode's. None where the environment has no grades.
+    task_score: float | None = None
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,8 +42,8 @@ def publish(coordinator: Coordinator, version: int, learner_step: int) -> None:
     coordinator.publish(VersionRecord(version=version, path=f"weights/{version}", digest="d", learner_step=learner_step))
 
 
-def play(coordinator: Coordinator, lease: Lease) -> None:
-    """Commits a whole group written by the version of its lease; every member wins."""
+def play(coordinator: Coordinator, lease: Lease, *, task_scores: Sequence[float | None] = (None, None)) -> None:
+    """Commits a whole group written by the version of its lease; every member wins, with its task score."""
     trajectories = [
         Trajectory(
             traj_uid=lease.group.traj_uids[member],
@@ -53,7 +54,7 @@ def play(coordinator: Coordinator, lease: Lease) -> None:
             seed=0,
             member=member,
             won=True,
-            task_score=None,
+            task_score=task_scores[member],
             steps=(
                 Step(
                     step_index=0,

@@ -116,12 +116,13 @@ def test_the_whole_text_begins_with_the_instruction_and_the_anchor_never_has_it(
 def test_what_is_no_action_here_changes_nothing(options: dict[str, object], action: str) -> None:
     first, then = play(options, action)
     assert then.observation == first and not then.valid and not then.terminated  # type: ignore[attr-defined]
-    assert (then.reward, then.task_score) == (0.0, None)  # type: ignore[attr-defined]
+    assert (then.reward, then.task_score) == (0.0, 0.0)  # type: ignore[attr-defined]
 
 
 def test_one_may_search_from_every_page(options: dict[str, object]) -> None:
     *_, last = play(options, "search[lamp]", "click[b000000001]", "click[small]", "search[kettle]")
     assert last.valid and "B000000003" in last.observation.text  # type: ignore[attr-defined]
+    assert last.task_score == 0.0  # type: ignore[attr-defined]  # nothing bought yet
 
 
 def test_a_purchase_ends_the_episode_with_its_score(options: dict[str, object]) -> None:

@@ -17,7 +17,7 @@ import evaluation
 import store
 from actors import Coordinator
 from configs import Config, ConfigError
-from evaluation import Played, interval, newest_round, sign_flip_p, success, wilson_interval
+from evaluation import Played, interval, mean_score, newest_round, sign_flip_p, success, wilson_interval
 from learner import with_published
 from opening import check_same_run
 from store import RunLayout, StoreError, write_open_sql
@@ -87,6 +87,51 @@ def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
     console = Console(width=100, record=True)
     evaluation.show(played, console)
     assert "all   20     40" in console.export_text()
+
+
+def graded_round(tmp_path: Path, *, graded_task: int | None) -> Path:
+    """Play 20 held-out tasks twice. The first episode of task number `graded_task` scores 0.5; nothing else is graded."""
+    run = tmp_path / "run"
+    config = make_config(run, max_staleness=0)
+    write_open_sql(RunLayout.create(run, config_yaml=configs.to_yaml(config)), macros=[], max_staleness=0)
+    coordinator = Coordinator(config, learns=False)
+    publish(coordinator, 0, 0)
+    coordinator.evaluate(0, 2)
+    number = 0
+    while (lease := coordinator.lease("w")) is not None:
+        play(coordinator, lease, task_scores=(0.5 if number == graded_task else None, None))
+        number += 1
+    coordinator.close()
+    return run
+
+
+def test_an_episode_without_a_grade_scores_zero_in_a_graded_round(tmp_path: Path) -> None:
+    """One of 40 episodes buys something, for 0.5: the mean is 0.5 / 40, not 0.5. In SQL as the docs ask it, too."""
+    run = graded_round(tmp_path, graded_task=3)
+    documented = (ROOT / "docs" / "sql.md").read_text().split("```sql\n")
+    (query,) = (part.partition("```")[0] for part in documented if "task_score" in part.partition("```")[0])
+    with store.open(run) as reader:
+        tasks = newest_round(reader)
+        assert reader.sql(query).to_pylist() == [{"version": 0, "score": 0.5 / 40, "episodes": 40}]
+    assert sorted(task.score for task in tasks if task.score is not None) == [0.0] * 19 + [0.25]
+    assert mean_score(tasks) == 0.5 / 40
+    console = Console(width=100, record=True)
+    evaluation.show(run, console)
+    assert "0.013" in console.export_text()
+
+
+def test_a_round_without_any_grade_has_no_score(tmp_path: Path) -> None:
+    run = graded_round(tmp_path, graded_task=None)
+    with store.open(run) as reader:
+        tasks = newest_round(reader)
+    assert {task.score for task in tasks} == {None}
+    assert mean_score(tasks) is None
+
+
+def test_a_task_counts_as_often_in_the_score_as_it_was_played() -> None:
+    often = Played(task_id="a", won=0, played=3, score=1.0, steps=1.0)
+    once = Played(task_id="b", won=0, played=1, score=0.0, steps=1.0)
+    assert mean_score([often, once]) == 0.75
 
 
 def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:

@@ -61,8 +61,9 @@ class WebShopEnv:
     """Steps are `search[words]` and `click[name]`. As in WebShop one may search from every page, also from those that have no
     search bar and do not list it; capital letters make no difference; after `buy now` the episode is over.
 
-    What is no such step, or clicks what is not on the page, changes nothing and is not `valid`. The paper's authors count only
-    a reply without the right tags as invalid. The reward is 1 for a perfect purchase, else 0; `task_score` has the grade.
+    Any other text, and a click on something absent, changes nothing and is not `valid`. `prompt.invalid`
+    says whether that is penalised. The reward is 1 for a perfect purchase, else 0. `task_score` is the
+    purchase's grade, and 0 until something is bought.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -107,7 +108,7 @@ class WebShopEnv:
             raise ValueError("the episode is over: call reset(task) before step")
         match = ACTION.match(action)
         name, what = (match[1], match[2].lower()) if match else ("", "")
-        score = None
+        score = 0.0  # an episode that buys nothing scores 0, as in WebShop
         is_valid = True
         if name == "search":
             self._search(what, number=1)
