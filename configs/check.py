@@ -11,8 +11,9 @@ from pathlib import Path
 
 from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES
 from configs.endpoint import endpoint_fault
-from configs.schema import AlgorithmConfig, Config, LearnerConfig, PromptConfig, StoredConfig
+from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
 from configs.stored import groups_of_a_step, is_offline
+from configs.updates import most_updates, one_update, updates_fault
 
 
 class ConfigError(ValueError):
@@ -28,7 +29,8 @@ def check(config: Config) -> None:
     _check_alarms(config)
     _check_algorithm(config)
     _check_cores(config)
-    _check_learning_rate(config.learner)
+    if fault := updates_fault(config):
+        raise ConfigError(fault)
     _check_precision(config)
     _check_loss(config)
     _check_tiny_model(config)
@@ -165,17 +167,6 @@ def _check_cores(config: Config) -> None:
         raise ConfigError(f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'")
 
 
-def _check_learning_rate(learner: LearnerConfig) -> None:
-    if learner.learning_rate > 1.0:
-        raise ConfigError(f"learner.learning_rate={learner.learning_rate:g} would wreck any model at once; use e.g. 1e-6")
-    n_updates = learner.steps * learner.updates_per_step
-    if learner.warmup_updates > n_updates:
-        raise ConfigError(
-            f"learner.warmup_updates={learner.warmup_updates} would outlast the run's {n_updates} updates (learner.steps x "
-            f"learner.updates_per_step), so learner.learning_rate would never be reached; use at most {n_updates}"
-        )
-
-
 def _check_precision(config: Config) -> None:
     if config.model.dtype == "bfloat16" and config.learner.zero_stage == 0 and config.model.lora_rank == 0:
         raise ConfigError(
@@ -189,9 +180,9 @@ def _check_precision(config: Config) -> None:
 def _check_loss(config: Config) -> None:
     """What other sections have to do with it. Its names and numbers, and which go together, gigpo says when a run's objective
     is made (`learner.with_published`), before anything starts."""
-    if config.loss.proximal == "recomputed" and config.learner.updates_per_step == 1:
+    if config.loss.proximal == "recomputed" and most_updates(config) == 1:
         raise ConfigError(
-            "loss.proximal='recomputed' with learner.updates_per_step=1 costs a forward pass for a policy that is still the "
+            f"loss.proximal='recomputed' with {one_update(config.learner)} costs a forward pass for a policy that is still the "
             "one being trained, so its clip would never act; set loss.policy=reinforce, the same without, or more updates"
         )
 

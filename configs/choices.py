@@ -15,6 +15,7 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "algorithm.version_window": "; use 0 to compare within one version",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
+    "learner.rows_per_update": "; use 0 to cut a batch by learner.updates_per_step",
     "learner.max_bad_updates": "; use 0 to end the run at the first",
     "learner.zero_stage": "",
     "learner.gpus_per_rank": "; use 0 for a CPU learner",

@@ -37,6 +37,7 @@ def cloning_config(config: Config) -> Config:
             steps=tiny.clone_steps,
             groups_per_step=tiny.clone_episodes_per_step,
             updates_per_step=tiny.clone_updates_per_step,
+            rows_per_update=0,
             learning_rate=tiny.clone_learning_rate,
             warmup_updates=0,
             ess_scaled=False,  # the player's log-probabilities are no policy's

@@ -147,7 +147,10 @@ class LossConfig:
 class LearnerConfig:
     steps: int = 100  # learner steps of the run
     groups_per_step: int = 8
-    updates_per_step: int = 1  # optimizer updates per learner step, over consecutive parts of its rows
+    updates_per_step: int = 1  # optimizer updates per learner step, over parts of its rows of equal size
+    # rows (steps) in each optimizer update, as verl's mini-batches; the last update of a learner step gets the rest, and
+    # weighs so much less. 0 cuts by updates_per_step
+    rows_per_update: int = 0
     learning_rate: float = 1e-6
     ess_scaled: bool = False  # learning rate times the update's effective sample size (a fraction), for stale data
     weight_decay: float = 0.01

@@ -1,6 +1,6 @@
 """From rows with advantages to tensors: what one forward pass of the learner sees.
 
-    for part in split_updates(rows, 2, seed=learner_step):                                       # one optimizer update each
+    for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):   # one optimizer update each
         batches = micro_batches(part, micro_batch_tokens=16384, merge_steps=True, ranks=2)  # rank r: batches[r::2]
 
 Letters: R rows, S token sequences of one micro-batch, T their tokens together, N its response tokens, V vocabulary.
@@ -8,6 +8,7 @@ Letters: R rows, S token sequences of one micro-batch, T their tokens together, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -67,16 +68,31 @@ class MicroBatch:
         return MicroBatch(**{name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in values.items()})
 
 
-def split_updates(rows: pa.Table, parts: int, *, seed: int) -> list[pa.Table]:
-    """Rows of several optimizer updates: shuffled by `seed`, then cut into consecutive parts of nearly equal length.
+def split_updates(rows: pa.Table, *, updates: int, rows_per_update: int, seed: int) -> list[pa.Table]:
+    """Shuffle the rows by `seed` and cut them into the consecutive parts of several optimizer updates.
 
-    Shuffled, because rows come group by group and each update should see all groups. One part is the table unchanged.
-    Fewer rows than parts give one part a row, and no rows one empty part. Five rows in two parts: 3 and 2 rows.
+    Parts have `rows_per_update` rows, the last one the rest. With rows_per_update=0 there are `updates` parts of nearly
+    equal length. Rows come group by group, and every update should see all groups: hence the shuffle.
+    A single part is the table unchanged. No rows are one empty part, and fewer rows than `updates` give one part a row.
+
+        five rows, updates=2               3 and 2 rows
+        five rows, rows_per_update=2       2, 2 and 1 rows
     """
-    if parts == 1 or not rows.num_rows:
+    n_rows = rows.num_rows
+    n_parts = math.ceil(n_rows / rows_per_update) if rows_per_update else min(updates, n_rows)
+    if n_parts <= 1:
         return [rows]
-    order = np.random.default_rng(seed).permutation(rows.num_rows)
-    return [rows.take(pa.array(part)) for part in np.array_split(order, min(parts, rows.num_rows))]
+    order = np.random.default_rng(seed).permutation(n_rows)
+    ends = np.arange(rows_per_update, n_rows, rows_per_update) if rows_per_update else n_parts
+    return [rows.take(pa.array(part)) for part in np.array_split(order, ends)]
+
+
+def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
+    """Return the weight of an update of `n_rows` rows: a row's weight does not depend on the update it is in.
+
+    88 rows with rows_per_update=256 weigh 88 / 256, as verl's last mini-batch. Updates that are not sized weigh 1.
+    """
+    return min(1.0, n_rows / rows_per_update) if rows_per_update else 1.0
 
 
 def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool, ranks: int) -> list[MicroBatch]:

@@ -22,7 +22,7 @@ import torch
 
 from configs import LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
-from learner.batch import MicroBatch, shortest_sequence
+from learner.batch import MicroBatch, share_of_update, shortest_sequence
 from learner.deepspeed_setup import forget_gradient, initialize, join_ranks, own_elements
 from learner.full_state import trainable
 from learner.lora import adapters_off, add_adapters, merged
@@ -221,7 +221,8 @@ class Engine:
         loss, values_6N = self.loss(batch, self.deepspeed, factor_N=factor_N, totals=totals)
         # A non-finite loss may have a finite gradient. Made NaN, it cannot be overlooked, on no rank, in `_step`.
         # The totals are the whole update's, so ranks add up to its loss; DeepSpeed takes their mean.
-        scale = torch.where(torch.isfinite(loss.detach()), float(self.ranks), math.nan)
+        full = self.ranks * share_of_update(totals.n_sequences, rows_per_update=self.learner.rows_per_update)
+        scale = torch.where(torch.isfinite(loss.detach()), full, math.nan)
         self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
         return Pass(loss=loss.detach(), values_6N=values_6N)
 

@@ -3,8 +3,8 @@
     explained = explain(engine, ready)          # before the step; changes nothing
     console.print(table(explained))
 
-Everything is by the weights as they are, as if the whole batch was one optimizer update. With learner.updates_per_step above
-1 the step's own updates mix the groups' rows, and all but the first see weights that have moved.
+Everything is by the weights as they are, as if the whole batch was one optimizer update. With several updates in
+a learner step the step's own updates mix the groups' rows, and all but the first see weights that have moved.
 """
 
 from __future__ import annotations

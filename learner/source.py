@@ -139,14 +139,20 @@ def _success(rows: pa.Table) -> Any:
 
 
 def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[Update]:
-    """`updates_per_step` optimizer updates over parts of the rows, shuffled by `seed`, to be trained at policy `version`.
+    """Cut the rows into optimizer updates, shuffled by `seed`, to be trained at policy `version`.
 
     Parts without a single response token have nothing to learn and are left out. Five rows of versions 6, 6, 7, 7, 7, for
     two updates at version 7: one of three rows and one of two, the rows of version 6 with staleness 1, wherever they are.
     Stored rows have STORED_STALENESS.
     """
+    parts = split_updates(
+        with_staleness(rows, version=version),
+        updates=learner.updates_per_step,
+        rows_per_update=learner.rows_per_update,
+        seed=seed,
+    )
     updates = []
-    for part in split_updates(with_staleness(rows, version=version), learner.updates_per_step, seed=seed):
+    for part in parts:
         batches = micro_batches(
             part, micro_batch_tokens=learner.micro_batch_tokens, merge_steps=learner.merge_steps, ranks=learner.ranks
         )

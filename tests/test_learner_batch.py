@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch import MicroBatch, micro_batches, shortest_sequence, split_updates
+from learner.batch import MicroBatch, micro_batches, share_of_update, shortest_sequence, split_updates
 from tests.learner_samples import sequences_of, table
 
 LONG = ([5, 6, 7], [8, 9], [-0.5, -1.0], 2.0)
@@ -106,13 +106,35 @@ def test_a_filtered_and_chunked_table_is_read_from_the_right_offsets() -> None:
 
 def test_updates_share_the_rows_among_them() -> None:
     rows = table(*[([1], [i], [-0.1], float(i)) for i in range(5)])
-    parts = split_updates(rows, 2, seed=7)
+    parts = split_updates(rows, updates=2, rows_per_update=0, seed=7)
     assert [part.num_rows for part in parts] == [3, 2]
     assert sorted(np.concatenate([part["advantage"].to_numpy() for part in parts])) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert [part.equals(again) for part, again in zip(parts, split_updates(rows, 2, seed=7), strict=True)] == [True] * 2
+    assert [
+        part.equals(again) for part, again in zip(parts, split_updates(rows, updates=2, rows_per_update=0, seed=7), strict=True)
+    ] == [True] * 2
     assert parts[0]["advantage"].to_pylist() != [0.0, 1.0, 2.0], "rows come group by group, so they are shuffled"
-    assert split_updates(rows, 1, seed=7) == [rows]
-    assert [part.num_rows for part in split_updates(rows, 9, seed=7)] == [1] * 5
+    assert split_updates(rows, updates=1, rows_per_update=0, seed=7) == [rows]
+    assert [part.num_rows for part in split_updates(rows, updates=9, rows_per_update=0, seed=7)] == [1] * 5
+
+
+def test_updates_of_a_given_size_and_the_rest() -> None:
+    rows = table(*[([1], [i], [-0.1], float(i)) for i in range(5)])
+
+    def sizes(rows_per_update: int) -> list[int]:
+        return [part.num_rows for part in split_updates(rows, updates=1, rows_per_update=rows_per_update, seed=7)]
+
+    assert [sizes(n) for n in (1, 2, 3, 4, 5, 9)] == [[1] * 5, [2, 2, 1], [3, 2], [4, 1], [5], [5]]
+    parts = split_updates(rows, updates=1, rows_per_update=2, seed=7)
+    seen = np.concatenate([part["advantage"].to_numpy() for part in parts])
+    assert sorted(seen) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert list(seen) != sorted(seen), "rows come group by group, so they are shuffled"
+    assert [part.num_rows for part in split_updates(rows[:0], updates=1, rows_per_update=2, seed=7)] == [0]
+
+
+def test_a_row_weighs_the_same_in_a_smaller_update() -> None:
+    assert share_of_update(88, rows_per_update=256) == 88 / 256
+    assert share_of_update(256, rows_per_update=256) == 1.0
+    assert share_of_update(88, rows_per_update=0) == 1.0
 
 
 tokens = st.lists(st.integers(1, 3), min_size=1, max_size=6)

@@ -172,7 +172,7 @@ def test_an_update_is_scored_once_for_its_proximal_policy_and_its_sample_size(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(proximal="recomputed", learner=dataclasses.replace(LEARNER, ess_scaled=True))
-    updates = [cut(part, CUT) for part in split_updates(far_rows(), 2, seed=0)]
+    updates = [cut(part, CUT) for part in split_updates(far_rows(), updates=2, rows_per_update=0, seed=0)]
     score, scored = engine.score, []
     monkeypatch.setattr(engine, "score", lambda batches: scored.append(len(batches)) or score(batches))
     stats = engine.train(updates)
@@ -184,7 +184,7 @@ def test_an_update_is_scored_once_for_its_proximal_policy_and_its_sample_size(
 
 def test_a_learner_step_has_one_proximal_policy_for_all_its_updates(make_engine: MakeEngine) -> None:
     """Each update with a proximal policy of its own would have r = 1 throughout, and a clip that never acts."""
-    updates = [cut(part, CUT) for part in split_updates(far_rows(), 3, seed=0)]
+    updates = [cut(part, CUT) for part in split_updates(far_rows(), updates=3, rows_per_update=0, seed=0)]
     stats = make_engine(proximal="recomputed", learner=dataclasses.replace(LEARNER, learning_rate=0.05)).train(updates)
     assert [s.n_rows for s in stats] == [4, 4, 4]
     assert stats[0].tokens["clip_fraction"] == 0.0
@@ -195,6 +195,17 @@ def test_a_learner_step_has_one_proximal_policy_for_all_its_updates(make_engine:
     assert metrics["loss/mismatch_kl_on_policy"] == whole.tokens["mismatch_kl_on_policy"], "later ones have moved the policy"
     assert metrics["loss/n_rows"] == (12 + 4 + 4 + 4) / 4
     assert metrics["loss/ess"] == pytest.approx(sum(s.tokens["ess"] for s in [whole, *stats]) / 4)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_an_update_with_fewer_rows_weighs_so_much_less(make_engine: MakeEngine, zero_stage: int) -> None:
+    """12 rows where an update has 48: a quarter of the gradient of 12 rows where an update has 12."""
+    learner = dataclasses.replace(LEARNER, zero_stage=zero_stage)
+    batches = cut(far_rows(), CUT)
+    full = make_engine(learner=dataclasses.replace(learner, rows_per_update=12)).update(batches)
+    last = make_engine(learner=dataclasses.replace(learner, rows_per_update=48)).update(batches)
+    assert last.grad_norm == pytest.approx(full.grad_norm / 4, rel=1e-5)
+    assert last.loss == pytest.approx(full.loss)
 
 
 def test_the_gradient_of_many_micro_batches_is_that_of_one_loss_in_plain_torch(make_engine: MakeEngine, base: Path) -> None:

@@ -382,6 +382,23 @@ def test_in_a_terminal_a_notice_stays_above_the_table(tmp_path: Path) -> None:
         ({"learner": {"max_bad_updates": -1}}, "learner.max_bad_updates=-1 is below 0; use 0 to end the run at the first"),
         ({"learner": {"learning_rate": 1e30}}, r"learner.learning_rate=1e\+30 would wreck any model at once; use e.g. 1e-6"),
         ({"learner": {"warmup_updates": 201, "updates_per_step": 2}}, "warmup_updates=201 would .* 200 updates .* at most 200"),
+        (
+            {"learner": {"warmup_updates": 4001, "rows_per_update": 16}, "env": {"max_steps": 10}},
+            "warmup_updates=4001 would .* 4000 updates .*steps=100 of at most 40 each.* at most 4000",
+        ),
+        (
+            {"learner": {"rows_per_update": 256, "updates_per_step": 8}},
+            "rows_per_update=256 and learner.updates_per_step=8 both cut a batch; leave one out",
+        ),
+        (
+            {"learner": {"rows_per_update": 256, "schedule": "linear"}},
+            "'linear' needs the run's number of updates, which learner.rows_per_update=256 leaves open; use",
+        ),
+        (
+            {"learner": {"rows_per_update": 9999}, "loss": {"proximal": "recomputed"}},
+            "proximal='recomputed' with learner.rows_per_update=9999 costs",
+        ),
+        ({"learner": {"rows_per_update": -1}}, "rows_per_update=-1 is below 0; use 0 to cut a batch by"),
         ({"learner": {"keep_every": 15}}, "learner.keep_every=15 is no multiple of learner.checkpoint_every=10"),
     ],
 )

@@ -136,6 +136,28 @@ def test_the_example_in_the_docstring() -> None:
     assert seen == {0.0: 1, 1.0: 1, 2.0: 0, 3.0: 0, 4.0: 0}
 
 
+def test_updates_of_a_given_number_of_rows_count_steps_whether_they_are_merged_or_not() -> None:
+    """Seven steps of one trajectory, each of which repeats the last one's tokens: 3, 3 and 1 of them, on two ranks."""
+    prompts = [list(range(1, 2 + 2 * step)) for step in range(7)]
+    rows = pa.table(
+        {
+            "traj_uid": pa.array([bytes(16)] * 7, pa.binary(16)),
+            "step_index": pa.array(range(7), pa.int32()),
+            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "response_ids": pa.array([[len(prompt) + 1] for prompt in prompts], pa.list_(pa.int32())),
+            "response_logprobs": pa.array([[-0.5]] * 7, pa.list_(pa.float32())),
+            "advantage": pa.array([float(step) for step in range(7)], pa.float64()),
+            "version_min": pa.array([0] * 7, pa.int64()),
+            "split": pa.array(["train"] * 7, pa.string()),
+        }
+    )
+    for merge_steps in (True, False):
+        learner = learner_config(rows_per_update=3, merge_steps=merge_steps, ranks=2)
+        updates = cut_updates(rows, learner=learner, version=0, seed=1)
+        assert [sum(batch.n_rows for batch in update.micro_batches) for update in updates] == [3, 3, 1]
+        assert [len(update.micro_batches) % 2 for update in updates] == [0, 0, 0]
+
+
 def test_parts_without_a_response_token_are_left_out() -> None:
     assert cut_updates(make_rows([0, 0], [0, 0]), learner=learner_config(), version=0, seed=0) == []
     (update,) = cut_updates(make_rows([0, 0], [0, 2]), learner=learner_config(updates_per_step=2), version=0, seed=0)

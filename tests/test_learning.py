@@ -161,7 +161,12 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
         rows = played(world, policy, rng, version=step)
         rows = rows.append_column("advantage", compute_advantages(rows, advantage_settings(Config()))["advantage"])
         rows = rows.append_column("staleness", pa.array([0] * len(rows)))
-        updates += engine.train([packed(part, ranks=engine.ranks) for part in split_updates(rows, UPDATES_PER_STEP, seed=step)])
+        updates += engine.train(
+            [
+                packed(part, ranks=engine.ranks)
+                for part in split_updates(rows, updates=UPDATES_PER_STEP, rows_per_update=0, seed=step)
+            ]
+        )
         policy = scored(engine, world)
         if success(world, policy) > LEARNED:
             break
