@@ -173,10 +173,10 @@ def _wrecks(place: Place) -> dict[str, bool]:
 
 
 def _few_rows(place: Place) -> dict[str, Result]:
-    """One row, so that a second rank has nothing but empty micro-batches."""
+    """One row of the four of an update, so that a second rank has nothing but empty micro-batches."""
     found = {}
     for stage in STAGES:
-        learner = replace(LEARNER, zero_stage=stage)
+        learner = replace(LEARNER, zero_stage=stage, rows_per_update=4)
         with place.engine(learner=learner, corrections=["m2po"], kl_coef=0.1, entropy_coef=0.01) as engine:
             one = cut(random_rows(1), CUT, ranks=place.ranks)
             found[f"one row {stage}"] = _result(engine, [one])

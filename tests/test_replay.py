@@ -153,6 +153,18 @@ def test_what_a_step_is_said_to_learn_is_what_it_learns(run: Path) -> None:
     assert total.ratio_max == pytest.approx(step.changed["loss/ratio_max"][1], rel=1e-4)
 
 
+def test_updates_of_a_given_number_of_rows_are_replayed(replay: Replay) -> None:
+    """12 rows a learner step, 5 in an update: updates of 5, 5 and 2 rows, the last with 2 / 5 of the weight."""
+    sized = {"rows_per_update": 5, "updates_per_step": 1, "schedule": "constant", "warmup_updates": 7}
+    with fast_directory() as directory:
+        train(config_of(directory / "run", steps=5, checkpoint_every=2, **sized))
+        with store.open(directory / "run") as reader:
+            counted = reader.sql("SELECT max(value) AS n FROM metrics WHERE name = 'learner/updates'").to_pylist()
+        assert counted == [{"n": 3.0}]
+        status, output, _ = replay(directory / "run", "--step", 1, "--to", 5)
+        assert (status, "5 of 5 learner steps identical" in output) == (0, True)
+
+
 def test_adapters_are_replayed(replay: Replay) -> None:
     with fast_directory() as directory:
         train(config_of(directory / "run", steps=5, checkpoint_every=2, lora_rank=4, kl_coef=0.01))
