@@ -48,7 +48,7 @@ class EpisodeRules:
     max_steps: int
     win_reward: float
     temperature: float
-    admissible_only: bool
+    invalid: str  # `prompt.invalid`
     turn_timeout_s: float  # of one response
     episode_timeout_s: float  # of all of it
 
@@ -59,7 +59,7 @@ class EpisodeRules:
             max_steps=config.env.max_steps,
             win_reward=config.env.win_reward,
             temperature=temperature,
-            admissible_only=config.prompt.admissible_only,
+            invalid=config.prompt.invalid,
             # A server of others has failed after endpoint.timeout_s, and that is no truncated episode: so never before it.
             turn_timeout_s=config.actors.turn_timeout_s + elsewhere_s,
             episode_timeout_s=config.actors.episode_timeout_s + config.env.max_steps * elsewhere_s,
@@ -228,10 +228,12 @@ def step_of(
 def is_valid(
     answer: Answer, completion: Completion, observation: Observation, transition: Transition, *, rules: EpisodeRules
 ) -> bool:
-    """Well formed, whole, understood, and (where the rules ask for it) one of the admissible actions."""
+    """Return whether an action is valid by `prompt.invalid`. No other code decides it for environments."""
+    if rules.invalid == "form":
+        return answer.well_formed
     if not answer.well_formed or completion.finish_reason != "stop" or not transition.valid:
         return False
-    return not rules.admissible_only or observation.actions is None or answer.action in observation.actions
+    return rules.invalid == "environment" or observation.actions is None or answer.action in observation.actions
 
 
 def request_seed(traj_uid: bytes, step_index: int) -> int:

@@ -53,6 +53,7 @@ def _check_choices(config: Config) -> None:
         "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.style": (config.prompt.style, ("window", "chat")),
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
+        "prompt.invalid": (config.prompt.invalid, ("form", "environment", "admissible")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.transfer": (config.learner.transfer, ("files", "broadcast")),

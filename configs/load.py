@@ -64,7 +64,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
     try:
-        layers = [OmegaConf.load(path)]
+        layers = [_with_new_names(OmegaConf.load(path))]
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
     layers.append(_overrides([_checked_override(text) for text in overrides]))
@@ -88,7 +88,8 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
     """The config that `to_yaml` wrote. Raises ConfigError for one of another version of this code."""
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+        stored = _with_new_names(OmegaConf.create(text))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), stored))
     except OmegaConfBaseException as error:
         raise ConfigError(f"the stored config does not fit this version of the code: {_one_line(error)}") from None
     assert isinstance(config, Config)
@@ -104,6 +105,15 @@ def differences(old: Config, new: Config) -> list[str]:
     before, after = dict(flat(old)), dict(flat(new))
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if not _may_change(k) and before.get(k) != after.get(k)]
+
+
+def _with_new_names(layer: DictConfig | ListConfig) -> DictConfig | ListConfig:
+    """Translate `prompt.admissible_only` into `prompt.invalid`, so that runs made before the change go on."""
+    prompt = layer.get("prompt") if isinstance(layer, DictConfig) else None
+    if isinstance(prompt, DictConfig) and "admissible_only" in prompt:
+        old = prompt.pop("admissible_only")
+        prompt.setdefault("invalid", "admissible" if old else "environment")
+    return layer
 
 
 def _may_change(key: str) -> bool:

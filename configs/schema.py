@@ -32,7 +32,9 @@ class PromptConfig:
     thinking: bool | None = None  # given to the chat template as `enable_thinking`; null leaves it to the template
     stop: list[str] = field(default_factory=list)  # texts that end a response; they stay in it
     parser: str = "tags"  # how an action is read: within "tags", "upstream" (as the paper's code), or the whole "text"
-    admissible_only: bool = False  # count a well-formed action outside the admissible ones as invalid
+    # what makes an action invalid, in every environment: its "form" by the parser alone (as the paper); "environment": that,
+    # a reply that was cut off, and what the environment does not understand; "admissible": all this, and what it does not list
+    invalid: str = "environment"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

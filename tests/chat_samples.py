@@ -94,7 +94,7 @@ def rules(**changes: object) -> EpisodeRules:
         "max_steps": 50,
         "win_reward": 10.0,
         "temperature": 0.7,
-        "admissible_only": False,
+        "invalid": "environment",
         "turn_timeout_s": 20.0,
         "episode_timeout_s": 30.0,
     }

@@ -67,7 +67,7 @@ PATIENT = {"turn_timeout_s": 60.0, "episode_timeout_s": 60.0}
 
 
 def rules(**changes: object) -> EpisodeRules:
-    settings = {"max_steps": 4, "win_reward": 10.0, "temperature": 1.0, "admissible_only": True, **PATIENT, **changes}
+    settings = {"max_steps": 4, "win_reward": 10.0, "temperature": 1.0, "invalid": "admissible", **PATIENT, **changes}
     return EpisodeRules(**settings)  # type: ignore[arg-type]
 
 
@@ -106,17 +106,32 @@ def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "finish_reason", "admissible_only", "valid"),
+    ("answer", "finish_reason", "valid_by"),
     [
-        ("<action>go east</action>", "stop", True, True),
-        ("<action>fly</action>", "stop", True, False),
-        ("go east", "stop", True, False),
-        ("<action>go east</action>", "length", True, False),
+        ("<action>go east</action>", "stop", {"form", "environment", "admissible"}),
+        ("<action>fly</action>", "stop", {"form"}),
+        ("go east", "stop", set()),
+        ("<action>go east</action>", "length", {"form"}),
     ],
 )
-def test_what_makes_an_action_invalid(form: Form, answer: str, finish_reason: str, admissible_only: bool, valid: bool) -> None:
-    trajectory = play(form, FixedPolicy(form(), [answer], finish_reason), max_steps=1, admissible_only=admissible_only)
-    assert trajectory.steps[0].is_action_valid is valid
+def test_what_makes_an_action_invalid(form: Form, answer: str, finish_reason: str, valid_by: set[str]) -> None:
+    for rule in ("form", "environment", "admissible"):
+        trajectory = play(form, FixedPolicy(form(), [answer], finish_reason), max_steps=1, invalid=rule)
+        assert trajectory.steps[0].is_action_valid is (rule in valid_by), rule
+
+
+@pytest.mark.parametrize(("rule", "valid"), [("form", True), ("environment", True), ("admissible", False)])
+def test_an_action_that_is_understood_and_not_listed(form: Form, rule: str, valid: bool) -> None:
+    """An ALFWorld command outside the list, or a WebShop search: the environment takes it, its list has no such thing."""
+
+    class Unlisted(InProcess):
+        async def reset(self, task: Task) -> Observation:
+            return replace(await super().reset(task), actions=("go west",))
+
+    task = list_tasks("key_room", OPTIONS)["train"][0]
+    policy = FixedPolicy(form(), ["<action>go east</action>"])
+    played = play_episode(Unlisted("key_room"), policy, form(), task=task, episode=IDS, rules=rules(max_steps=1, invalid=rule))
+    assert asyncio.run(played).steps[0].is_action_valid is valid
 
 
 def test_an_aborted_answer_is_no_action_and_ends_the_attempt_as_the_policys_failure(form: Form) -> None:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.run
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
 env: {name: key_room, max_steps: 12}
-prompt: {template: compact, history_length: 1, max_prompt_tokens: 120, admissible_only: true}
+prompt: {template: compact, history_length: 1, max_prompt_tokens: 120, invalid: admissible}
 actors: {groups_in_flight: 4, max_response_tokens: 12, max_model_tokens: 132, kv_cache_gib: 0.25}
 model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 2, heads: 2, clone_steps: 20}}
 algorithm: {group_size: 4}

@@ -39,7 +39,7 @@ class AlfWorldEnv:
     """The step limit is the runner's. An observation is the game's text, unchanged, and is its own anchor state.
 
     Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.", and whether it is punished
-    is for `prompt.admissible_only` to say. The next command of the game's walkthrough is demonstrated until one strays from it.
+    is for `prompt.invalid` to say. The next command of the game's walkthrough is demonstrated until one strays from it.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
