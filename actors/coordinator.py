@@ -24,8 +24,8 @@ from actors.plays import Lease, Plays, Turn
 from actors.pulse import Pulse, Status
 from actors.resume import ResumePoint
 from actors.shared_handle import Question
-from actors.tasks import Tasks
-from configs import Config, groups_of_a_step, is_offline
+from actors.tasks import Tasks, round_due, training_is_due
+from configs import Config, groups_of_a_step
 from envs import EnvironmentFailed
 from store import (
     Batch,
@@ -92,7 +92,7 @@ class Coordinator:
         version = self.catalog.latest_version()
         if version is None:  # the learner has not published the first weights yet
             return None
-        split = None if self._learner_has_steps_to_go() else "heldout"
+        split = None if self._training_is_due() else "heldout"
         lease_s = self.config.actors.lease_s
         group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
         if group is None and split is None and self._free_groups() > 0:
@@ -248,9 +248,9 @@ class Coordinator:
         self.catalog.record_version(
             version=version.version, path=version.path, digest=version.digest, learner_step=version.learner_step
         )
-        every, step = self.config.evaluation.every, version.learner_step
-        if every and step and step % every == 0 and step < self._last_step and not is_offline(self.config):
-            self.evaluate(version.version, self.config.evaluation.episodes_per_task)
+        due = round_due(self.config, version, last_step=self._last_step)
+        if due is not None:
+            self.evaluate(due, self.config.evaluation.episodes_per_task)
 
     # evaluation and the driver
 
@@ -281,8 +281,8 @@ class Coordinator:
         self.catalog.close()
         self.maintainer.check()
 
-    def _learner_has_steps_to_go(self) -> bool:
-        return self.learns and self.catalog.learner_step() < self._last_step
+    def _training_is_due(self) -> bool:
+        return self.learns and training_is_due(self.config, self.catalog, last_step=self._last_step)
 
     def _free_groups(self) -> int:
         return free_groups(

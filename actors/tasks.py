@@ -1,11 +1,42 @@
-"""The tasks of a run, as its coordinator hands them out: training tasks by ordinal, held-out ones all at once."""
+"""The tasks of a run, as its coordinator hands them out: training tasks by ordinal, held-out ones all at once.
+
+`round_due` and `training_is_due` say when the one and the other are played.
+"""
 
 from __future__ import annotations
 
 from actors.admission import task_index
 from configs import Config, is_offline
 from envs import Task, list_tasks
-from store import Catalog
+from store import Catalog, VersionRecord
+
+FIRST_ROUND = 0  # the evaluation before training: of the base model, under its first number
+
+
+def round_due(config: Config, version: VersionRecord, *, last_step: int) -> int | None:
+    """Return the version whose evaluation round is to be played now that `version` is published, or None.
+
+    Until the first checkpoint a run that goes on begins again with the base model, under a new number. The round of
+    version 0 is then the same one: opened once, finished if it was not.
+    """
+    step, evaluation = version.learner_step, config.evaluation
+    if step is None or is_offline(config):
+        return None
+    if step == 0:
+        return FIRST_ROUND if evaluation.at_start else None
+    is_due = evaluation.every and step % evaluation.every == 0 and step < last_step
+    return version.version if is_due else None
+
+
+def training_is_due(config: Config, catalog: Catalog, *, last_step: int) -> bool:
+    """Return whether training groups may be played: until the last learner step, and after the evaluation at the start.
+
+    Training groups beside that evaluation would let the learner publish version 1 into it.
+    """
+    learner_step = catalog.learner_step()
+    if config.evaluation.at_start and learner_step == 0 and catalog.open_heldout():
+        return False
+    return learner_step < last_step
 
 
 class Tasks:

@@ -48,7 +48,7 @@ def _check_choices(config: Config) -> None:
         "algorithm.estimator": (a.estimator, ESTIMATORS),
         "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
-        "algorithm.signal": (a.signal, ("advantages", "rewards", "returns")),
+        "algorithm.signal": (a.signal, ("advantages", "rewards", "returns", "none")),
         "algorithm.anchor": (a.anchor, ("state", "suffix", "similar", "similar_greedy", "state_and_actions")),
         "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.style": (config.prompt.style, ("window", "chat")),

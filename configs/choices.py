@@ -24,7 +24,7 @@ MAY_BE_ZERO = {  # key -> what 0 means, said when somebody goes below it
     "alarms.ess_below": "; use 0 for no such alarm",
     "alarms.entropy_below": "; use 0 for no such alarm",
     "supervision.max_restarts": "; use 0 to end the run at the first death",
-    "evaluation.every": "; use 0 to evaluate at the end only",
+    "evaluation.every": "; use 0 for no evaluation between the start and the end",
     "evaluation.temperature": "; use 0 for greedy play",
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",

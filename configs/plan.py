@@ -44,7 +44,7 @@ def cloning_config(config: Config) -> Config:
             keep_versions=2,
             checkpoint_every=max(1, tiny.clone_steps // 4),
         ),
-        evaluation=replace(config.evaluation, every=0),
+        evaluation=replace(config.evaluation, at_start=False, every=0),
     )
 
 

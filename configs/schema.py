@@ -94,8 +94,8 @@ class AlgorithmConfig:
     normalise: str = "mean_std"  # "mean_std", "mean" or "leave_one_out"; of gigpo, grpo, hgpo, graphgpo
     weighting: str = "steps"  # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3); not of hgpo
     invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
-    # what the episodes of a group must differ in to be trained on: "advantages" (penalties count, as the authors), "rewards"
-    # (penalties do not count), "returns" (undiscounted, no penalties: DAPO)
+    # what the episodes of a group must differ in to be trained on: "advantages" (penalties count), "rewards" (penalties do
+    # not count), "returns" (undiscounted, no penalties: DAPO), "none" (nothing: all groups are, as by the paper's authors)
     signal: str = "advantages"
     # steps in the same state: same "state", "state_and_actions" (admissible ones), same "suffix" of states, "similar" texts,
     # or "similar_greedy" ones (as the authors' code groups them)
@@ -201,7 +201,8 @@ class SupervisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    every: int = 20  # learner steps between held-out evaluations; 0 evaluates at the end only
+    at_start: bool = False  # evaluate version 0 first; nothing is trained before that is done
+    every: int = 20  # learner steps between held-out evaluations; 0 for none between start and end
     episodes_per_task: int = 1  # at intervals
     final_episodes_per_task: int = 5
     temperature: float = 0.4  # as in the paper

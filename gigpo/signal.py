@@ -5,13 +5,14 @@ silent = groups_without_signal(compute_advantages(steps, settings), signal="rewa
 
 What the episodes of a group have to differ in, for it to be trained on:
 
-advantages  anything: a group is silent if every one of its advantages is 0. As GiGPO's authors: penalties count
+none        nothing: no group is silent. The scripts of GiGPO's authors filter nothing: KL and entropy hold for every step
+advantages  anything: a group is silent if every one of its advantages is 0. Penalties count
 rewards     what they earned, penalties not counted: their undiscounted returns, or, where the estimator has a step term, the
             discounted returns from some state on (won sooner, won later)
 returns     their undiscounted returns, penalties not counted: DAPO (arXiv 2503.14476), also "GiGPO dynamic"
 
 Under `rewards` and `returns` differences that rounding can make (queries/trajectories.sql) are none, and a lone trajectory
-has nothing to differ from. A group whose advantages are all 0 is silent under any of them. The baseline of reinforce_pp is
+has nothing to differ from. A group whose advantages are all 0 is silent under any but `none`. The baseline of reinforce_pp is
 the batch and not the group, so there a group that won every time has a signal that only `advantages` sees.
 """
 
@@ -22,7 +23,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-SIGNALS: Final = ("advantages", "rewards", "returns")
+SIGNALS: Final = ("advantages", "rewards", "returns", "none")
 
 
 def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, str]:
@@ -32,6 +33,8 @@ def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, s
     """
     if signal not in SIGNALS:
         raise ValueError(f"signal={signal!r} is unknown; it is one of {', '.join(SIGNALS)}")
+    if signal == "none":
+        return {}
     coded = advantages["group_uid"].combine_chunks().dictionary_encode()
     uids, group = coded.dictionary, coded.indices.to_numpy()
     advantage = advantages["advantage"].to_numpy()

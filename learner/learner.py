@@ -39,6 +39,7 @@ from learner.guards import (
     wrecked_policy,
 )
 from learner.metrics import Times, step_metrics
+from learner.patience import Patience
 from learner.prefetch import Prefetch
 from learner.process import LEARNER_STEP, LearnerSetup
 from learner.publish import prune_versions, weight_files
@@ -182,15 +183,17 @@ class Learner:
     def _wait_for_batch(self, batches: Prefetch) -> ReadyBatch | None:
         if not batches.under_way:
             batches.start(version=self.version, learner_step=self.step + 1)
-        deadline = time.monotonic() + self.config.learner.starvation_timeout_s
+        patience = Patience(self.config.learner.starvation_timeout_s)
         is_reading = False
         while not self.stopping:
             ready = batches.take(timeout_s=POLL_S)
             if ready is not None:
                 assert ready.version == self.version, f"prepared for version {ready.version}, not {self.version}"
                 return ready
-            if time.monotonic() > deadline and not batches.has_groups:
+            if patience.look_is_due() and not batches.has_groups:
                 status = self._ask(self.coordinator.status.remote())
+                if not patience.has_ended(status.heldout_open):
+                    continue
                 waiting = {name: one.waiting_on for name, one in status.components.items() if one.waiting_on is not None}
                 raise starved(self.config, counts=status.counts, waiting=waiting)
             if not batches.has_groups:

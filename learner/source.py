@@ -34,7 +34,7 @@ class Source:
     claim: Callable[[int], Batch | None]  # the coordinator's, asked with the version the batch will be trained at
     layout: RunLayout
     advantages: AdvantageSettings
-    signal: str | None  # what a group's episodes have to differ in, else it is left out; None keeps all groups
+    signal: str  # what a group's episodes have to differ in, else it is left out; "none" keeps all groups
     train_on: str  # SQL condition on stored rows; those where it does not hold are left out; empty keeps all
     learner: LearnerConfig
     seed: int
@@ -78,7 +78,7 @@ def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch
         claim=claim,
         layout=layout,
         advantages=advantage_settings(config),
-        signal=None if clones else config.algorithm.signal,
+        signal="none" if clones else config.algorithm.signal,
         train_on=config.stored.train_on,
         learner=config.learner,
         seed=config.seed,
@@ -97,9 +97,7 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
     computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - worked_s
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
-    silent: Mapping[bytes, str] = {}
-    if source.signal is not None:
-        silent = groups_without_signal(advantages, signal=source.signal)
+    silent: Mapping[bytes, str] = groups_without_signal(advantages, signal=source.signal)
     kept = rows.filter(pc.invert(pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))))
     if source.train_on:
         kept, unwanted = _select(kept, source.train_on)

@@ -190,6 +190,49 @@ def test_held_out_tasks_are_played_first_and_their_success_becomes_a_metric(tmp_
     assert coordinator.claim(0) is None  # held-out groups are never trained on
 
 
+def evaluates_at_start(run_dir: Path, *, learner_step: int = 0) -> Coordinator:
+    """Open the run as its learner does: goes on from a learner step and publishes those weights under the next number."""
+    make_coordinator(run_dir, max_staleness=1).close()
+    config = make_config(run_dir, max_staleness=1)
+    coordinator = Coordinator(replace(config, evaluation=replace(config.evaluation, at_start=True)), learns=True)
+    newest = coordinator.resume(learner_step).latest_version
+    publish(coordinator, 0 if newest is None else newest + 1, learner_step)
+    return coordinator
+
+
+def test_version_0_is_evaluated_before_anything_is_trained(tmp_path: Path) -> None:
+    coordinator = evaluates_at_start(tmp_path / "run")
+    round_0 = leases(coordinator)
+    assert [(lease.group.split, lease.group.purpose_version) for lease in round_0] == [("heldout", 0)] * 20
+    assert coordinator.lease("w") is None, "no training group before the last held-out episode has ended"
+    for lease in round_0:
+        play(coordinator, lease)
+    metrics = coordinator.status().metrics
+    assert (metrics["heldout/success"], metrics["heldout/newest_version"]) == (1.0, 0.0)
+    assert {lease.group.split for lease in leases(coordinator)} == {"train"}
+    coordinator.close()
+
+
+def test_a_run_that_goes_on_does_not_evaluate_its_start_again(tmp_path: Path) -> None:
+    """The first start plays 5 of the 20 tasks, the second the others, the third nothing; nor does one after learner step 1."""
+    run = tmp_path / "run"
+    coordinator = evaluates_at_start(run)
+    for lease in leases(coordinator)[:5]:
+        play(coordinator, lease)
+    coordinator.close()
+    coordinator = evaluates_at_start(run)
+    left = leases(coordinator)
+    assert [(lease.group.split, lease.group.purpose_version) for lease in left] == [("heldout", 0)] * 15
+    for lease in left:
+        play(coordinator, lease)
+    assert coordinator.status().metrics["heldout/success"] == 1.0
+    coordinator.close()
+    for learner_step in (0, 1):
+        coordinator = evaluates_at_start(run, learner_step=learner_step)
+        assert coordinator.status().heldout_open == 0
+        coordinator.close()
+
+
 @given(n_tasks=st.integers(1, 50), seed=st.integers(0, 5))
 def test_every_pass_plays_every_task_once_in_its_own_order(n_tasks: int, seed: int) -> None:
     passes = [[task_index(p * n_tasks + i, n_tasks, seed=seed) for i in range(n_tasks)] for p in range(2)]

@@ -29,6 +29,7 @@ PENALTIES = "2 trajectories, all returned 0, they differ in penalties only"
     ("signal", "changes", "silent"),
     [
         ("advantages", {}, {"alike": f"2 trajectories, {ZERO}", "all penalised": f"2 trajectories, {ZERO}"}),
+        ("none", {}, {}),
         (
             "rewards",
             {},
@@ -73,7 +74,7 @@ def test_without_weight_a_step_term_is_no_signal():
     sooner = table(GROUPS["sooner"])
     for signal in SIGNALS:
         found = groups_without_signal(compute_advantages(sooner, settings(omega=0.0)), signal=signal)
-        assert list(found) == [uid("task")], signal
+        assert list(found) == [uid("task")] * (signal != "none"), signal
     assert not groups_without_signal(compute_advantages(sooner, settings(omega=0.5)), signal="rewards")
     # One trajectory's two steps in s differ, and leave_one_out compares them with nobody.
     loop = table({"A": episode("s s", end=10), "B": episode("t u", end=10)})
@@ -106,7 +107,7 @@ def test_a_real_difference_is_a_signal_however_small_beside_the_rewards():
 def test_signals_are_known_by_name_and_no_group_is_no_trouble():
     none = compute_advantages(table(GROUPS["alike"]).slice(0, 0), settings())
     assert all(groups_without_signal(none, signal=signal) == {} for signal in SIGNALS)
-    with pytest.raises(ValueError, match="signal='return' is unknown; it is one of advantages, rewards, returns"):
+    with pytest.raises(ValueError, match="signal='return' is unknown; it is one of advantages, rewards, returns, none"):
         groups_without_signal(none, signal="return")
 
 
