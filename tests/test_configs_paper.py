@@ -40,6 +40,17 @@ def test_an_action_is_invalid_by_its_form_alone(config: configs.Config) -> None:
     assert (config.prompt.parser, config.prompt.invalid) == ("upstream", "form")
 
 
+def test_no_group_is_left_out_and_the_base_model_is_evaluated_first(config: configs.Config) -> None:
+    assert config.algorithm.signal == "none"
+    assert config.evaluation.at_start
+
+
+def test_the_config_with_history_4_differs_in_nothing_else() -> None:
+    two = configs.load(FOLDER / "alfworld_qwen2.5_1.5b.yaml")
+    four = configs.load(FOLDER / "alfworld_qwen2.5_1.5b_history4.yaml")
+    assert configs.differences(two, four) == ["prompt.history_length: 2 -> 4"]
+
+
 def test_sokoban_has_one_box_and_search_warms_up_for_66_batches() -> None:
     sokoban = configs.load(FOLDER / "sokoban_qwen2.5_vl_3b.yaml")
     assert sokoban.env.options["boxes"] == 1
