@@ -19,14 +19,20 @@ from envs import Observation
 
 FOLDER = Path(__file__).with_name("templates")
 GAP = " ... "  # where the middle of a text was left out
+MESSAGE = {"objective", "observation", "actions", "step", "taken"}
 PLACEHOLDERS = {  # what may stand in braces, by key
-    "first": {"objective", "observation", "actions", "step", "history"},  # of which there is none yet
-    "later": {"objective", "observation", "actions", "step", "history"},
-    "next": {"objective", "observation", "actions", "step"},
-    "turn": {"observation", "action", "step"},
+    "first": {*MESSAGE, "history", "shown"},  # there is no history yet, and `{shown}` is 0
+    "later": {*MESSAGE, "history", "shown"},
+    "next": MESSAGE,
+    "turn": {"observation", "action", "step", "result"},
+    "turn_separator": set(),
+    "result": {"result"},
     "action": {"action"},
+    "action_separator": set(),
     "answer": {"action"},
 }
+# Keys that a template may leave out, and what they are then. `upstream`: the paper's code has no rule for it.
+OPTIONAL = {"upstream": None, "turn_separator": "", "action_separator": "", "result": "{result}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +46,20 @@ class UpstreamRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """Braces are filled in: `{objective} {observation} {actions} {step} {history}`; write `{{` for a brace of your own."""
+    """The words of prompts. Braces are filled in; write `{{` for a brace of your own.
+
+    `{step}` is the number of the message's turn, from 1, and `{taken}` the number of steps taken before it, one less.
+    `{shown}` is the number of turns in `{history}`. `{result}` of a turn is what was seen after its action.
+    """
 
     first: str  # the message of an episode's first turn, and of any other that shows no turns
     later: str  # the message with the latest turns as `{history}`
     next: str  # prompt.style=chat: the messages after the first
     turn: str  # one turn of `{history}`
+    turn_separator: str  # between two turns
+    result: str  # `{result}` of a turn, unless it is empty
     action: str  # one action of `{actions}`
+    action_separator: str  # between two actions
     answer: str  # a reply that chooses `{action}`, as a scripted player writes it
     tags: tuple[str, ...]  # around the action; with several the action is the block, tag included
     thinks: bool  # a well-formed reply has <think>..</think> too
@@ -81,7 +94,7 @@ def read_template(path: Path) -> Template:
         raise ValueError(f"template {path} is not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"template {path} has no keys; copy {FOLDER / 'direct.yaml'} and change it")
-    values = {"upstream": None, **values}  # a template of your own has no rule in the paper's code
+    values = {**OPTIONAL, **values}
     wanted = {field.name for field in fields(Template)}
     if missing := sorted(wanted - values.keys()):
         raise ValueError(f"template {path} lacks {', '.join(missing)}; copy {FOLDER / 'direct.yaml'} and change it")
@@ -91,18 +104,27 @@ def read_template(path: Path) -> Template:
         _check_braces(path, key, values[key], allowed=allowed)
     if not isinstance(values["tags"], list) or not values["tags"] or not isinstance(values["thinks"], bool):
         raise ValueError(f"template {path}: tags must be a list like [action], thinks true or false")
-    return Template(**{**values, "tags": tuple(values["tags"]), "upstream": _upstream(path, values["upstream"])})
+    separators = {key: values[key].format() for key in ("turn_separator", "action_separator")}  # `{{` becomes `{`
+    tags, upstream = tuple(values["tags"]), _upstream(path, values["upstream"])
+    return Template(**{**values, **separators, "tags": tags, "upstream": upstream})
 
 
 def render(template: Template, observation: Observation, history: Sequence[Turn], *, kept: int) -> str:
-    """The user message with the last `kept` turns of `history`."""
+    """Return the user message with the last `kept` turns of `history`."""
     begin = len(history) - kept
-    turns = "".join(
-        template.turn.format(observation=turn.observation, action=turn.action, step=number)
-        for number, turn in enumerate(history[begin:], start=begin + 1)
+    shown = history[begin:]
+    results = [*(turn.observation for turn in shown[1:]), observation.text][:kept]
+    turns = template.turn_separator.join(
+        template.turn.format(
+            observation=turn.observation,
+            action=turn.action,
+            step=number,
+            result=template.result.format(result=result) if result else "",
+        )
+        for number, (turn, result) in enumerate(zip(shown, results, strict=True), start=begin + 1)
     )
     text = template.later if kept else template.first
-    return text.format(**_filled(template, observation, step=len(history) + 1), history=turns)
+    return text.format(**_filled(template, observation, step=len(history) + 1), history=turns, shown=kept)
 
 
 def render_next(template: Template, observation: Observation, *, step: int) -> str:
@@ -130,8 +152,11 @@ def _filled(template: Template, observation: Observation, *, step: int) -> dict[
     return {
         "objective": observation.objective,
         "observation": observation.text,
-        "actions": "".join(template.action.format(action=action) for action in observation.actions or ()),
+        "actions": template.action_separator.join(
+            template.action.format(action=action) for action in observation.actions or ()
+        ),
         "step": step,
+        "taken": step - 1,
     }
 
 
@@ -162,8 +187,9 @@ def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> N
     except ValueError as error:
         raise ValueError(f"template {path}: {key}: {error}; write {{{{ for a brace of your own") from None
     if names - allowed:
+        known = ", ".join(sorted(allowed)) or "those of this key: it has none"
         raise ValueError(
-            f"template {path}: {key} has {{{min(names - allowed)}}}, which is none of {', '.join(sorted(allowed))}; "
+            f"template {path}: {key} has {{{min(names - allowed)}}}, which is none of {known}; "
             "write {{ for a brace of your own"
         )
 

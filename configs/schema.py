@@ -22,8 +22,8 @@ class EnvConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptConfig:
-    # "think" (any text world), "direct" (no thinking), "compact" (tiny models), "alfworld", "webshop", "search", "sokoban" (as
-    # the paper), or a YAML file of your own
+    # "think" (any text world), "direct" (no thinking), "compact" (tiny models), "alfworld", "webshop", "search", "sokoban" (the
+    # paper's environments in words of our own, not the authors'), or a YAML file of your own
     template: str = "think"
     # "window": each step is a chat of its own, with the latest turns in it; "chat": the episode is one conversation that grows
     style: str = "window"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,13 @@ import yaml
 
 import configs
 from actors import TEMPLATES, render
-from actors.template import FOLDER, find_template, render_next
+from actors.template import FOLDER, Template, Turn, find_template, render_next
 from actors.texts import sample_chats
 from configs import Config, ConfigError, EnvConfig, PromptConfig
 from configs import check as check_config
 from envs import Observation
 
+ROOT = Path(__file__).resolve().parent.parent
 OWN = yaml.safe_load((FOLDER / "direct.yaml").read_text())
 SEEN = Observation(text="A room.", objective="win", actions=("go east",))
 
@@ -52,9 +55,56 @@ def test_a_template_of_ones_own_is_a_file(tmp_path: Path) -> None:
     check_config(Config(prompt=PromptConfig(template=path)))
 
 
+def documented(number: int, path: Path) -> Template:
+    """The template of docs/prompts.md, the first or the second."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "prompts.md").read_text(), re.DOTALL)
+    path.write_text(blocks[number])
+    return find_template(str(path))
+
+
+TURNS = [Turn(observation=f"room {n}", action=f"go {n}") for n in (1, 2, 3)]
+
+
+def test_steps_taken_turns_shown_and_separators(tmp_path: Path) -> None:
+    template = documented(0, tmp_path / "own.yaml")
+    seen = Observation(text="room 4", objective="win", actions=("look", "go 4"))
+    assert render(template, seen, TURNS, kept=2) == (
+        "win\nYou took 3 step(s). The last 2:\n"
+        "[Observation 2: 'room 2', Action 2: 'go 2']\n[Observation 3: 'room 3', Action 3: 'go 3']\n"
+        "You are at step 4: room 4\nYou can: ['look'\n 'go 4']"
+    )
+
+
+def test_a_turn_may_show_what_came_of_it(tmp_path: Path) -> None:
+    """Searches with what they found; the third reply was neither a search nor an answer, so it has found nothing."""
+    template = documented(1, tmp_path / "own.yaml")
+    turns = [
+        Turn(observation="", action="<search>a</search>"),
+        Turn(observation="<information>A</information>", action="<search>b</search>"),
+        Turn(observation="<information>B</information>", action="what?"),
+    ]
+    seen = Observation(text="", objective="Who?")
+    assert render(template, seen, turns, kept=2) == (
+        "Who?\nYou took 3 step(s):\nStep 2:<search>b</search> \n<information>B</information>\n\nStep 3:what? "
+    )
+    assert render(template, replace(seen, text="C"), turns[:1], kept=1).endswith("Step 1:<search>a</search> \nC\n")
+    assert render(template, seen, [], kept=0) == "Who?"
+
+
+def test_a_message_may_say_how_many_steps_were_taken_in_every_form(tmp_path: Path) -> None:
+    words = "{taken} of {step}"
+    template = find_template(written(tmp_path / "own.yaml", first=words + ", {shown} shown", next=words, turn_separator="{{"))
+    assert render(template, SEEN, TURNS, kept=0) == "3 of 4, 0 shown"
+    assert render_next(template, SEEN, step=2) == "1 of 2"
+    assert template.turn_separator == "{"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"turn_separator": "{step}"}, ["turn_separator has {step}", "it has none"]),
+        ({"action_separator": 3}, ["action_separator must be text, not 3"]),
+        ({"next": "{shown}"}, ["next has {shown}"]),
         ({"next": None}, ["lacks next", "direct.yaml"]),
         ({"nxt": "a"}, ["has nxt", "none of", "next"]),
         ({"first": "{observed}"}, ["first has {observed}", "observation"]),
