@@ -115,7 +115,8 @@ class LossConfig:
     """
 
     policy: str = "ppo_clip"  # or gspo, cispo, dppo_tv, sapo, topr, reinforce, behaviour_cloning
-    # token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm, m2po; [] for none
+    # token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm, m2po; [] for none.
+    # M2PO is [m2po] with policy "reinforce"
     corrections: list[str] | None = None  # null: [token_tis] for ppo_clip and reinforce, [] for the others
     proximal: str = "none"  # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
     # token_mean, sequence_mean_token_mean, sequence_mean_token_sum_norm (Dr.GRPO)
@@ -137,7 +138,7 @@ class LossConfig:
     icepop_high: float | None = None  # token_icepop 5; .inf for none
     sequence_low: float | None = None  # sequence_mask 0.5; 0 for none
     sequence_high: float | None = None  # sequence_mask 2; .inf for none
-    geometric_low: float | None = None  # geometric_mask 0.999; 0 for none
+    geometric_low: float | None = None  # geometric_mask 0.999, a bound of pi / mu (verl's is of mu / pi); 0 for none
     geometric_high: float | None = None  # geometric_mask 1.001; .inf for none
     k3_max: float | None = None  # k3_mask 0.01
     opsm_delta: float | None = None  # opsm 1e-4

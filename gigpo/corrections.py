@@ -125,6 +125,7 @@ class SequenceMask:
 class GeometricMask:
     """Drops a whole sequence unless low <= exp(mean log x) <= high: `sequence_mask` per token, so the same for any length.
 
+    The band is of pi over mu. verl's is of the inverse: its bounds l and u are low = 1 / u and high = 1 / l here.
     It bounds no single token: one of x = 8 hides behind many below 1, so add `token_tis`. 0.999 and 1.001: verl
     `decoupled_geo_rs` (SkyRL: 0.99 and 1.01). So tight a band is for engine mismatch; staleness needs a wider one.
 
@@ -189,6 +190,7 @@ class Opsm:
 class M2po:
     """Second-moment trust region: drops the tokens of largest (log x)^2 until the mean of the rest is below m2_max.
 
+    M2PO is this with loss.policy=reinforce; with ppo_clip the clip acts as well.
     For very stale batches: arXiv 2510.01161 is stable at 256 versions. It bounds the batch and not the token, so it needs
     all tokens of an optimizer update at once (`Objective.batch_wide`); AReaL takes those of a micro-batch, so there what is
     dropped depends on how the batch was cut. At least one token is kept; of equal ones the first. 0.04: AReaL's example.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import configs
 from configs.updates import most_updates
 
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "paper.md"
 FOLDER = Path(configs.__file__).parent
 # environment -> rows of a mini-batch, groups of an iteration, group size, steps of an episode
 SCRIPTS: dict[str, tuple[int, int, int, int]] = {
@@ -49,6 +51,13 @@ def test_the_config_with_history_4_differs_in_nothing_else() -> None:
     two = configs.load(FOLDER / "alfworld_qwen2.5_1.5b.yaml")
     four = configs.load(FOLDER / "alfworld_qwen2.5_1.5b_history4.yaml")
     assert configs.differences(two, four) == ["prompt.history_length: 2 -> 4"]
+
+
+def test_a_baseline_is_named_after_its_estimator() -> None:
+    """REINFORCE++ runs were once called ppo, which has a critic and is not here."""
+    lines = re.findall(r"^python train\.py .* run_dir=(\S+) algorithm\.estimator=(\S+)", DOCS.read_text(), re.M)
+    assert len(lines) >= 6
+    assert all(run_dir.endswith(f"_{estimator}") for run_dir, estimator in lines), lines
 
 
 def test_sokoban_has_one_box_and_search_warms_up_for_66_batches() -> None:

@@ -131,6 +131,23 @@ def test_a_lopsided_band_bounds_pi_over_mu_and_not_its_inverse(correction, kept,
     assert correction(tokens_of([kept], [dropped])).tolist() == [1.0, 0.0]
 
 
+def test_verls_geometric_bounds_are_the_inverse_ones_here():
+    """verl keeps 0.5 <= exp(mean log(mu / pi)) <= 5: here 1 / 5 <= exp(mean log(pi / mu)) <= 1 / 0.5."""
+    for ratio, inverse_is_kept in ((0.15, False), (0.25, True), (1.9, True), (2.1, False)):
+        assert (0.5 <= 1 / ratio <= 5.0) is inverse_is_kept
+        kept = GeometricMask(geometric_low=1 / 5.0, geometric_high=1 / 0.5)(tokens_of([ratio, ratio]))
+        assert kept.tolist() == [float(inverse_is_kept)] * 2
+
+
+def test_m2po_is_reinforce_with_its_mask():
+    """ppo_clip would take the gradient of the ratio 1.3 away too, which the mask keeps; 3 is dropped by both."""
+    for policy, expected in ((Reinforce(), [-1.0, -1.3, 0.0]), (PpoClip(), [-1.0, 0.0, 0.0])):
+        tokens = tokens_of([1.0], [1.3], [3.0])
+        objective = Objective(policy=policy, corrections=(M2po(),))
+        objective(tokens, reference_logprobs_N=None, entropy_N=None).loss_N.sum().backward()
+        assert tokens.logprobs_N.grad.tolist() == pytest.approx(expected)
+
+
 def test_a_mask_of_sequences_leaves_the_cap_on_tokens():
     """OpenRLHF's seq-mask-tis keeps a sequence by its mean and then forgets the clamp: a token of weight 8 came through."""
     tokens = tokens_of([8.0, 0.5, 0.5, 0.5])
