@@ -14,8 +14,11 @@ from typing import Any
 import ray
 import ray._private.node
 import ray._private.utils
+from ray.exceptions import AuthenticationError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
+from configs import ConfigError
 from runs import RUN_MARK, own_ray_session
 from stopping import stop_held_back
 
@@ -24,6 +27,13 @@ RAY_DIRECTORY = "gigpo-ray-"
 # machines, the reader of logs (log_to_driver=False), the dashboard, which is there also without its pages. `ray.init` has no
 # option that leaves them out.
 NEEDLESS = ("start_monitor", "start_log_monitor", "start_api_server")
+DRIVER_DIRECTORY = "ASYNC_GIGPO_DIRECTORY"  # working directory of the driver
+JOIN_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"  # the driver takes this variable as a number of attempts
+FEW_ATTEMPTS = "2"  # each takes up to 36 s; Ray's default, 20, would take 12 minutes to say that nobody answers
+AUTHENTICATION_HINT = (
+    "set RAY_AUTH_MODE=token on every node and for this command, and give each the cluster's token, "
+    "as RAY_AUTH_TOKEN or in ~/.ray/auth_token"
+)
 
 
 @contextmanager
@@ -34,11 +44,13 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
 
     All its processes carry RUN_MARK, by which `runs.py` knows them. A stop that comes while Ray starts is heard when it is up:
     it prints pages of errors if it is left half started.
+
+    Raises ConfigError if the cluster cannot be joined.
     """
     mark = {RUN_MARK: str(Path(run_dir).resolve())}
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
         with stop_held_back(), _as_we_need_it():
-            ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": mark})
+            _join(mark)
         yield
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -65,6 +77,65 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
         os.environ.pop(ENGINE_SOCKETS, None)
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def on_the_drivers_node() -> NodeAffinitySchedulingStrategy:
+    """Return the scheduling strategy of an actor that needs files of the driver's node.
+
+    Ray starts an actor without resource demands on a random node. Only one that is pinned with
+    `soft=False` never runs anywhere else.
+    """
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _join(variables: dict[str, str]) -> None:
+    """Join the cluster that RAY_ADDRESS names, or keep the connection that this process has.
+
+    Every process of the run gets `variables`, and starts in the driver's working directory.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS={address} joins through Ray Client, whose driver is outside the cluster and "
+            "cannot own a run's catalog; start the command on a node of the cluster with "
+            "RAY_ADDRESS=auto, or with `ray job submit`"
+        )
+    # Ray starts a process where `ray start` was called: a relative path means something else there.
+    environment = variables | {DRIVER_DIRECTORY: str(Path.cwd())}
+    sets_attempts = JOIN_ATTEMPTS not in os.environ
+    if sets_attempts:
+        os.environ[JOIN_ATTEMPTS] = FEW_ATTEMPTS
+    try:
+        ray.init(
+            ignore_reinit_error=True,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment, "worker_process_setup_hook": _enter_directory},
+        )
+    except (AuthenticationError, RuntimeError, ConnectionError) as error:
+        raise ConfigError(_why_not_joined(address, error)) from error
+    finally:
+        if sets_attempts:
+            del os.environ[JOIN_ATTEMPTS]
+
+
+def _enter_directory() -> None:
+    """Enter the driver's working directory, in a process of a joined cluster.
+
+    Does nothing on a node that lacks the directory: an actor that needs a file there names its path.
+    """
+    directory = Path(os.environ[DRIVER_DIRECTORY])
+    if directory.is_dir():
+        os.chdir(directory)
+
+
+def _why_not_joined(address: str, error: Exception) -> str:
+    """Return one line that says why the cluster at `address` cannot be joined, and the fix."""
+    texts = [str(error), str(error.__cause__)]
+    start = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: "
+    if isinstance(error, AuthenticationError) or any("InvalidAuthToken" in text for text in texts):
+        return f"{start}its token authentication refuses this command; {AUTHENTICATION_HINT}"
+    reason = next(line for line in str(error).splitlines() if line.strip())
+    return f"{start}{reason}; check the address, and that `ray status` on this machine shows the cluster"
 
 
 @contextmanager

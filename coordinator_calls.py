@@ -10,6 +10,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from actors import CoordinatorActor, Status
 from causes import DIED, ComponentFailed, cause_of, log_hint, one_line
+from cluster import on_the_drivers_node
 from configs import Config
 from store import CheckpointRecord, VersionRecord
 
@@ -24,7 +25,9 @@ class CoordinatorCalls:
     def __init__(self, config: Config, *, learns: bool) -> None:
         self.log = Path(config.run_dir) / "logs" / "coordinator.log"
         self.lost = False
-        self.handle = CoordinatorActor.options(num_cpus=0).remote(config, learns=learns)
+        # It owns the catalog, a SQLite file in WAL mode: all its users must be on one machine.
+        options = {"num_cpus": 0, "scheduling_strategy": on_the_drivers_node()}
+        self.handle = CoordinatorActor.options(**options).remote(config, learns=learns)
 
     def wait_until_up(self) -> None:
         self._ask(self.handle.capture_output.remote("coordinator"), timeout_s=START_TIMEOUT_S)

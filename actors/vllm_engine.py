@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,30 @@ STOP_PATIENCE_S = 10.0
 # Arguments that images change.
 TEXT_ARGUMENTS = {"skip_tokenizer_init": True, "worker_extension_cls": "actors.weight_transfer.WorkerExtension"}
 CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
+
+
+class EngineLostError(RuntimeError):
+    """The engine is gone, or was stopped because it may hold a mixture of weights. Start a new policy."""
+
+
+@contextlib.contextmanager
+def engine_call() -> Iterator[None]:
+    """Raise EngineLostError for whatever a call to the engine raises, with the engine's own words.
+
+    An engine that failed once, for example because it had no memory, may fail again or answer
+    wrongly. A refused argument (ValueError, TypeError) is the caller's fault and passes unchanged.
+    """
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except (EngineLostError, VLLMClientError, ValueError, TypeError):
+        raise
+    except EngineDeadError as error:
+        raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error
+    except Exception as error:  # process border: the engine's errors arrive as bare Exception
+        raise EngineLostError(f"a call to the vLLM engine failed; start a new policy. Cause: {error}") from error
 
 
 def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_requests: int) -> AsyncEngineArgs:

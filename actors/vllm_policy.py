@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,8 @@ from actors.engine_environment import engine_environment, environment
 from actors.engine_server import begin_loading, engines_from_server
 from actors.images import ImageForm, load_image_form
 from actors.policy import Completion, Prompt
-from actors.vllm_engine import Preemptions, engine_args, stop_engine
+from actors.vllm_engine import EngineLostError as EngineLostError
+from actors.vllm_engine import Preemptions, engine_args, engine_call, stop_engine
 from actors.vllm_images import engine_input
 from actors.weight_files import RECEIVED, WeightFileError, check_fit, check_shapes, tensor_shapes
 from actors.weight_load import PhaseClock, WeightLoad
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 
 VERIFY_POLL_S = 0.005
-
-
-class EngineLostError(RuntimeError):
-    """The engine is gone, or was stopped because it may hold a mixture of weights. Start a new policy."""
 
 
 class VLLMPolicy:
@@ -151,7 +148,7 @@ class VLLMPolicy:
         async with self._gate:
             submitted_at = self._version
             outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
-            with _dead_is_lost():
+            with engine_call():
                 async for output in outputs:
                     if output.finished:
                         return self._completion(output.outputs[0], submitted_at=submitted_at)
@@ -163,7 +160,7 @@ class VLLMPolicy:
 
     async def answers(self) -> None:
         """Returns when the engine process has answered, which it does between two forward passes."""
-        with _dead_is_lost():
+        with engine_call():
             await self._engine().get_weight_version()
 
     async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
@@ -180,7 +177,7 @@ class VLLMPolicy:
 
     async def join_broadcast(self, address: str) -> None:
         """From now on the learner at `address` sends its weights to the engine too; to be called again, as it may restart."""
-        with _dead_is_lost():
+        with engine_call():
             await self._engine().collective_rpc("join_broadcast", args=(address,))
 
     async def load_received(self, *, version: int, digest: str) -> WeightLoad | None:
@@ -188,13 +185,19 @@ class VLLMPolicy:
         return await asyncio.shield(asyncio.ensure_future(self._load_weights(version=version, path=None, digest=digest)))
 
     async def close(self) -> None:
-        """Stop the engine process. Running requests end as "abort". Safe to call twice."""
+        """Stop the engine process. Running requests end as "abort". Safe to call twice.
+
+        Raises EngineLostError if the engine fails at it; its process is stopped all the same.
+        """
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        if not llm.errored:
-            await llm.pause_generation(mode="abort")  # else those who wait for an answer would wait for ever
-        await asyncio.to_thread(stop_engine, llm, self._processes)
+        try:
+            if not llm.errored:
+                with engine_call():
+                    await llm.pause_generation(mode="abort")  # else those who wait for an answer would wait for ever
+        finally:
+            await asyncio.to_thread(stop_engine, llm, self._processes)
 
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
@@ -230,7 +233,8 @@ class VLLMPolicy:
                 await llm.resume_generation()
                 clock.lap("resume")
             except Exception as error:  # process border: the engine's errors arrive as bare Exception
-                await self.close()
+                with contextlib.suppress(EngineLostError):  # why the load failed is what counts
+                    await self.close()
                 raise EngineLostError(
                     f"loading version {version} from {path or RECEIVED} failed; the engine, on version {self._version} before, "
                     f"was stopped because it may hold parts of both. Start a new policy. Cause: {error}"
@@ -243,7 +247,7 @@ class VLLMPolicy:
 
         Raises WeightFileError, EngineLostError.
         """
-        with _dead_is_lost():
+        with engine_call():
             answers = await llm.collective_rpc("stage_weights", args=(str(path),))
             while None in answers:
                 await asyncio.sleep(VERIFY_POLL_S)
@@ -259,7 +263,7 @@ class VLLMPolicy:
 
     async def _received(self, llm: AsyncLLM, *, digest: str) -> Mapping[str, list[int]]:
         """Shapes of the weights of that digest, if all processes of the engine have received them; else none."""
-        with _dead_is_lost():
+        with engine_call():
             while None in (answers := await llm.collective_rpc("stage_received", args=(digest,))):
                 await asyncio.sleep(VERIFY_POLL_S)
         return answers[0] if all(answers) else {}
@@ -286,14 +290,3 @@ def load_ahead(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
     if not actors.gpus_per_worker:
         begin_loading(variables)
     return variables
-
-
-@contextlib.contextmanager
-def _dead_is_lost() -> Iterator[None]:
-    """vLLM's word for an engine process that died, in ours."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineLostError("the vLLM engine process died; start a new policy. Its log has the reason") from error

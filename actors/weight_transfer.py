@@ -13,6 +13,7 @@ The engine process imports this module because `worker_extension_cls` names `Wor
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
@@ -38,6 +39,8 @@ from actors.weight_files import RECEIVED, WeightFileError, weight_files
 from store import files_digest
 
 BACKEND = "safetensors_file"
+# Errors of the engine's process, not of the file it reads: out of memory, or of open files.
+PROCESS_FAULTS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 STAGE_AT_ONCE_S = 0.003  # a tiny model's files are read in less: spares a call, which waits for the engine's next step
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
@@ -109,13 +112,18 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return self.staged()
 
     def staged(self) -> tuple[str, str] | None:
-        """None while the files are being read; then their digest and "", or "" and why they cannot be read."""
+        """None while the files are being read; then their digest and "", or "" and why they cannot be read.
+
+        An error of this process is raised: the files may be whole, and this engine cannot load them.
+        """
         assert self._staging is not None, "stage first"
         if not self._staging.done():
             return None
         try:
             return self._staging.result().digest, ""
         except (OSError, SafetensorError, WeightFileError) as error:
+            if _is_process_fault(error):
+                raise
             return "", str(error)
 
     def join_broadcast(self, address: str) -> None:
@@ -195,6 +203,13 @@ def bind_to(cores: Sequence[int]) -> None:
     """Keep all threads of this process, and those they start later, on these cores."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
+
+
+def _is_process_fault(error: Exception) -> bool:
+    """Return whether `error` is one of PROCESS_FAULTS; safetensors passes it on as text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in PROCESS_FAULTS
+    return any(os.strerror(code) in str(error) for code in PROCESS_FAULTS)
 
 
 def _stage(path: str) -> Staged:

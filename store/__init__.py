@@ -18,6 +18,7 @@ from store.catalog.records import (
     GroupRecord,
     LiveSegment,
     RollBack,
+    Unfinished,
     VersionRecord,
 )
 from store.clock import now_us
@@ -74,6 +75,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryMeta",
     "UnavailableError",
+    "Unfinished",
     "VersionRecord",
     "broadcast",
     "capture_output",

@@ -37,6 +37,7 @@ UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL, 
                  rolled_back_lsn = min(:cut, coalesce(rolled_back_lsn, :cut))
     WHERE trained_lsn IS NULL OR trained_lsn > :cut;
 DELETE FROM group_state WHERE lsn > :cut;
+DELETE FROM unfinished WHERE lsn > :cut;
 DELETE FROM lost_trajectory WHERE group_uid IN (SELECT group_uid FROM grp WHERE opened_lsn > :cut);
 DELETE FROM grp WHERE opened_lsn > :cut;
 UPDATE grp SET completed_lsn = NULL, completed_us = NULL WHERE completed_lsn > :cut;

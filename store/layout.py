@@ -15,7 +15,7 @@ from store.errors import FormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
 from store.storage import LocalStorage, Storage, open_storage
 
-FORMAT_VERSION = 3  # of the run directory and of every file in it; raised when an older reader would misread it
+FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from store import Catalog, RunLayout, export, write_open_sql, write_segment
 from store.upkeep.compact import CompactionPolicy, compact_once
-from tests.store_samples import make_trajectory, open_train_group, play
+from tests.store_samples import make_trajectory, make_unfinished, open_train_group, play
 
 MERGE_TWO = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=64 * 1024**2)
 
 
 def make_run(root: Path) -> RunLayout:
     """Train groups 0..6: trained (0), no signal (1), trained, rolled back and complete (2, 3), stale (4), complete (5), open
-    (6, one of three members); one held-out group; a duplicate; the first two files merged, and still there; exported.
+    (6, one of three members); one held-out group; a duplicate; the first two files merged, and still there; two unfinished
+    episodes; exported.
     """
     layout = RunLayout.create(root, config_yaml="a: 1\n")
     with Catalog.open(layout) as catalog:
@@ -41,6 +42,8 @@ def make_run(root: Path) -> RunLayout:
             trajectories = [make_trajectory(group, member, version=1) for member in members]
             catalog.commit(write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch), epoch=catalog.epoch)
         play(layout, catalog, catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=2), version=2)
+        lost = {"why": "worker_lost", "n_steps": None, "n_response_tokens": None}
+        catalog.record_unfinished([make_unfinished(group, 3), make_unfinished(group, 2, **lost)], worker="w1")
         catalog.heartbeats({"learner": "groups"})
         export(catalog, layout)
     return layout

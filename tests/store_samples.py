@@ -12,6 +12,7 @@ from store import (
     Step,
     StepImage,
     Trajectory,
+    Unfinished,
     export,
     state_hash,
     write_open_sql,
@@ -72,6 +73,20 @@ def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) ->
 def play(layout: RunLayout, catalog: Catalog, group: GroupRecord, *, version: int = 0, worker: str = "w0") -> None:
     trajectories = [make_trajectory(group, member, version=version) for member in group.missing]
     catalog.commit(write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch), epoch=catalog.epoch)
+
+
+def make_unfinished(group: GroupRecord, number: int, **changes: object) -> Unfinished:
+    fields = {
+        "group_uid": group.group_uid,
+        "number": number,
+        "version": 1,
+        "begun_us": 1_700_000_000_000_000,
+        "ended_us": 1_700_000_009_000_000,
+        "n_steps": 7,
+        "n_response_tokens": 70,
+        "why": "straggler",
+    }
+    return Unfinished(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def write_for_ever(root: Path) -> None:

@@ -14,7 +14,7 @@ from store import Catalog, RunLayout, StoreError, export, fork, write_open_sql, 
 from store.reading.query import connect
 from store.upkeep.compact import CompactionPolicy, compact_once
 from store.upkeep.fsck import check
-from tests.store_samples import make_trajectory, open_train_group, play
+from tests.store_samples import make_trajectory, make_unfinished, open_train_group, play
 
 MERGE_TWO = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=64 * 1024**2)
 QUERIES = {
@@ -24,6 +24,7 @@ QUERIES = {
     "metrics": "SELECT learner_step, policy_version, name, value FROM metrics",
     "trajectories": "SELECT traj_uid, group_uid, n_steps, episode_return FROM trajectories",
     "steps": "SELECT count(*), sum(len(response_ids)) FROM steps",
+    "unfinished": "SELECT group_uid, number, why, n_steps FROM unfinished",
 }
 
 
@@ -59,6 +60,8 @@ class Life:
             trajectories = [make_trajectory(group, member, version=self.version) for member in members]
             segment = write_segment(self.layout, trajectories, worker="w0", epoch=self.catalog.epoch)
             self.catalog.commit(segment, epoch=self.catalog.epoch)
+        given_up = [make_unfinished(group, member, why="stopped") for member in group.missing if member not in members]
+        self.catalog.record_unfinished(given_up, worker="w0")
         self.catalog.release_leases("w0")
 
     def learn(self) -> None:

@@ -42,6 +42,7 @@ VIEWS = [
     "versions",
     "metrics",
     "checkpoints",
+    "unfinished",
     "components",
     "events",
     "staleness_violations",

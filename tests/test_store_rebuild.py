@@ -35,7 +35,18 @@ RECOVERED = (
     "SELECT learner_step, policy_version, name, value, live, lsn, changed_lsn FROM metric",
     "SELECT at_us, component, what, detail, lsn FROM event WHERE component <> 'rebuild' ORDER BY event_id",
 )
-VIEWS = ("steps", "trajectories", "groups", "anchor_groups", "lineage", "versions", "checkpoints", "metrics", "ledger")
+VIEWS = (
+    "steps",
+    "trajectories",
+    "groups",
+    "anchor_groups",
+    "lineage",
+    "versions",
+    "checkpoints",
+    "metrics",
+    "ledger",
+    "unfinished",
+)
 
 
 @pytest.fixture(scope="module")

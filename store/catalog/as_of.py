@@ -46,6 +46,10 @@ QUERIES: Mapping[str, str] = {
         SELECT learner_step, policy_version, name, value, live OR changed_lsn > :lsn, lsn, changed_lsn FROM metric
         WHERE lsn <= :lsn ORDER BY learner_step, name""",
     "events": "SELECT at_us, component, what, detail, lsn FROM event WHERE lsn <= :lsn ORDER BY event_id",
+    "unfinished": """
+        SELECT u.group_uid, g.split, g.task_id, u.number, u.worker, u.version, u.why, u.n_steps, u.n_response_tokens,
+               u.begun_us, u.ended_us, u.lsn
+        FROM unfinished u JOIN grp g USING (group_uid) WHERE u.lsn <= :lsn ORDER BY u.unfinished_id""",
     "excluded": """
         SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id) WHERE s.lsn <= :lsn ORDER BY s.path""",
 }

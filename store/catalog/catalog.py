@@ -18,6 +18,7 @@ from store.catalog.records import (
     GroupRecord,
     LiveSegment,
     RollBack,
+    Unfinished,
     VersionRecord,
 )
 from store.catalog.repairs import Repairs
@@ -186,6 +187,11 @@ class Catalog:
         """Figures of a learner step, by name, for the metrics view."""
         with self._database.transaction() as tx:
             ledger.record_metrics(tx, learner_step=learner_step, policy_version=policy_version, values=values)
+
+    def record_unfinished(self, episodes: Sequence[Unfinished], *, worker: str) -> None:
+        """Enter episodes that `worker` began and that gave no trajectory."""
+        with self._database.transaction() as tx:
+            ledger.record_unfinished(tx, worker=worker, episodes=episodes)
 
     def heartbeats(self, waiting_on: Mapping[str, str | None]) -> None:
         """These components are alive, and what each waits for (None: it is working)."""

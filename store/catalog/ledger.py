@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from store.catalog.database import Transaction
-from store.catalog.records import CheckpointRecord, VersionRecord
+from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.errors import StoreError
 
 
@@ -91,6 +91,23 @@ def learner_step(tx: Transaction) -> int:
     row = tx.row("SELECT coalesce(max(learner_step), 0) AS step FROM batch WHERE state = 'trained'")
     assert row is not None
     return int(row["step"])
+
+
+def record_unfinished(tx: Transaction, *, worker: str, episodes: Sequence[Unfinished]) -> None:
+    """Enter episodes that gave no trajectory. Groups the run does not have are refused, all together."""
+    for episode in episodes:
+        if episode.why not in WHY_UNFINISHED:
+            raise StoreError(f"an episode cannot end as {episode.why!r}; use one of {', '.join(WHY_UNFINISHED)}")
+    tx.run_many(
+        """INSERT INTO unfinished (group_uid, number, worker, version, begun_us, ended_us, n_steps, n_response_tokens, why, lsn)
+           VALUES (:group_uid, :number, :worker, :version, :begun_us, :ended_us, :n_steps, :n_response_tokens, :why, :lsn)""",
+        [
+            {name: getattr(episode, name) for name in Unfinished.__slots__} | {"worker": worker, "lsn": tx.lsn}
+            for episode in episodes
+        ],
+    )
+    if episodes:
+        tx.touch("unfinished")
 
 
 def heartbeats(tx: Transaction, *, waiting_on: Mapping[str, str | None]) -> None:

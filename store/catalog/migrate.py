@@ -65,6 +65,8 @@ MIGRATIONS = {
         -- All is exported anew, with the new columns: the lsn is in the files' names, which must not be those of before.
         UPDATE meta SET lsn = lsn + 1, format_version = 3;
     """,
+    # The table `unfinished` is new. Nothing is known of episodes that were given up before.
+    3: "UPDATE meta SET lsn = lsn + 1, format_version = 4;",
 }
 
 

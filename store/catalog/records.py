@@ -24,6 +24,31 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """One attempt at an episode that gave no trajectory."""
+
+    group_uid: bytes
+    number: int  # of the episode in its group; a spare has one from the group's size on
+    version: int  # newest published when its group was leased
+    begun_us: int  # UTC epoch
+    ended_us: int
+    n_steps: int | None  # steps played until then; None: not known, the worker was lost
+    n_response_tokens: int | None
+    why: str  # see WHY_UNFINISHED
+
+
+WHY_UNFINISHED = {
+    "straggler": "its group was whole without it (actors.spare_members)",
+    "failed": "its environment failed, or it took no action in time; it is played again, env.attempts times",
+    "group_failed": "its group was abandoned, because an episode of it failed at every attempt",
+    "too_old": "its group was given up, because newer weights made it too old",
+    "stopped": "its worker was asked to stop",
+    "worker_failed": "its worker lost its engine, or failed in another way",
+    "worker_lost": "its worker died, or hung and was killed: how far it got is not known",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
     """Which trajectories of a segment count: those `new` and the `duplicates` together are all of the segment's."""
 

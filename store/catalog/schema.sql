@@ -1,5 +1,5 @@
 -- The catalog: what exists and what happened to it. Times are UTC epoch microseconds; order is always the lsn.
--- Ledgers (group_state, batch, batch_group, version, checkpoint, metric, event) are append-only: a roll-back sets live = 0,
+-- Ledgers (group_state, unfinished, batch, batch_group, version, checkpoint, metric, event) are append-only: a roll-back sets live = 0,
 -- and triggers refuse every DELETE. changed_lsn is kept by triggers too: exports ask for what changed since the last one.
 
 CREATE TABLE IF NOT EXISTS meta (
@@ -124,6 +124,23 @@ CREATE TABLE IF NOT EXISTS lost_trajectory (  -- was committed, then its file wa
     PRIMARY KEY (traj_uid, lsn)
 ) STRICT, WITHOUT ROWID;
 
+-- Episodes that were begun and gave no trajectory: one row for each attempt. Never trained on, no uid of their own.
+CREATE TABLE IF NOT EXISTS unfinished (
+    unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_uid BLOB NOT NULL REFERENCES grp,
+    number INTEGER NOT NULL,   -- of the episode in its group; a spare has one from the group's size on
+    worker TEXT NOT NULL,
+    version INTEGER NOT NULL,  -- newest published when its group was leased
+    begun_us INTEGER NOT NULL,
+    ended_us INTEGER NOT NULL,
+    n_steps INTEGER,           -- steps played until then; NULL: not known, its worker was lost
+    n_response_tokens INTEGER,
+    why TEXT NOT NULL CHECK (why IN ('straggler', 'failed', 'group_failed', 'too_old', 'stopped', 'worker_failed', 'worker_lost')),
+    lsn INTEGER NOT NULL,
+    CHECK ((n_steps IS NULL) = (n_response_tokens IS NULL))
+) STRICT;
+CREATE INDEX IF NOT EXISTS unfinished_by_lsn ON unfinished (lsn);
+
 CREATE TABLE IF NOT EXISTS duplicate (  -- rows of a segment that do not count
     segment_id TEXT NOT NULL REFERENCES segment,
     traj_uid BLOB NOT NULL,
@@ -230,6 +247,7 @@ CREATE TRIGGER IF NOT EXISTS metric_changed AFTER UPDATE OF live ON metric BEGIN
     WHERE (learner_step, policy_version, name, lsn) = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
 END;
 CREATE TRIGGER IF NOT EXISTS group_state_only_grows BEFORE DELETE ON group_state BEGIN SELECT RAISE(ABORT, 'group_state is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS unfinished_only_grows BEFORE DELETE ON unfinished BEGIN SELECT RAISE(ABORT, 'unfinished is append-only'); END;
 CREATE TRIGGER IF NOT EXISTS batch_only_grows BEFORE DELETE ON batch BEGIN SELECT RAISE(ABORT, 'batch is append-only'); END;
 CREATE TRIGGER IF NOT EXISTS batch_group_only_grows BEFORE DELETE ON batch_group BEGIN SELECT RAISE(ABORT, 'batch_group is append-only'); END;
 CREATE TRIGGER IF NOT EXISTS version_only_grows BEFORE DELETE ON version BEGIN SELECT RAISE(ABORT, 'version is append-only'); END;

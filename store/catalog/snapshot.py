@@ -185,6 +185,29 @@ EXPORTS: Mapping[str, Export] = {
         ),
         in_parts=True,
     ),
+    "unfinished": Export(
+        query="""SELECT u.group_uid, g.split, g.task_id, u.number, u.worker, u.version, u.why, u.n_steps,
+                        u.n_response_tokens, u.begun_us, u.ended_us, u.lsn
+                 FROM unfinished u JOIN grp g USING (group_uid)
+                 WHERE u.lsn > :since AND u.lsn <= :until ORDER BY u.unfinished_id""",
+        schema=pa.schema(
+            [
+                ("group_uid", UID_TYPE),
+                ("split", pa.string()),
+                ("task_id", pa.string()),
+                ("number", pa.int32()),
+                ("worker", pa.string()),
+                ("version", pa.int64()),
+                ("why", pa.string()),
+                ("n_steps", pa.int32()),
+                ("n_response_tokens", pa.int64()),
+                ("begun_at", TIME),
+                ("ended_at", TIME),
+                ("lsn", pa.int64()),
+            ]
+        ),
+        in_parts=True,
+    ),
     "excluded": Export(  # rows of live segments that do not count
         query="""SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id)
                  WHERE s.retired_lsn IS NULL ORDER BY s.path""",

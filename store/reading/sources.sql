@@ -19,5 +19,6 @@ CREATE OR REPLACE VIEW exported.checkpoints AS FROM read_parquet(getvariable('pa
 CREATE OR REPLACE VIEW exported.metrics AS FROM read_parquet(getvariable('parts')['metrics'], union_by_name = true);
 CREATE OR REPLACE VIEW exported.component AS FROM read_parquet(getvariable('parts')['component'], union_by_name = true);
 CREATE OR REPLACE VIEW exported.events AS FROM read_parquet(getvariable('parts')['events'], union_by_name = true);
+CREATE OR REPLACE VIEW exported.unfinished AS FROM read_parquet(getvariable('parts')['unfinished'], union_by_name = true);
 CREATE OR REPLACE VIEW exported.excluded AS FROM read_parquet(getvariable('parts')['excluded'], union_by_name = true);
 

@@ -25,6 +25,10 @@ QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY changed_lsn DESC) = 1
 CREATE OR REPLACE VIEW ledger AS
 SELECT group_uid::UUID AS group_uid, state, reason, lsn, "at" AS entered_at FROM exported.ledger;
 
+-- Episodes that were begun and gave no trajectory: how far they got and why they ended. One row for each attempt.
+CREATE OR REPLACE VIEW unfinished AS
+SELECT * EXCLUDE (lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.unfinished;
+
 -- Steps of one group taken in the same state: GiGPO's anchor groups. Steps without an anchor are in none.
 CREATE OR REPLACE VIEW anchor_groups AS
 SELECT group_uid, state_hash, any_value(anchor_text) AS anchor_text, any_value(task_id) AS task_id,

@@ -109,6 +109,7 @@ RULES = (
                 UNION ALL SELECT 'group state at lsn', max(lsn) FROM group_state
                 UNION ALL SELECT 'batch changed at lsn', max(changed_lsn) FROM batch_group
                 UNION ALL SELECT 'version at lsn', max(lsn) FROM version
+                UNION ALL SELECT 'unfinished episode at lsn', max(lsn) FROM unfinished
                 UNION ALL SELECT 'event at lsn', max(lsn) FROM event) t, meta m WHERE t.lsn > m.lsn""",
         remedy=REBUILD,
     ),

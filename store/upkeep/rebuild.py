@@ -222,7 +222,8 @@ def _report(exported: Exported, files: Sequence[_File], found: Found, restored: 
         f"{n_trajectories} trajectories with {n_steps} steps in {len(live)} files",
         f"{len(tables['groups']) + len(found.groups)} groups, {len(found.groups)} of them not exported yet",
         f"{len({row['batch_id'] for row in tables['lineage']})} batches, {len(tables['versions'])} versions, "
-        f"{len(tables['checkpoints'])} checkpoints, {len(tables['metrics'])} metrics, {len(tables['events'])} events",
+        f"{len(tables['checkpoints'])} checkpoints, {len(tables['metrics'])} metrics, {len(tables['events'])} events, "
+        f"{len(tables['unfinished'])} unfinished episodes",
         f"the epoch is {found.epoch}: workers of every owner before are fenced",
     ]
     if len(live) < len(files):
@@ -243,6 +244,6 @@ def _report(exported: Exported, files: Sequence[_File], found: Found, restored: 
         gone.append(f"version {version} was published after the last export: its digest and learner step are not known")
     gone.append(
         f"whatever left no trace after the last export (lsn {exported.lsn}): groups dispatched without a committed trajectory, "
-        "claims, settlements, checkpoints, metrics and events of the last second"
+        "claims, settlements, checkpoints, metrics, events and unfinished episodes of the last second"
     )
     return Report(recovered=tuple(recovered), lost=tuple(gone))
