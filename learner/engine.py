@@ -74,6 +74,7 @@ class Engine:
         # Adapters are float32 whatever the base is; DeepSpeed's bf16 mode would round them with it.
         trained_dtype = "float32" if self.has_adapters else model.dtype
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
+        self.policy.check_on_device(self.deepspeed.device)
         self.reference: PolicyModel | None = None
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
