@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
 from configs import ConfigError
+from learner import RAY_HIDES_GPUS
 from runs import RUN_MARK, own_ray_session
 from stopping import stop_held_back
 
@@ -42,20 +43,20 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
 
     `processes` is how many will be asked of it first; a private one has begun to start them when this returns, all at once.
 
-    All its processes carry RUN_MARK, by which `runs.py` knows them. A stop that comes while Ray starts is heard when it is up:
-    it prints pages of errors if it is left half started.
+    All its processes carry RUN_MARK, by which `runs.py` knows them. A process that asks for no GPU sees none. A stop that
+    comes while Ray starts is heard when it is up: it prints pages of errors if it is left half started.
 
     Raises ConfigError if the cluster cannot be joined.
     """
-    mark = {RUN_MARK: str(Path(run_dir).resolve())}
+    variables = {RUN_MARK: str(Path(run_dir).resolve())} | RAY_HIDES_GPUS
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
         with stop_held_back(), _as_we_need_it():
-            _join(mark)
+            _join(variables)
         yield
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, would starve a run on a busy machine
-    os.environ.update(mark | {"RAY_worker_maximum_startup_concurrency": str(processes)})  # else as many as there are cores
+    os.environ.update(variables | {"RAY_worker_maximum_startup_concurrency": str(processes)})  # else as many as there are cores
     directory = ""
     try:
         with stop_held_back(), _as_we_need_it():

@@ -137,7 +137,12 @@ def measure(model_path: Path, args: argparse.Namespace) -> dict[str, float | int
     engine = Engine(
         model_path=model_path,
         model=ModelConfig(dtype="bfloat16", gradient_checkpointing=args.gradient_checkpointing),
-        learner=LearnerConfig(zero_stage=1, micro_batch_tokens=args.micro_batch_tokens, threads=os.cpu_count() or 1),
+        learner=LearnerConfig(
+            gpus_per_rank=int(args.device == "cuda"),
+            zero_stage=1,
+            micro_batch_tokens=args.micro_batch_tokens,
+            threads=os.cpu_count() or 1,
+        ),
         loss=LossConfig(),
         temperature=1.0,
         seed=0,

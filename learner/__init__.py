@@ -13,7 +13,7 @@ for other programs, and learner steps again, which `explain.py` shows.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from learner.process import LEARNER_STEP, LearnerActor, LearnerSetup, RankError
+from learner.process import LEARNER_STEP, RAY_HIDES_GPUS, LearnerActor, LearnerSetup, RankError
 
 if TYPE_CHECKING:
     from learner.engine import WreckedPolicyError
@@ -52,6 +52,7 @@ else:
 
 __all__ = [
     "LEARNER_STEP",
+    "RAY_HIDES_GPUS",
     "BadUpdatesError",
     "CollapseError",
     "Learner",

@@ -13,7 +13,9 @@ Letters: S sequences, T tokens together, L of one, A attention heads, D size of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings whose angles depend on the longest sequence of the forward pass: the others would feel it.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 SAME = 0.01  # relative distance of two results of one function, in bf16
+MIXED = "computes two equal sequences unequally when packed into one, so tokens pass between them"
 # What some models give their attention besides; computing without it would be another function, without a word.
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 
@@ -39,6 +42,7 @@ class PackedSequences:
 
     bounds_S1: torch.Tensor  # int32, cumulative, from 0 to T
     lengths: list[int]  # of the S sequences
+    compared: bool = False  # whether each layer compares its kernel with one sequence after another
 
 
 def use_packed_attention(causal_lm: PreTrainedModel) -> None:
@@ -66,7 +70,7 @@ def use_packed_attention(causal_lm: PreTrainedModel) -> None:
                     "packed into one would change each other; set a fixed rope_type such as 'yarn' in its config.json"
                 )
     if not _stay_apart(causal_lm):
-        raise ValueError(f"{name} computes two equal sequences unequally when packed into one, so tokens pass between them")
+        raise ValueError(f"{name} {MIXED}")
 
 
 def _stay_apart(causal_lm: PreTrainedModel) -> bool:
@@ -77,7 +81,13 @@ def _stay_apart(causal_lm: PreTrainedModel) -> bool:
     with torch.no_grad():
         hidden_TH = packed_hidden(causal_lm, ids_T, ids_T, bounds_S1.int()).float()
     causal_lm.train(was_training)
-    return bool((hidden_TH[:2] - hidden_TH[2:]).norm() <= SAME * hidden_TH.norm())
+    return are_same(hidden_TH[:2], hidden_TH[2:])
+
+
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two results of one function are equal to rounding in bf16."""
+    one, other = one.float(), other.float()
+    return one.shape == other.shape and bool((one - other).norm() <= SAME * other.norm())
 
 
 def packed_hidden(
@@ -87,14 +97,17 @@ def packed_hidden(
     bounds_S1: torch.Tensor,
     *,
     embedded: Mapping[str, torch.Tensor] | None = None,
+    compared: bool = False,
     **to_layers: torch.Tensor,
 ) -> torch.Tensor:
     """[T, H], the decoder's last hidden states. Its layers get the keywords `to_layers`, see `last_layer.py`.
 
-    `embedded` are embeddings and positions in place of the ids and theirs, see `vision.py`.
+    `embedded` are embeddings and positions in place of the ids and theirs, see `vision.py`. With `compared` a layer whose
+    kernel gives another result than one sequence after another raises ValueError.
     """
     # Once per forward pass and not per layer: reading the lengths waits for the device.
-    sequences = PackedSequences(bounds_S1=bounds_S1, lengths=bounds_S1.diff().tolist())
+    lengths = bounds_S1.diff().tolist()
+    sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths, compared=compared)
     inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
     return causal_lm.get_decoder()(
         **(inputs if embedded is None else embedded),
@@ -129,29 +142,61 @@ def packed_attention(
     asked = [name for name in NOT_COMPUTED if others.get(name) is not None]
     if asked:
         raise ValueError(f"model.path: {type(module).__name__} uses {asked[0]}, which packed attention does not compute")
-    grouped = query_1ATD.shape[1] != key_1ATD.shape[1]
-    if _kernel_takes(query_1ATD, value_1ATD):
-        longest = max(sequences.lengths)
-        out_TAD = varlen_attn(
-            *(heads_1ATD[0].transpose(0, 1) for heads_1ATD in (query_1ATD, key_1ATD, value_1ATD)),
-            sequences.bounds_S1,
-            sequences.bounds_S1,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            enable_gqa=grouped,
-        )
-        return out_TAD.unsqueeze(0), None
-    parts = (heads_1ATD.split(sequences.lengths, dim=2) for heads_1ATD in (query_1ATD, key_1ATD, value_1ATD))
+    heads = (query_1ATD, key_1ATD, value_1ATD)
+    if not _kernel_takes(query_1ATD, value_1ATD):
+        return _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window), None
+    out_1TAD = _by_kernel(heads, sequences, scaling=scaling, sliding_window=sliding_window)
+    if sequences.compared:
+        looped_1TAD = _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window)
+        if not are_same(out_1TAD, looped_1TAD):
+            raise ValueError(
+                f"model.path: the variable-length kernel of torch {torch.__version__} on {query_1ATD.device} computes "
+                f"{type(module).__name__} unlike one sequence after another; update torch, or set model.dtype=float32, "
+                "which uses no kernel"
+            )
+    return out_1TAD, None
+
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query_1ATD, key_1ATD, value_1ATD
+
+
+def _by_kernel(heads: Heads, sequences: PackedSequences, *, scaling: float | None, sliding_window: int | None) -> torch.Tensor:
+    """[1, T, A, D] of all sequences at once, by the variable-length kernel of a GPU."""
+    longest = max(sequences.lengths)
+    grouped = heads[0].shape[1] != heads[1].shape[1]
+    out_TAD: torch.Tensor = varlen_attn(
+        *(heads_1ATD[0].transpose(0, 1) for heads_1ATD in heads),
+        sequences.bounds_S1,
+        sequences.bounds_S1,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        # torch 2.11 takes grouped heads without being told.
+        **({"enable_gqa": grouped} if _is_told_of_groups(varlen_attn) else {}),
+    )
+    return out_TAD.unsqueeze(0)
+
+
+@functools.cache
+def _is_told_of_groups(kernel: Callable[..., object]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def _by_sequence(
+    heads: Heads, sequences: PackedSequences, *, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """[1, T, A, D], one sequence after another, by torch's ordinary attention."""
+    grouped = heads[0].shape[1] != heads[1].shape[1]
     outs_1LAD = []
+    parts = (heads_1ATD.split(sequences.lengths, dim=2) for heads_1ATD in heads)
     for query_1ALD, key_1ALD, value_1ALD in zip(*parts, strict=True):
         seen_LL = _window(query_1ALD, sliding_window)
         out_1ALD = scaled_dot_product_attention(
             query_1ALD, key_1ALD, value_1ALD, seen_LL, is_causal=seen_LL is None, scale=scaling, enable_gqa=grouped
         )
         outs_1LAD.append(out_1ALD.transpose(1, 2))
-    return torch.cat(outs_1LAD, dim=1), None
+    return torch.cat(outs_1LAD, dim=1)
 
 
 def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from configs import LearnerConfig
 
+# Read when deepspeed is imported. A process of a run sees a GPU only if its config asks for one (`device.py` checks it).
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed's device index; Ray shows each rank its own device only, as number 0
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,11 @@ WHOLE_ELEMENTS = 100_000  # parameters smaller than this stay whole on each rank
 # have torch's time-outs, 30 minutes with gloo and 10 with NCCL.
 GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
+
+
+def accelerator() -> str:
+    """Return the torch device type that DeepSpeed computes on in this process, "cuda" or "cpu"."""
+    return str(deepspeed.accelerator.get_accelerator().device_name())
 
 
 def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> Any:
@@ -120,7 +126,7 @@ def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) ->
         "stage3_param_persistence_threshold": WHOLE_ELEMENTS,
     }
     if learner.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": learner.gpus_per_rank > 0}
     return {
         # Micro-batches are cut by tokens and the loss is already the mean over all: DeepSpeed divides by nothing but ranks.
         "train_micro_batch_size_per_gpu": 1,
@@ -182,5 +188,5 @@ def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
         store = dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
     else:
         raise ValueError(f"{ranks} ranks need an address to meet at; see host_ranks")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "nccl" if accelerator() == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)

@@ -24,6 +24,7 @@ from configs import LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.batch import MicroBatch, share_of_update, shortest_sequence
 from learner.deepspeed_setup import forget_gradient, initialize, join_ranks, own_elements
+from learner.device import prepare_device
 from learner.full_state import trainable
 from learner.lora import adapters_off, add_adapters, merged
 from learner.objective import objective_of
@@ -60,9 +61,8 @@ class Engine:
         address: str | None = None,
     ) -> None:
         self.objective = objective_of(loss)
+        prepare_device(learner)
         torch.manual_seed(seed)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(learner.threads)
         self.learner, self.rank, self.ranks = learner, rank, learner.ranks
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
         self.policy = _load(model_path, model, temperature=temperature)
@@ -74,6 +74,7 @@ class Engine:
         # Adapters are float32 whatever the base is; DeepSpeed's bf16 mode would round them with it.
         trained_dtype = "float32" if self.has_adapters else model.dtype
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
+        self.policy.check_on_device(self.deepspeed.device)
         self.reference: PolicyModel | None = None
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)

@@ -115,8 +115,10 @@ def _adam_states(engine: Any, parameters: Parameters) -> dict[Any, dict[str, tor
 
 
 def _started(state: dict[str, torch.Tensor], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Fill an empty Adam state as torch's fused AdamW fills it at its first step."""
     if not state:
-        state["step"] = torch.tensor(0.0)  # as torch's AdamW makes it
+        # The fused kernel reads the count on the device: a step on the CPU ends a run on a GPU at its first update.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
         state |= {kind: torch.zeros_like(tensor, memory_format=torch.preserve_format) for kind in MOMENTS}
     return state
 

@@ -8,6 +8,7 @@ Letters as in `batch.py`; H the hidden size.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from learner.attention import packed_hidden, use_packed_attention
+from learner.attention import MIXED, are_same, packed_hidden, use_packed_attention
 from learner.batch import MicroBatch
 from learner.last_layer import trim_last_layer
 from learner.output_layer import OutputLayer
 from learner.vision import Vision, load_vision
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Entries of a model's configuration that scale or cap the logits after the output layer. `PolicyModel` calls that layer
@@ -36,6 +39,7 @@ class PolicyModel(nn.Module):
         use_packed_attention(causal_lm)
         self.trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
+        self.compared = False  # whether a forward pass compares the kernel of each layer, as `check_on_device` does
         self.output = OutputLayer(causal_lm.get_output_embeddings(), temperature=temperature)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,12 +49,65 @@ class PolicyModel(nn.Module):
         """
         packed = (batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
         embedded = None if self.vision is None else self.vision.packed(self.causal_lm, batch)
+        as_asked: dict[str, Any] = {"embedded": embedded, "compared": self.compared}
         if self.trimmed:
-            hidden_NH = packed_hidden(self.causal_lm, *packed, embedded=embedded, positions_N=batch.positions_N)
+            hidden_NH = packed_hidden(self.causal_lm, *packed, **as_asked, positions_N=batch.positions_N)
         else:
-            hidden_NH = packed_hidden(self.causal_lm, *packed, embedded=embedded).index_select(0, batch.positions_N)
+            hidden_NH = packed_hidden(self.causal_lm, *packed, **as_asked).index_select(0, batch.positions_N)
         logprobs_N, entropy_N = self.output(hidden_NH, batch.response_ids_N)
         return logprobs_N, entropy_N
+
+    def check_on_device(self, device: torch.device) -> None:
+        """Repeat on `device`, where the model is by now, the checks made where it was loaded. Raises ValueError.
+
+        A GPU has a kernel for packed sequences that no check on the CPU sees. All ranks of ZeRO 3 call this together.
+        """
+        batch = probe().to(device)
+        whole_TH = self._hidden(batch, trimmed=False)
+        if not are_same(*whole_TH.chunk(2)):
+            raise ValueError(f"model.path: {type(self.causal_lm).__name__} on {device} {MIXED}")
+        if self.trimmed and not are_same(self._hidden(batch, trimmed=True), whole_TH[batch.positions_N]):
+            _log.warning("on %s the last layer gives other rows when it is trimmed, so all its rows are computed", device)
+            self.trimmed = False
+
+    def _hidden(self, batch: MicroBatch, *, trimmed: bool) -> torch.Tensor:
+        """The decoder's last hidden states, [N, H] if `trimmed`, else [T, H]. Each layer's kernel is compared.
+
+        By a whole forward pass: at ZeRO 3 a pass of a part would spoil the order in which weights are gathered.
+        """
+        before, was_training = self.trimmed, self.training
+        seen: list[torch.Tensor] = []
+        hook = self.causal_lm.get_decoder().register_forward_hook(
+            lambda _decoder, _inputs, output: seen.append(output.last_hidden_state.squeeze(0))
+        )
+        self.eval()
+        self.trimmed, self.compared = trimmed, True
+        try:
+            with torch.no_grad():
+                self(batch)
+        finally:
+            self.trimmed, self.compared = before, False
+            self.train(was_training)
+            hook.remove()
+        return seen[0]
+
+
+def probe() -> MicroBatch:
+    """Two equal sequences of three tokens, which predict one token each after the first two."""
+    ids_T, positions_N = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 3, 4])
+    zeros_N = torch.zeros(len(positions_N))
+    return MicroBatch(
+        input_ids_T=ids_T,
+        position_ids_T=ids_T,
+        bounds_S1=torch.tensor([0, 3, 6], dtype=torch.int32),
+        positions_N=positions_N,
+        response_ids_N=ids_T[positions_N],
+        behaviour_logprobs_N=zeros_N,
+        advantages_N=zeros_N,
+        staleness_N=zeros_N.long(),
+        rows_N=torch.tensor([0, 0, 1, 1]),
+        n_rows=2,
+    )
 
 
 def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, temperature: float) -> PolicyModel:

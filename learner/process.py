@@ -17,6 +17,9 @@ from ray.actor import ActorHandle
 from configs import Config
 from store import RunLayout, capture_output
 
+# Ray 2.60 leaves CUDA_VISIBLE_DEVICES as it is in an actor with num_gpus=0. With this variable, in the environment of Ray's
+# processes or of a job, it is set to "" there: before the actor's class is loaded, so torch and DeepSpeed see no GPU.
+RAY_HIDES_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 LEARNER_STEP = "learner step"  # what the learner is said to be at while it trains: work, not a wait
 
 

@@ -12,6 +12,7 @@ the same numbers. The run itself is only read, also while it trains: what is wri
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
@@ -33,6 +34,7 @@ from learner.base_model import base_model
 from learner.deepspeed_setup import PARTITIONED
 from learner.explain import Explanation, explain, reasons, table
 from learner.metrics import timeless_metrics
+from learner.process import RAY_HIDES_GPUS
 from learner.ranks import Ranks
 from learner.source import ready_batch, source_of
 from store import CheckpointRecord, RunLayout, VersionRecord, published_version, restart_points, trained_step
@@ -213,6 +215,7 @@ def _ranks(config: Config, *, model_path: Path) -> Iterator[Ranks]:
     directory = None
     if config.learner.ranks > 1:
         directory = tempfile.mkdtemp(prefix="replay-ray-", dir="/tmp")  # names of sockets must be short
+        os.environ.update(RAY_HIDES_GPUS)
         ray.init(
             address="local",
             include_dashboard=False,

@@ -12,6 +12,10 @@ from hypothesis import HealthCheck, settings
 from actors import PromptForm
 from configs import PromptConfig
 
+# The tests are about CPU runs, also on a machine with GPUs. TEST_ON_GPU=1 shows the GPUs to the tests that need one.
+if os.environ.get("TEST_ON_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # time decides no test
 settings.load_profile("untimed")
 

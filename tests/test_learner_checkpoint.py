@@ -32,7 +32,7 @@ from learner.checkpoint import (
 )
 from learner.deepspeed_setup import LOOPBACK, host_ranks, initialize, join_ranks
 from learner.engine import Engine
-from learner.full_state import KINDS, read_state, read_steps, trainable
+from learner.full_state import KINDS, _started, read_state, read_steps, trainable
 from learner.lora import add_adapters
 from learner.policy_model import load_policy
 from learner.tiny_model import make_tiny_model, train_tokenizer
@@ -113,6 +113,21 @@ def test_a_loaded_run_goes_on_bit_for_bit(base: Path, tmp_path: Path, zero_stage
     assert_equal(copied(again), end)
     assert not all(torch.equal(tensor, saved[name]) for name, tensor in end.items())
     again.close()
+
+
+def test_adams_state_is_made_where_fused_adam_wants_it() -> None:
+    """On the parameter's device, whichever that is; on the CPU it equals the state after torch's own first step."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    elsewhere = _started({}, parameter.to("meta"))
+    assert {name: tensor.device.type for name, tensor in elsewhere.items()} == dict.fromkeys(("step", *KINDS[1:]), "meta")
+    made = _started({}, parameter)
+    adam = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = torch.zeros(3)
+    adam.step()
+    theirs = adam.state[parameter]
+    assert made.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (made[name].dtype, made[name].shape, made[name].device) == (tensor.dtype, tensor.shape, tensor.device)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -31,8 +32,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from configs import LearnerConfig, LossConfig, ModelConfig
+from learner import attention
 from learner.attention import PackedSequences, _kernel_takes, _window, packed_attention, packed_hidden, use_packed_attention
 from learner.batch import MicroBatch, micro_batches
+from learner.engine import Engine
 from learner.lora import merged
 from learner.policy_model import PolicyModel, load_policy
 from tests.learner_samples import table
@@ -238,6 +242,112 @@ def test_the_kernel_of_a_gpu_equals_one_sequence_after_another(name: str) -> Non
     on_cpu = PolicyModel(copy.deepcopy(model), temperature=TEMPERATURE)(batch)[0]
     on_gpu = PolicyModel(model.cuda(), temperature=TEMPERATURE)(batch.to(torch.device("cuda")))[0]
     torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=0, atol=0.1)
+
+
+def stand_in_kernel(*, scale: float = 1.0, bounded: bool = True) -> Callable[..., torch.Tensor]:
+    """The kernel's function on the CPU, right as it is; with torch 2.11's arguments, which have no `enable_gqa`."""
+
+    def kernel(
+        query_TAD: torch.Tensor,
+        key_TAD: torch.Tensor,
+        value_TAD: torch.Tensor,
+        bounds_S1: torch.Tensor,
+        _bounds: torch.Tensor,
+        _longest: int,
+        _longest_key: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
+        assert window_size[1] == 0
+        heads = tuple(part.transpose(0, 1)[None] for part in (query_TAD * factor, key_TAD, value_TAD))
+        lengths = bounds_S1.diff().tolist() if bounded else [len(query_TAD)]
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths)
+        return attention._by_sequence(heads, sequences, scaling=scale, sliding_window=window)[0]  # type: ignore[arg-type]
+
+    factor = scale
+    return kernel
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., torch.Tensor]) -> None:
+    """From now on the CPU has a variable-length kernel."""
+    monkeypatch.setattr(attention, "_kernel_takes", lambda query, value: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "windowed mistral", "neox"])
+def test_a_model_on_a_device_whose_kernel_is_right_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, (batch,) = make_policy(CONFIGS[name]), cut(history_rows(), merge_steps=True)
+    trimmed, before = policy.trimmed, policy(batch)[0]
+    on_a_device(monkeypatch, stand_in_kernel())
+    policy.check_on_device(torch.device("cpu"))
+    assert policy.trimmed == trimmed and not policy.compared and policy.causal_lm.training
+    torch.testing.assert_close(policy(batch)[0], before)
+
+
+def test_a_kernel_that_computes_something_else_is_found_out_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(CONFIGS["qwen2"])
+    on_a_device(monkeypatch, stand_in_kernel(scale=1.5))
+    with pytest.raises(ValueError, match="kernel of torch .* computes Qwen2Attention unlike .*; update torch"):
+        policy.check_on_device(torch.device("cpu"))
+    assert policy.trimmed and not policy.compared and policy.causal_lm.training
+    on_a_device(monkeypatch, stand_in_kernel(bounded=False))
+    with pytest.raises(ValueError, match="kernel of torch"):
+        policy.check_on_device(torch.device("cpu"))
+
+
+def test_sequences_that_mix_on_the_device_alone_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(CONFIGS["llama"])
+    pad = torch.nn.functional.pad
+    policy.causal_lm.model.layers[0].mlp.register_forward_hook(lambda _m, _i, out: out + pad(out, (0, 0, 1, 0))[:, :-1])
+    with pytest.raises(ValueError, match="LlamaForCausalLM on cpu computes two equal sequences unequally"):
+        policy.check_on_device(torch.device("cpu"))
+
+
+def test_a_last_layer_that_may_not_be_trimmed_on_the_device_is_computed_whole() -> None:
+    policy, (batch,) = make_policy(CONFIGS["qwen2"]), cut(history_rows(), merge_steps=True)
+    mlp = policy.causal_lm.base_model.layers[-1].mlp
+    mlp.register_forward_hook(lambda _m, inputs, out: out * (1.0 if inputs[0].shape[1] in (6, batch.n_tokens) else 2.0))
+    policy.check_on_device(torch.device("cpu"))
+    assert not policy.trimmed
+    torch.testing.assert_close(policy(batch)[0], make_policy(CONFIGS["qwen2"])(batch)[0])
+
+
+def test_an_engine_checks_the_kernel_of_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded on the CPU: only behind DeepSpeed is it where it computes."""
+    random_model(CONFIGS["qwen2"]).save_pretrained(tmp_path)
+    with monkeypatch.context() as patched:
+        on_a_device(patched, stand_in_kernel(scale=1.5))
+        with pytest.raises(ValueError, match="kernel of torch"):
+            Engine(
+                model_path=tmp_path,
+                model=ModelConfig(),
+                learner=LearnerConfig(),
+                loss=LossConfig(),
+                temperature=1.0,
+                seed=0,
+            )
+
+
+def test_only_a_kernel_that_has_the_argument_is_told_of_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def newer(query_TAD: torch.Tensor, *_: Any, scale: Any, window_size: Any, enable_gqa: bool) -> torch.Tensor:
+        told.append({"enable_gqa": enable_gqa})
+        return query_TAD
+
+    def older(query_TAD: torch.Tensor, *_: Any, scale: Any, window_size: Any) -> torch.Tensor:
+        told.append({})
+        return query_TAD
+
+    heads = (torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8))
+    sequences = PackedSequences(bounds_S1=torch.tensor([0, 2], dtype=torch.int32), lengths=[2])
+    for kernel in (newer, older):
+        on_a_device(monkeypatch, kernel)
+        packed_attention(torch.nn.Identity(), *heads, None, sequences=sequences)
+    assert told == [{"enable_gqa": True}, {}]
+    assert attention._is_told_of_groups(varlen_attn)
 
 
 def test_the_policy_has_the_models_parameters_and_no_others() -> None:

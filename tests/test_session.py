@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from actors import Component, Coordinator, EngineLostError, PromptForm
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from cluster import ray_cluster
 from configs import PromptConfig
-from learner import RankError
+from learner import RAY_HIDES_GPUS, RankError
 from parts import LEARNER, Part
 from runs import RUN_MARK
 from session import Session
@@ -443,6 +444,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environ:
         environ.delenv("RAY_ADDRESS", raising=False)
         environ.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 1}')
+        environ.setenv("CUDA_VISIBLE_DEVICES", "0")
         environ.setenv(RUN_MARK, "not this process")  # `ray_cluster` leaves its own there
         with ray_cluster(str(tmp_path_factory.mktemp("run")), processes=1):
             yield
@@ -451,6 +453,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
     assert children("gcs_server", recursive=True) and children("raylet", recursive=True)
     assert not children("dashboard.py", recursive=True) + children("monitor.py", recursive=True)
+
+
+def test_an_actor_sees_the_gpus_it_asked_for_and_no_others(cluster: None) -> None:
+    class Looks:
+        def gpus(self) -> str | None:
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    handles = [ray.remote(Looks).options(num_cpus=0, num_gpus=n).remote() for n in (0, 0.5, 0.5)]
+    try:
+        assert ray.get([handle.gpus.remote() for handle in handles]) == ["", "0", "0"]
+    finally:
+        for handle in handles:
+            ray.kill(handle)
+
+
+def test_a_cluster_that_is_joined_hides_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
+    with ray_cluster("runs/x", processes=1):
+        variables = asked["runtime_env"]["env_vars"]
+    assert variables.keys() == {RUN_MARK, *RAY_HIDES_GPUS}
 
 
 def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
