@@ -32,6 +32,7 @@ from store import RunLayout
 from store.reading.query import connect
 from tests.curves_read import in_store, in_tensorboard
 from tests.processes import litter, unused_shared_memory
+from tests.test_docs_metrics import documented
 
 pytestmark = pytest.mark.run
 
@@ -169,7 +170,9 @@ def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) ->
     assert names >= {
         "train/success", "heldout/success", "staleness/max", "learner/idle_fraction", "tokens/generated_per_s",
         "tokens/trained_per_s", "time/advantages_s", "time/signal_s", "time/step_s",
+        "train/return", "train/episode_steps", "heldout/return", "heldout/episode_steps",
     }  # fmt: skip
+    assert names <= set(documented()), "docs/metrics.md has them all"
     assert rows(finished[0].run, "SELECT count(DISTINCT learner_step) FROM metrics WHERE name = 'train/success'") == [(6,)]
 
 
