@@ -36,6 +36,7 @@ from actors import ChatPolicy, EndpointFailed, weight_files
 from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
+from curves import tensorboard_files
 from envs import EnvironmentFailed
 from opening import (
     check_gpus,
@@ -210,6 +211,7 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
     with runs.driving(run), ray_cluster(config.run_dir, processes=n_processes(config, learns=False)):
         check_gpus(config, learns=False)
         with (
+            tensorboard_files(RunLayout.open(run)) as curves,
             Session(
                 config,
                 model_path,
@@ -222,7 +224,8 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
             if (apart or config.endpoint.url) and session.status().version < 0:
                 layout = RunLayout.open(run)
                 session.publish(served(layout, config) if config.endpoint.url else version_zero(layout, Path(model_path)))
-            session.evaluate(config.evaluation.final_episodes_per_task, progress.show_evaluation)
+            show = progress.show_evaluation if config.endpoint.url else curves.beside(progress.show_evaluation)
+            session.evaluate(config.evaluation.final_episodes_per_task, show)
 
 
 def version_zero(layout: RunLayout, model: Path) -> VersionRecord:

@@ -1,11 +1,9 @@
-"""What a person sees of a run: a live table in a terminal, a line now and then elsewhere, notices, TensorBoard files."""
+"""Shows a run to a person: a live table in a terminal, a line now and then elsewhere, and notices."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -26,11 +24,9 @@ class Progress:
     def __init__(self, config: Config, title: str, console: Console) -> None:
         self.config, self.title, self.console = config, title, console
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self.board = None if config.endpoint.url else tensorboard(config)  # nothing changes where others' models play
         self.started = time.monotonic()
         self.first_step: int | None = None
-        self.written_step = self.lined_at = -1.0
-        self.heldout_open = 0
+        self.lined_at = -1.0
         self.heldout_groups = 0  # of the round that is shown
         self.noticed = 0  # number of the last notice shown
 
@@ -42,8 +38,6 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.live:
             self.live.stop()
-        if self.board is not None:
-            self.board.close()
 
     def show(self, status: Status) -> None:
         """While it trains."""
@@ -58,11 +52,6 @@ class Progress:
         self._show(status, self.evaluation_figures(status))
 
     def _show(self, status: Status, figures: list[tuple[str, str]]) -> None:
-        if status.learner_step > self.written_step or status.heldout_open < self.heldout_open:
-            if self.board is not None:
-                for name, value in status.metrics.items():
-                    self.board.add_scalar(name, value, status.learner_step)
-            self.written_step, self.heldout_open = status.learner_step, status.heldout_open
         self.show_notices(status)
         if self.live:
             self.live.update(self.table(status, figures), refresh=True)
@@ -129,12 +118,6 @@ class Progress:
             return "?"
         left_s = (time.monotonic() - self.started) / done * (self.config.learner.steps - status.learner_step)
         return f"{left_s:.0f} s"
-
-
-def tensorboard(config: Config) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # here, as torch comes with it, 2 s of CPU
-
-    return SummaryWriter(str(Path(config.run_dir) / "tensorboard"))
 
 
 def shown(metrics: object, name: str, form: str) -> str:

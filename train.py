@@ -35,6 +35,7 @@ from actors import sample_chats
 from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
+from curves import tensorboard_files
 from envs import EnvironmentFailed
 from opening import check_gpus, check_run_dir, check_same_run, check_tasks, open_run, try_model, try_tasks
 from parts import n_processes
@@ -177,13 +178,18 @@ def run_to_the_end(config: Config, console: Console) -> None:
     model_path = config.model.path or str(make_base_policy(config, console))
     if config.source:
         sources.take(config, console)
-    with session_of(config, model_path, config, console) as session, Progress(config, "training", console) as progress:
+    with (
+        tensorboard_files(layout) as curves,
+        session_of(config, model_path, config, console) as session,
+        Progress(config, "training", console) as progress,
+    ):
         console.print(f"{layout.root}: {session.restored}")
-        learner_step = session.train(progress.show)
+        learner_step = session.train(curves.beside(progress.show))
         if learner_step < config.learner.steps:
             console.print(f"stored rollouts are used up after learner step {learner_step}; raise stored.uses to go on")
         if not configs.is_offline(config):
-            session.evaluate(config.evaluation.final_episodes_per_task, progress.show_evaluation)
+            episodes_per_task = config.evaluation.final_episodes_per_task
+            session.evaluate(episodes_per_task, curves.beside(progress.show_evaluation))
 
 
 def make_base_policy(config: Config, console: Console) -> Path:
@@ -207,15 +213,16 @@ def make_base_policy(config: Config, console: Console) -> Path:
         tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
         make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
-    open_run(clone)
+    layout = open_run(clone)
     with (
+        tensorboard_files(layout) as curves,
         session_of(clone, str(untrained), config, console) as session,
         Progress(clone, "cloning", console) as progress,
     ):
-        session.train(progress.show)
+        session.train(curves.beside(progress.show))
         version = session.status().version
     runs.goes_on(Path(config.run_dir))
-    copy_weights(RunLayout.open(directory).weights_dir(version), policy)
+    copy_weights(layout.weights_dir(version), policy)
     return policy
 
 

@@ -138,9 +138,9 @@ class Coordinator:
         if self._n_abandoned >= MAX_ABANDONED:
             raise EnvironmentFailed(f"{self._n_abandoned} groups in a row were abandoned; the last one: {why}")
 
-    def heartbeat(self, component: str, waiting_on: str | None) -> None:
-        """Every component is heard of about twice a second. Renews its leases."""
-        self._pulse.beat(component, waiting_on)
+    def heartbeat(self, component: str, waiting_on: str | None, waits_s: float) -> None:
+        """Note a component's sign of life, about twice a second, and renew its leases."""
+        self._pulse.beat(component, waiting_on, waits_s=waits_s)
         self._write_beats()
         self._exporter.when_due()
 
@@ -259,7 +259,7 @@ class Coordinator:
         self.tasks.open_round(self.catalog, version, episodes_per_task=episodes_per_task)
 
     def status(self) -> Status:
-        self._pulse.beat("driver", None)  # it is the driver that asks
+        self._pulse.beat("driver", None, waits_s=0.0)  # it is the driver that asks
         self._record_finished_evaluations()
         version = self.catalog.latest_version()
         self._exporter.when_due()

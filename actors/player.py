@@ -63,17 +63,17 @@ class Player:
         self._play = play
         self._playing: dict[asyncio.Task[None], Lease] = {}
         self._too_old: dict[bytes, str] = {}  # groups that are being given up, and why
-        self._is_idle = False
+        self._idle_since_s: float | None = None  # event loop's clock; None: it has something to play
         self._has_leased = False  # since the newest version was asked for, which every lease names
         self._news = asyncio.Event()  # a group has ended, there may be more of them, or it is to stop
         self._random = random.Random(coordinator.worker)
 
-    @property
-    def waiting_on(self) -> str | None:
-        if self._is_idle:
-            return "admission"
-        what, seconds = self.waits.slowest() or (None, 0.0)
-        return what if seconds > LONG_S else None
+    def waiting(self) -> tuple[str, float] | None:
+        """Return what the player has waited for longest, and for how many seconds; None: it works."""
+        if self._idle_since_s is not None:
+            return "admission", asyncio.get_running_loop().time() - self._idle_since_s
+        what, seconds = self.waits.slowest() or ("", 0.0)
+        return (what, seconds) if seconds > LONG_S else None
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as loops:
@@ -97,14 +97,21 @@ class Player:
             if self._n_episodes() >= self.concurrency.episodes:
                 await self._news.wait()  # busy, not waiting: the engine has all it was meant to have
             elif (lease := await self.coordinator.lease()) is None:
-                self._is_idle = not self._playing
+                self._note_idle()
                 await self._pause(LEASE_POLL_S)
             else:
-                self._is_idle, self._has_leased = False, True
+                self._idle_since_s, self._has_leased = None, True
                 await self._follow(lease.version)
                 await self._begin(lease, loops)
         for task in self._playing:
             task.cancel()
+
+    def _note_idle(self) -> None:
+        """Note that no group was to be had: without one to play, the player waits from then on."""
+        if self._playing:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = asyncio.get_running_loop().time()
 
     async def _begin(self, lease: Lease, loops: asyncio.TaskGroup) -> None:
         task = loops.create_task(self._play_group(lease))

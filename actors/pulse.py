@@ -54,15 +54,19 @@ class Pulse:
         """The catalog is closed: beats of who has not ended yet are still heard, and nobody has to be told of them."""
         self._is_closed = True
 
-    def beat(self, name: str, waiting_on: str | None) -> None:
-        now_s, last = time.monotonic(), self._beats.get(name)
-        since_s = last.since_s if last is not None and last.waiting_on == waiting_on else now_s
-        self._beats[name] = self._unwritten[name] = _Beat(waiting_on=waiting_on, since_s=since_s, at_s=now_s)
+    def beat(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
+        """Note a heartbeat: `name` has waited for `waiting_on` (None: it works) for `waits_s`."""
+        now_s = time.monotonic()
+        beat = _Beat(waiting_on=waiting_on, since_s=now_s - waits_s, at_s=now_s)
+        self._beats[name] = self._unwritten[name] = beat
 
     def heard(self, name: str) -> None:
-        """Whoever asks something is alive: a beat that says nothing new of what it waits for."""
+        """Note that a component asked something, so it is alive. What it waits for, and since when, stays."""
         last = self._beats.get(name)
-        self.beat(name, last.waiting_on if last is not None else None)
+        if last is None:
+            self.beat(name, None, waits_s=0.0)
+        else:
+            self.beat(name, last.waiting_on, waits_s=time.monotonic() - last.since_s)
 
     def forget(self, name: str) -> None:
         now_s = time.monotonic()

@@ -113,9 +113,10 @@ class SimulatedWorker:
         every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
         said: str | None = "the start"
         while True:
-            if said != self.player.waiting_on or self.coordinator.quiet_s() > every_s / 2:
-                said = self.player.waiting_on
-                await self._handle.heartbeat.remote(self.name, said)
+            waiting_on, waits_s = self.player.waiting() or (None, 0.0)
+            if said != waiting_on or self.coordinator.quiet_s() > every_s / 2:
+                said = waiting_on
+                await self._handle.heartbeat.remote(self.name, waiting_on, waits_s)
             await asyncio.sleep(every_s / 2 * self._random.uniform(0.5, 1.5))
 
 

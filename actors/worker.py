@@ -72,7 +72,7 @@ class Worker:
         self.has_engine = self.chat is None and not config.actors.scripted
         if self.has_engine:
             load_ahead(config.actors, self.engine_log)
-        self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote(setup.name, waiting_on))
+        self.heart = Heartbeat(lambda waiting_on, waits_s: coordinator.heartbeat.remote(setup.name, waiting_on, waits_s))
         if self.chat:
             self.form = character_form(config.prompt)
         else:
@@ -96,7 +96,7 @@ class Worker:
     async def start(self) -> float:
         """Starts the engine; returns the seconds it took."""
         started = time.monotonic()
-        self.heart.promise("the engine's start", within_s=START_TIMEOUT_S)
+        self.heart.promise("the engine's start", waits_s=0.0, within_s=START_TIMEOUT_S)
         if self.has_engine:
             from transformers import GenerationConfig
 
@@ -192,18 +192,18 @@ class Worker:
 
     async def _promise(self) -> None:
         while True:
-            self.heart.promise(
-                self.player.waiting_on or self._slow_environment() or self._slow_server(), within_s=LOOP_PATIENCE_S
-            )
+            waiting = self.player.waiting() or self._slow_environment() or self._slow_server()
+            reason, seconds = waiting or (None, 0.0)
+            self.heart.promise(reason, waits_s=seconds, within_s=LOOP_PATIENCE_S)
             await asyncio.sleep(PROMISE_EVERY_S)
 
-    def _slow_environment(self) -> str | None:
+    def _slow_environment(self) -> tuple[str, float] | None:
         what, seconds = self.environments.slowest() or ("", 0.0)
-        return f"environment: {what}" if seconds > LONG_S else None
+        return (f"environment: {what}", seconds) if seconds > LONG_S else None
 
-    def _slow_server(self) -> str | None:
+    def _slow_server(self) -> tuple[str, float] | None:
         what, seconds = (self.chat.waits.slowest() if self.chat else None) or ("", 0.0)
-        return what if seconds > LONG_S else None
+        return (what, seconds) if seconds > LONG_S else None
 
 
 WorkerActor = ray.remote(Worker)

@@ -74,13 +74,13 @@ class Learner:
         self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
         self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
         self.at_work = threading.Lock()  # held by `start` and `run`
-        self.heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote("learner", waiting_on))
+        self.heart = Heartbeat(lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s))
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
         with self.at_work:
             restored = self._start()
-            self.heart.promise(None, within_s=float("inf"))  # it waits for the others to be started
+            self.heart.promise(None, waits_s=0.0, within_s=float("inf"))  # it waits for the others to be started
             return restored
 
     def run(self) -> int:
@@ -105,7 +105,7 @@ class Learner:
             self.at_work.release()
 
     def _start(self) -> str:
-        self.heart.promise("the model's start", within_s=START_TIMEOUT_S)
+        self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
         prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
         if self.ranks.broadcast is not None:
@@ -149,14 +149,14 @@ class Learner:
             self._ask(self.coordinator.give_back.remote(self.step))
         if self.step != self.saved_step:
             self._checkpoint()
-        self.heart.promise(None, within_s=float("inf"))  # all that is left to it is to be closed
+        self.heart.promise(None, waits_s=0.0, within_s=float("inf"))  # all that is left to it is to be closed
         if self.collapse is not None and self.step < self.last_step:
             raise CollapseError(f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same command goes on")
         return self.step
 
     def _promise_to_work(self) -> None:
         """Whatever it does now hangs if nothing more is heard of it for as long as a learner step may take."""
-        self.heart.promise(None, within_s=self.config.learner.step_timeout_s)
+        self.heart.promise(None, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
 
     def _newest_are_whole(self) -> bool:
         newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
@@ -184,6 +184,7 @@ class Learner:
         if not batches.under_way:
             batches.start(version=self.version, learner_step=self.step + 1)
         patience = Patience(self.config.learner.starvation_timeout_s)
+        started = time.monotonic()
         is_reading = False
         while not self.stopping:
             ready = batches.take(timeout_s=POLL_S)
@@ -197,7 +198,7 @@ class Learner:
                 waiting = {name: one.waiting_on for name, one in status.components.items() if one.waiting_on is not None}
                 raise starved(self.config, counts=status.counts, waiting=waiting)
             if not batches.has_groups:
-                self.heart.promise("groups", within_s=POLL_PATIENCE_S)
+                self.heart.promise("groups", waits_s=time.monotonic() - started, within_s=POLL_PATIENCE_S)
             elif not is_reading:  # said once: a thread that is stuck in reading is not to look alive
                 is_reading = True
                 self._promise_to_work()
@@ -205,7 +206,7 @@ class Learner:
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
         """The optimizer updates of one learner step. Raises the errors of `guards.py`, before anything is published."""
-        self.heart.promise(LEARNER_STEP, within_s=self.config.learner.step_timeout_s)
+        self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
         check_batches(self.empty_batches, success=ready.success, no_signal=ready.no_signal)
         if not ready.updates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from gigpo import anchor_size_shares, singleton_fraction, step_variance_share
-from learner.source import ReadyBatch
+from learner.source import Episodes, ReadyBatch
 from learner.stats import UpdateStats
 
 LENGTH = "tokens/response_per_row"
@@ -42,7 +42,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
         "time/publish_s": times.publish_s,
         "time/checkpoint_s": times.checkpoint_s,
         "time/step_s": times.step_s,
-        **({} if ready.live_success is None else {"tokens/generated_per_s": ready.n_live_tokens / times.step_s}),
+        **({} if ready.live is None else {"tokens/generated_per_s": ready.n_live_tokens / times.step_s}),
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
         **timeless_metrics(ready, updates),
     }
@@ -52,8 +52,8 @@ def timeless_metrics(ready: ReadyBatch, updates: list[UpdateStats]) -> dict[str,
     """Those without a clock in them: the same batch at the same weights has the same."""
     live = [group for group in ready.batch.groups if group.source is None]
     return {
-        **({} if ready.live_success is None else {"train/success": ready.live_success}),
-        **({} if ready.stored_success is None else {"stored/success": ready.stored_success}),
+        **episode_metrics("train", ready.live),
+        **episode_metrics("stored", ready.stored),
         **({"staleness/max": float(ready.version - min(group.version_min for group in live))} if live else {}),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "learner/updates": float(len(updates)),
@@ -63,6 +63,17 @@ def timeless_metrics(ready: ReadyBatch, updates: list[UpdateStats]) -> dict[str,
         **{f"anchor/{name}": share for name, share in anchor_size_shares(ready.rows).items()},
         "anchor/step_variance_share": step_variance_share(ready.rows),
         **mean_of_updates(updates),
+    }
+
+
+def episode_metrics(whose: str, episodes: Episodes | None) -> dict[str, float]:
+    """Return the figures of the episodes played ("train") or stored; nothing without any."""
+    if episodes is None:
+        return {}
+    return {
+        f"{whose}/success": episodes.success,
+        f"{whose}/return": episodes.mean_return,
+        f"{whose}/episode_steps": episodes.mean_steps,
     }
 
 

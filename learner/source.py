@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +48,15 @@ class Update:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Episodes:
+    """Means over the trajectories of a batch, with or without a signal."""
+
+    success: float  # fraction that won
+    mean_return: float  # undiscounted sum of the rewards
+    mean_steps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyBatch:
     """A claimed batch with nothing left to do but to train on it. Times are seconds spent, whichever thread spent them."""
 
@@ -61,8 +69,8 @@ class ReadyBatch:
     n_response_tokens: int  # of the same
     n_live_tokens: int  # of those of live groups: they were generated for this run
     success: float  # fraction of their trajectories that won
-    live_success: float | None  # of those of live groups; None without any
-    stored_success: float | None
+    live: Episodes | None  # trajectories of live groups; None without any
+    stored: Episodes | None  # trajectories of stored groups; None without any
     claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
     advantages_s: float  # of `compute_advantages`, waiting for a core included
@@ -115,9 +123,9 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
         n_rows=rows.num_rows,
         n_response_tokens=_n_response_tokens(rows),
         n_live_tokens=_n_response_tokens(live),
-        success=_success(rows),
-        live_success=_success(live),
-        stored_success=_success(stored),
+        success=pc.mean(_first_steps(rows)["won"]).as_py(),
+        live=_episodes(live),
+        stored=_episodes(stored),
         claimed_at_s=claimed_at_s,
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
@@ -131,9 +139,21 @@ def _n_response_tokens(rows: pa.Table) -> int:
     return pc.sum(pc.list_value_length(rows["response_ids"]), min_count=0).as_py()
 
 
-def _success(rows: pa.Table) -> Any:
-    """Fraction of the trajectories that won; None of none."""
-    return pc.mean(rows.filter(pc.equal(rows["step_index"], 0))["won"]).as_py()
+def _first_steps(rows: pa.Table) -> pa.Table:
+    """Return one row for each trajectory."""
+    return rows.filter(pc.equal(rows["step_index"], 0))
+
+
+def _episodes(rows: pa.Table) -> Episodes | None:
+    """Return the means over the trajectories of `rows`; None if there are none."""
+    first_steps = _first_steps(rows)
+    if first_steps.num_rows == 0:
+        return None
+    return Episodes(
+        success=pc.mean(first_steps["won"]).as_py(),
+        mean_return=pc.sum(rows["reward"]).as_py() / first_steps.num_rows,
+        mean_steps=rows.num_rows / first_steps.num_rows,
+    )
 
 
 def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[Update]:

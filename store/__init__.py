@@ -33,7 +33,15 @@ from store.reading.manifest import export
 from store.reading.query import write_open_sql
 from store.reading.reader import Reader, SqlTimeout
 from store.reading.reader import open_run as open
-from store.reading.trained import TrainedStep, published_version, restart_points, trained_step
+from store.reading.trained import (
+    Metric,
+    MetricChanges,
+    TrainedStep,
+    metrics_since,
+    published_version,
+    restart_points,
+    trained_step,
+)
 from store.records import SEGMENT_SCHEMA, Step, StepImage, Trajectory, from_table, to_table, uid_text
 from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
 from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
@@ -61,6 +69,8 @@ __all__ = [
     "LockedError",
     "Maintainer",
     "MaintainerSettings",
+    "Metric",
+    "MetricChanges",
     "Reader",
     "RollBack",
     "RunLayout",
@@ -87,6 +97,7 @@ __all__ = [
     "from_table",
     "live_files",
     "local_directory",
+    "metrics_since",
     "now_us",
     "open",
     "parse_source",

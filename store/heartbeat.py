@@ -1,9 +1,12 @@
 """The pulse of a component: beats from a thread of its own, for as long as the loop it speaks for keeps its promises.
 
-    heart = Heartbeat(lambda waiting_on: coordinator.heartbeat.remote("learner", waiting_on))
-    heart.promise("groups", within_s=15.0)      # the loop waits for groups and will be heard of again within 15 s
-    heart.promise(None, within_s=1800.0)        # it works, and may be silent for longer
+    heart = Heartbeat(lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s))
+    heart.promise("groups", waits_s=3.0, within_s=15.0)  # waits for groups, since 3 s; heard of again within 15 s
+    heart.promise(None, waits_s=0.0, within_s=1800.0)    # it works, and may be silent for longer
     heart.close()
+
+The loop says how long each wait has lasted: two waits for the same thing have the same reason, so the reason alone
+does not tell where one ends and the next begins.
 
 A thread, so that a long computation is not taken for a dead process; promises, so that a loop that hangs is not taken for a
 living one. A process that is killed or stopped beats no more, whatever was promised.
@@ -14,26 +17,39 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 EVERY_S = 0.5
 
 
-class Heartbeat:
-    """Consumes promises, produces beats: `send(waiting_on)`, about twice a second and at once when the reason changes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Promise:
+    waiting_on: str | None
+    since_s: float  # time.monotonic() when this wait began
+    due_at_s: float  # time.monotonic() until which the loop need not promise again
 
-    def __init__(self, send: Callable[[str | None], object]) -> None:
+
+class Heartbeat:
+    """Consume promises, produce heartbeats.
+
+    `send(waiting_on, waits_s)` is called about twice a second, and at once when the reason changes.
+    """
+
+    def __init__(self, send: Callable[[str | None, float], object]) -> None:
         self._send = send
-        self._waiting_on: str | None = "the start"
-        self._due_at_s = float("inf")
+        self._promise = _Promise(waiting_on="the start", since_s=time.monotonic(), due_at_s=float("inf"))
         self._changed, self._closed = threading.Event(), False
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def promise(self, waiting_on: str | None, *, within_s: float) -> None:
-        """The loop is alive, waits for this (None: it works), and calls again within so many seconds."""
-        changed = waiting_on != self._waiting_on
-        self._waiting_on, self._due_at_s = waiting_on, time.monotonic() + within_s
-        if changed:
+    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
+        """Say that the loop is alive, and calls again within `within_s`.
+
+        `waiting_on` is what it waits for (None: it works), `waits_s` how long this wait has lasted.
+        """
+        now_s, before = time.monotonic(), self._promise
+        self._promise = _Promise(waiting_on=waiting_on, since_s=now_s - waits_s, due_at_s=now_s + within_s)
+        if waiting_on != before.waiting_on:
             self._changed.set()
 
     def close(self) -> None:
@@ -42,9 +58,14 @@ class Heartbeat:
         self._changed.set()
         self._thread.join()
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Send a heartbeat now, unless the last promise is broken."""
+        now_s, promise = time.monotonic(), self._promise  # one record: never one wait's reason with another's time
+        if now_s < promise.due_at_s:
+            self._send(promise.waiting_on, max(0.0, now_s - promise.since_s))
+
+    def _run(self) -> None:
         while not self._closed:
-            if time.monotonic() < self._due_at_s:
-                self._send(self._waiting_on)
+            self.beat()
             self._changed.wait(EVERY_S)
             self._changed.clear()

@@ -270,5 +270,5 @@ def test_free_groups_is_the_formula() -> None:
 def test_a_heartbeat_after_the_end_is_heard_and_not_written(tmp_path: Path) -> None:
     coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
     coordinator.close()
-    coordinator.heartbeat("worker-0", None)  # the first beat in a second, which would be written
+    coordinator.heartbeat("worker-0", None, 0.0)  # the first beat in a second, which would be written
     assert "worker-0" in coordinator._pulse.components()

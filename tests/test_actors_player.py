@@ -104,11 +104,12 @@ def test_it_plays_one_group_after_the_other_until_admission_closes_and_then_says
     async def body(stage: Stage) -> None:
         for _ in range(4):  # (max_staleness + 1) * 2 groups
             assert sorted(number for _, number in stage.playing) == [0, 1]
-            assert stage.player.waiting_on is None
+            assert stage.player.waiting() is None
             stage.end(0, 1)
             await asyncio.sleep(1.0)
         assert stage.playing == {}
-        assert stage.player.waiting_on == "admission"
+        reason, seconds = stage.player.waiting() or ("", 0.0)
+        assert reason == "admission" and seconds > 0.0
         assert stage.sql("SELECT state, count(*) FROM groups GROUP BY ALL") == [("complete", 4)]
 
     on_stage(tmp_path, body)
@@ -197,7 +198,8 @@ def test_a_storage_that_never_answers_is_named_and_ends_the_player(tmp_path: Pat
     async def body(stage: Stage) -> None:
         stage.end(0, 1)
         await asyncio.sleep(player.LONG_S + 1.0)
-        assert stage.player.waiting_on == "the storage, to write a segment"
+        reason, seconds = stage.player.waiting() or ("", 0.0)
+        assert reason == "the storage, to write a segment" and seconds > player.LONG_S
         await asyncio.sleep(player.STORAGE_TIMEOUT_S)
 
     monkeypatch.setattr(player.asyncio, "to_thread", never)

@@ -52,9 +52,11 @@ class Noted(Silent):
 
     def __init__(self) -> None:
         self.promised: list[tuple[str | None, float]] = []
+        self.waits_s: list[tuple[str | None, float]] = []
 
-    def promise(self, waiting_on: str | None, *, within_s: float) -> None:
+    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
         self.promised.append((waiting_on, within_s))
+        self.waits_s.append((waiting_on, waits_s))
 
 
 class Loop:
@@ -141,6 +143,15 @@ def test_who_is_stuck_in_reading_a_batch_promises_once(tmp_path: Path, monkeypat
     working = [at for at, within_s in loop.heart.promised if within_s == STEP_TIMEOUT_S]
     assert working == [None, LEARNER_STEP, None], "once while it reads, once to train, once to end"
     assert loop.heart.promised[-1] == (None, math.inf)
+
+
+def test_every_learner_step_says_that_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where batches are always ready no other reason comes between two learner steps."""
+    loop = Loop(monkeypatch, make_config(tmp_path / "run", max_staleness=1, steps=3))
+    loop.learner.run()
+    loop.coordinator.close()
+    steps = [waits_s for reason, waits_s in loop.heart.waits_s if reason == LEARNER_STEP]
+    assert steps == [0.0, 0.0, 0.0]
 
 
 def test_to_close_beside_a_run_waits_for_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,8 +146,20 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     times = Times(began_at_s=0.0, step_s=2.0)
     figures = step_metrics(mixed, [], times)
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
-    assert (figures["train/success"], figures["stored/success"]) == (mixed.live_success, mixed.stored_success) == (0.5, 0.5)
-    assert not step_metrics(offline, [], times).keys() & {"train/success", "tokens/generated_per_s"}
+    assert mixed.live is not None and mixed.stored is not None
+    assert (mixed.live.success, mixed.stored.success) == (0.5, 0.5)
+    assert (figures["train/success"], figures["stored/success"]) == (0.5, 0.5)
+    of_split = rows(
+        config.run_dir,
+        """SELECT split, avg(episode_return), avg(n_steps) FROM trajectories SEMI JOIN lineage USING (group_uid)
+           GROUP BY split ORDER BY split DESC""",
+    )
+    assert [split for split, _, _ in of_split] == ["train", "imported"]
+    for name, (_, episode_return, n_steps) in zip(("train", "stored"), of_split, strict=True):
+        means = (figures[f"{name}/return"], figures[f"{name}/episode_steps"])
+        assert means == pytest.approx((episode_return, n_steps))
+    none_played = {"train/success", "train/return", "train/episode_steps", "tokens/generated_per_s"}
+    assert not step_metrics(offline, [], times).keys() & none_played
     staleness = with_staleness(mixed.rows, version=7).select(["split", "staleness"]).to_pylist()
     assert {(row["split"], row["staleness"]) for row in staleness} == {("train", 0), ("imported", STORED_STALENESS)}
 

@@ -30,7 +30,9 @@ from learner.batch import micro_batches
 from learner.engine import Engine
 from store import RunLayout
 from store.reading.query import connect
+from tests.curves_read import in_store, in_tensorboard
 from tests.processes import litter, unused_shared_memory
+from tests.test_docs_metrics import documented
 
 pytestmark = pytest.mark.run
 
@@ -168,8 +170,18 @@ def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) ->
     assert names >= {
         "train/success", "heldout/success", "staleness/max", "learner/idle_fraction", "tokens/generated_per_s",
         "tokens/trained_per_s", "time/advantages_s", "time/signal_s", "time/step_s",
+        "train/return", "train/episode_steps", "heldout/return", "heldout/episode_steps",
     }  # fmt: skip
+    assert names <= set(documented()), "docs/metrics.md has them all"
     assert rows(finished[0].run, "SELECT count(DISTINCT learner_step) FROM metrics WHERE name = 'train/success'") == [(6,)]
+
+
+def test_tensorboard_shows_what_the_store_has(finished: tuple[Finished, list[str]]) -> None:
+    run = finished[0].run
+    rows = in_store(run)
+    assert in_tensorboard(run) == rows
+    assert [step for name, step, _ in rows if name == "heldout/success"] == [3, 6]
+    assert in_tensorboard(run / "base") == in_store(run / "base")
 
 
 def test_nothing_was_too_stale_and_no_task_is_in_both_splits(finished: tuple[Finished, list[str]]) -> None:
@@ -313,6 +325,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_pat
     ((versions, newest),) = rows(run, "SELECT count(DISTINCT version), max(version) FROM versions")
     assert versions == newest + 1  # restored weights got a number of their own
     assert left_since(before, again.driver) == []
+    assert in_tensorboard(run) == in_store(run), "also the rows of the kill, of the roll-back, and of the last step"
 
 
 def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(tmp_path: Path, base: str) -> None:

@@ -184,6 +184,14 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
         play(layout, catalog, heldout[1])
         (done,) = catalog.finished_evaluations()
         assert (done.version, done.learner_step, done.success.n_won, done.success.n_trajectories) == (7, 3, 2, 2)
+        # Each has one trajectory of three steps, with rewards 0, 1 and 2.
+        assert done.metrics() == {
+            "heldout/success": 1.0,
+            "heldout/return": 3.0,
+            "heldout/episode_steps": 3.0,
+            "heldout/episodes": 2.0,
+            "heldout/newest_version": 1.0,  # the sample steps say so
+        }
         catalog.record_metrics(learner_step=3, policy_version=7, values={"heldout/success": 1.0, "z": 2.0})
         catalog.record_metrics(learner_step=4, policy_version=7, values={"z": 3.0, "a": 1.0})
         assert catalog.finished_evaluations() == []

@@ -57,9 +57,9 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
 def test_who_left_is_written_as_gone_until_it_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.pulse.WRITE_EVERY_S", 0.0)
     beats = Pulse()
-    beats.beat("worker-1", "admission")
+    beats.beat("worker-1", "admission", waits_s=0.0)
     beats.forget("worker-1")
     assert {name: beat.waiting_on for name, beat in beats.to_be_written().items()} == {"worker-1": GONE}
     assert beats.components() == {}
-    beats.beat("worker-1", None)
+    beats.beat("worker-1", None, waits_s=0.0)
     assert {name: beat.waiting_on for name, beat in beats.to_be_written().items()} == {"worker-1": None}

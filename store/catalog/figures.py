@@ -59,8 +59,9 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
     """
     rows = tx.rows(
         """SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, r.n_trajectories, r.n_won, r.n_abandoned,
-                  r.newest_version FROM (
+                  r.newest_version, r.return_sum, r.n_steps FROM (
                SELECT purpose_version, sum(n_members) AS n_trajectories, sum(n_won) AS n_won,
+                      sum(return_sum) AS return_sum, sum(n_steps) AS n_steps,
                       sum(state = 'abandoned') AS n_abandoned, coalesce(max(version_max), purpose_version) AS newest_version
                FROM grp WHERE split = 'heldout'
                GROUP BY purpose_version HAVING sum(state = 'open' OR reason = :rolled_back) = 0) AS r
@@ -76,6 +77,8 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
             success=SuccessRate(n_trajectories=row["n_trajectories"], n_won=row["n_won"]),
             n_abandoned=row["n_abandoned"],
             newest_version=row["newest_version"],
+            return_sum=row["return_sum"],
+            n_steps=row["n_steps"],
         )
         for row in rows
     ]

@@ -146,13 +146,21 @@ class Evaluation:
     newest_version: int  # in a round that is played while the learner goes on, those that came meanwhile play too
     learner_step: int
     success: SuccessRate
+    return_sum: float  # over its trajectories: undiscounted sums of their rewards
+    n_steps: int  # of all its trajectories
     n_abandoned: int  # episodes of which nothing is known, because their environment failed at every attempt
 
     def metrics(self) -> dict[str, float]:
-        """Its figures, by name."""
+        """Return the round's figures by name. Means of no episodes are left out."""
+        n_trajectories = self.success.n_trajectories
+        means = {
+            "heldout/return": self.return_sum / max(1, n_trajectories),
+            "heldout/episode_steps": self.n_steps / max(1, n_trajectories),
+        }
         return {
             "heldout/success": self.success.rate or 0.0,
-            "heldout/episodes": float(self.success.n_trajectories),
+            **(means if n_trajectories else {}),
+            "heldout/episodes": float(n_trajectories),
             "heldout/newest_version": float(self.newest_version),
             **({"heldout/abandoned": float(self.n_abandoned)} if self.n_abandoned else {}),
         }

@@ -4,6 +4,8 @@
     step = trained_step(layout, start.learner_step + 1)
     rows = read_segments(layout, step.batch.segments)
 
+    changes = metrics_since(layout, 0)                # all metrics; later those since changes.lsn
+
 Roll-backs are history: a learner step that was trained again is the last one, on the groups that it had then.
 """
 
@@ -33,6 +35,26 @@ class TrainedStep:
     batch: Batch  # its groups as they were claimed, in that order, and the files that their rows are in now
     published: VersionRecord  # the weights after it
     figures: Mapping[str, float]  # recorded with it, by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One row of the metrics view."""
+
+    learner_step: int
+    policy_version: int
+    name: str
+    value: float
+    at_us: int  # UTC epoch: when its learner step was settled, or its version published where no learner step made it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricChanges:
+    """Metrics that the catalog took in after one lsn, up to another."""
+
+    lsn: int  # of the catalog now
+    rows: tuple[Metric, ...]  # the new rows that count, by learner step
+    is_append: bool  # False: rows from before were rolled back or replaced, so ask again from lsn 0
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
@@ -72,6 +94,30 @@ def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
     """Every checkpoint that no roll-back went behind, whether or not its directory is still there; newest first."""
     with _reading(layout) as tx:
         return live_checkpoints(tx)[::-1]
+
+
+def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
+    """Return the metrics that changed after `lsn`, each row once. Raises FormatError for an unreadable catalog."""
+    with _reading(layout) as tx:
+        meta = tx.row("SELECT lsn FROM meta")
+        assert meta is not None
+        changed = tx.rows(
+            """SELECT m.learner_step, m.policy_version, m.name, m.value, m.live,
+                      coalesce(b.trained_us, v.published_us, 0) AS at_us,
+                      EXISTS (SELECT 1 FROM metric AS old
+                              WHERE old.learner_step = m.learner_step AND old.policy_version = m.policy_version
+                                AND old.name = m.name AND old.live = 1 AND old.lsn < m.lsn) AS replaces
+               FROM metric AS m
+               LEFT JOIN batch AS b ON b.state = 'trained' AND b.learner_step = m.learner_step
+               LEFT JOIN version AS v ON v.version = m.policy_version
+               WHERE m.changed_lsn > :lsn ORDER BY m.learner_step, m.lsn, m.name""",
+            lsn=lsn,
+        )
+    names = ("learner_step", "policy_version", "name", "value", "at_us")
+    counting = [Metric(**{name: row[name] for name in names}) for row in changed if row["live"]]
+    newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
+    is_append = all(row["live"] and not row["replaces"] for row in changed)
+    return MetricChanges(lsn=meta["lsn"], rows=tuple(newest.values()), is_append=is_append)
 
 
 def published_version(layout: RunLayout, version: int) -> VersionRecord:

@@ -1,0 +1,132 @@
+"""Writes a run's metrics as TensorBoard files: each row of the metrics table once, at its learner step.
+
+    with tensorboard_files(layout) as curves:
+        session.train(curves.beside(progress.show))      # at every look writes what is new
+
+The table is the truth, the files are a picture of it. A start writes them anew, and so does a roll-back: then they show
+what the table shows, whatever was killed when. Only the `tensorboard` package is imported, and not before the first row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from actors import Status
+from store import Metric, RunLayout, StoreError, metrics_since
+
+DIRECTORY = "tensorboard"
+EVENT_FILES = "events.out.tfevents.*"  # the names that TensorBoard reads
+UNFINISHED = "unfinished"  # being written, not read by TensorBoard: a killed start leaves it
+
+_number = itertools.count()
+
+
+@contextmanager
+def tensorboard_files(layout: RunLayout) -> Iterator[Curves]:
+    """Give the curves of a run. At the end they take in what its processes recorded while they stopped."""
+    curves = Curves(layout)
+    try:
+        yield curves
+    finally:
+        if curves.follows:
+            curves.follow()
+        curves.close()
+
+
+class Curves:
+    """The TensorBoard files of one run, written by the one process that drives it."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self.layout = layout
+        self.directory = layout.root / DIRECTORY
+        self.follows = False  # the catalog was read once, so its owner has opened it
+        self._lsn = 0  # of the catalog: metrics up to here are written
+        self._file: BinaryIO | None = None
+
+    def follow(self) -> None:
+        """Write the metrics that are new. Raises StoreError if they cannot be read or written."""
+        changes = metrics_since(self.layout, self._lsn)
+        self.follows = True
+        try:
+            if self._file is None or not changes.is_append:
+                changes = changes if self._lsn == 0 else metrics_since(self.layout, 0)
+                if changes.rows or not changes.is_append:
+                    self._begin_anew(changes.rows)
+            elif changes.rows:
+                _write_metrics(self._file, changes.rows)
+        except OSError as error:
+            raise StoreError(
+                f"{self.directory} cannot be written: {error.strerror}; make room there, then give the same command"
+            ) from error
+        self._lsn = changes.lsn
+
+    def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
+        """Return a `show` that also follows the metrics."""
+
+        def show_and_follow(status: Status) -> None:
+            show(status)
+            self.follow()
+
+        return show_and_follow
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin_anew(self, rows: Sequence[Metric]) -> None:
+        """Put one file with these rows in the place of all files. A kill at any moment leaves the old or the new."""
+        self.close()
+        self.directory.mkdir(exist_ok=True)
+        old = list(self.directory.glob(EVENT_FILES))
+        unfinished = self.directory / UNFINISHED
+        self._file = unfinished.open("wb")
+        _write_head(self._file)
+        _write_metrics(self._file, rows)
+        now_s, host, number = int(time.time()), socket.gethostname(), next(_number)
+        name = EVENT_FILES.replace("*", f"{now_s:010d}.{host}.{os.getpid()}.{number:06d}")
+        unfinished.rename(self.directory / name)
+        for path in old:
+            # Emptied first and removed at the next such moment: an open TensorBoard never goes on behind a missing file.
+            if path.stat().st_size:
+                os.truncate(path, 0)
+            else:
+                path.unlink()
+
+
+def _write_head(file: BinaryIO) -> None:
+    """Write what an event file begins with, and that whatever was shown before it is void."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: it takes 0.2 s, and a run that fails has no use
+
+    now_s = time.time()
+    _write(file, Event(wall_time=now_s, file_version="brain.Event:2").SerializeToString())
+    # A TensorBoard that is open forgets values of the files that were here: those from learner step 0 on.
+    start = SessionLog(status=SessionLog.START)
+    _write(file, Event(wall_time=now_s, step=0, session_log=start).SerializeToString())
+    file.flush()
+
+
+def _write_metrics(file: BinaryIO, rows: Sequence[Metric]) -> None:
+    """Write one event for each learner step. `rows` are ordered by learner step."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    for learner_step, some in itertools.groupby(rows, key=lambda row: row.learner_step):
+        of_step = list(some)
+        summary = Summary(value=[Summary.Value(tag=row.name, simple_value=row.value) for row in of_step])
+        event = Event(wall_time=of_step[0].at_us / 1e6, step=learner_step, summary=summary)
+        _write(file, event.SerializeToString())
+    file.flush()
+
+
+def _write(file: BinaryIO, record: bytes) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    RecordWriter(file).write(record)
