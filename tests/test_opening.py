@@ -126,11 +126,11 @@ def test_a_dry_run_counts_tasks_but_makes_none(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_may_be_elsewhere_is_said_and_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow_world.py").write_text(SLOW_WORLD)
+    (tmp_path / "games_world.py").write_text(SLOW_WORLD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "not known here" in tried("slow_world:Slow", {"data": "there"})
-    assert "FileNotFoundError: no games here" in tried("slow_world:Slow", {"data": "there"})
-    assert "40 training tasks" in tried("slow_world:Slow", {})
+    assert "not known here" in tried("games_world:Slow", {"data": "there"})
+    assert "FileNotFoundError: no games here" in tried("games_world:Slow", {"data": "there"})
+    assert "40 training tasks" in tried("games_world:Slow", {})
 
 
 @pytest.mark.parametrize(
