@@ -15,7 +15,6 @@ in the store are not played again. --dry-run shows what would be evaluated, and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,6 +24,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from command_lines import evaluate_options
+
+if __name__ == "__main__":  # --help and mistakes are answered here: the imports below take seconds
+    evaluate_options(sys.argv[1:], description=__doc__)
 
 from rich.console import Console
 
@@ -56,14 +60,7 @@ from store import RunLayout, StoreError, VersionRecord, check_unowned, files_dig
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", nargs="?", metavar="RUN[@STEP]|CONFIG", help="a run directory, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of it")
-    parser.add_argument("--compare", nargs=2, metavar=("RUN", "OTHER"), type=Path, help="two evaluations, task by task")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and the tasks, ask a server once; no more"
-    )
-    options = parser.parse_intermixed_args(arguments)
+    options = evaluate_options(arguments, description=__doc__)
     Interrupt().listen()
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -71,8 +68,6 @@ def main(arguments: list[str]) -> int:
             first, second = options.compare
             evaluation.show_comparison(first, second, console)
             return 0
-        if not options.weights:
-            parser.error("give a run, e.g. runs/quickstart, a config, or --compare")
         config = asked_config(options.weights, options.overrides) if options.overrides else own_config(options.weights)
         check_run_dir(config)
         check_endpoint(config, console)

@@ -23,6 +23,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from command_lines import train_options
+
+if __name__ == "__main__":  # --help and mistakes are answered here: the imports below take seconds
+    train_options(sys.argv[1:])
+
 from rich.console import Console
 
 import configs
@@ -45,25 +50,12 @@ from store import RunLayout, StoreError
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Trains an agent; the same command continues a stopped run.")
-    parser.add_argument("config", nargs="?", help="a YAML file, e.g. configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config, placement, memory and tasks; start nothing"
-    )
-    parser.add_argument("--resume", metavar="RUN", help="go on with a run, with its own settings; key=value changes some")
-    parser.add_argument("--fork", metavar="RUN@STEP", help="a new run from a checkpoint of another; give its run_dir=...")
-    parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
-    parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
-    parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
-    options = parser.parse_intermixed_args(arguments)  # --dry-run may stand anywhere
+    options = train_options(arguments)
     Interrupt().listen()
     console = Console(highlight=False, soft_wrap=True)
     try:
         if answered(options, console):
             return 0
-        if not (options.config or options.resume or options.fork):
-            parser.error("give a config, e.g. configs/quickstart.yaml, or --resume, --fork, --status, --stop, --workers")
         from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
 
         config = with_published(asked_config(options))
