@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
         check_plot(options.plot, named)
         with store.open(options.run) as reader:
             rows = advantages(reader, named, where=options.where)
-            show(reader, rows, named, console=Console(highlight=False))
+            show(reader, rows, named, console=Console(highlight=False, markup=False, emoji=False))
         if options.output is not None:
             write_new("--output", options.output, lambda file: pq.write_table(rows, file, compression="zstd"))
             print(f"{len(rows)} rows in {options.output}")

@@ -62,7 +62,7 @@ from store import RunLayout, StoreError, VersionRecord, check_unowned, files_dig
 def main(arguments: list[str]) -> int:
     options = evaluate_options(arguments, description=__doc__)
     Interrupt().listen()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:
         if options.compare:
             first, second = options.compare

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 import configs
 import resume
@@ -164,7 +165,7 @@ def said_when_slow(what: str, console: Console) -> Iterator[None]:
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
     try:
-        with console.status(what):
+        with console.status(Text(what)):  # rich reads markup and emoji in a plain string here
             yield
     finally:
         ended.set()

@@ -52,7 +52,7 @@ from store import RunLayout, StoreError
 def main(arguments: list[str]) -> int:
     options = train_options(arguments)
     Interrupt().listen()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:
         if answered(options, console):
             return 0

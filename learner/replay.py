@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     last = options.step if options.to is None else options.to
     if not 1 <= options.step <= last:
         raise ReplayError(f"--step {options.step} --to {last}: steps count from 1, and the last is not before the first")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.width = max(console.width, LEAST_WIDTH)
 
     def say(line: str) -> None:

@@ -241,3 +241,14 @@ def test_a_dry_run_looks_at_the_run_that_is_there(tmp_path: Path, capsys: pytest
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would make an emoji of `:coffee:` and a colour of `[red]`."""
+    name = str(tmp_path / ":coffee: [red]")
+    assert train.main([KEY_ROOM, "--dry-run", f"run_dir='{name}'"]) == 0
+    assert name in capsys.readouterr().out
+    out = io.StringIO()
+    with said_when_slow("starting :coffee:[red]Env once", Console(file=out, width=200, force_terminal=True)):
+        pass
+    assert "starting :coffee:[red]Env once" in out.getvalue()
