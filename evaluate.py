@@ -49,8 +49,10 @@ from opening import (
     open_run,
     published,
     said_when_slow,
+    show_missing,
     try_model,
     try_tasks,
+    with_model,
 )
 from parts import n_processes
 from progress import Progress
@@ -72,9 +74,10 @@ def main(arguments: list[str]) -> int:
         check_run_dir(config)
         check_endpoint(config, console)
         if options.dry_run:
-            try_model(config)
+            # the weights of a run are taken when its evaluation starts
+            config, missing = try_model(config) if is_config(options.weights) else (config, [])
             console.print(configs.to_yaml(config), markup=False)
-            try_tasks(config, console)
+            show_missing([*missing, *try_tasks(config, console)], console)
             return 0
         if options.overrides:
             evaluate_apart(published(config), options.weights, console)
@@ -93,7 +96,7 @@ def main(arguments: list[str]) -> int:
 
 def own_config(run: str) -> Config:
     """Of a run that is evaluated in its own store. Raises ConfigError, StoreError."""
-    if run.rpartition("@")[0] or run.endswith((".yaml", ".yml")):
+    if run.rpartition("@")[0] or is_config(run):
         raise ConfigError(f"{run} is evaluated in a store of its own; give its directory: run_dir=...")
     check_unowned(RunLayout.open(Path(run)))
     return resume.load(Path(run), [])
@@ -104,7 +107,7 @@ def asked_config(weights: str, overrides: Sequence[str]) -> Config:
     directories = [text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")]
     if not directories:
         raise ConfigError(f"evaluate.py {weights} with settings of its own needs a directory of its own: run_dir=NEW")
-    if weights.endswith((".yaml", ".yml")):
+    if is_config(weights):
         config = configs.load(weights, overrides)
         if not config.model.path and not config.endpoint.url:
             raise ConfigError(f"{weights} has no model.path; give the model to evaluate: model.path=... or endpoint.url=...")
@@ -124,6 +127,11 @@ def asked_config(weights: str, overrides: Sequence[str]) -> Config:
     return replace(config, run_dir=new, source=[], model=replace(config.model, path=str(model), lora_rank=0))
 
 
+def is_config(weights: str) -> bool:
+    """Whether the first argument is a YAML file, not a run."""
+    return weights.endswith((".yaml", ".yml"))
+
+
 def run_and_step(text: str) -> tuple[Path, int | None]:
     """Example: `runs/a@40` is runs/a and 40, `runs/a` its newest weights."""
     run, at, step = text.rpartition("@")
@@ -136,11 +144,13 @@ def run_and_step(text: str) -> tuple[Path, int | None]:
 
 def evaluate_apart(config: Config, weights: str, console: Console) -> None:
     """In the directory of `config`, which is made now if it is not there."""
+    if is_config(weights):
+        config = with_model(config, console)
     try:
         check_same_run(config)
     except ConfigError as error:
         raise ConfigError(f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}") from None
-    if not weights.endswith((".yaml", ".yml")) and not config.endpoint.url:
+    if not is_config(weights) and not config.endpoint.url:
         take_weights(*run_and_step(weights), Path(config.model.path))
     configs.check_model_path(config)
     check_tasks(config, console)

@@ -41,7 +41,18 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_run_dir, check_same_run, check_tasks, open_run, try_model, try_tasks
+from opening import (
+    check_gpus,
+    check_run_dir,
+    check_same_run,
+    check_tasks,
+    disk_fault,
+    open_run,
+    show_missing,
+    try_model,
+    try_tasks,
+    with_model,
+)
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -62,6 +73,8 @@ def main(arguments: list[str]) -> int:
         if options.dry_run:
             dry_run(config, console)
             return 0
+        check_run_dir(config)  # before a download, which may take an hour
+        config = with_model(config, console)
         if options.fork:
             forking.make(options.fork, config)
         train(config, console)
@@ -123,14 +136,20 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
 
 
 def dry_run(config: Config, console: Console) -> None:
-    """What a start would do; raises what it would raise, as far as that can be known here. Makes nothing of the run."""
-    try_model(config)
+    """Show what a start would do, and what it would miss here. Make nothing.
+
+    Raises what a start would raise, as far as that is known here.
+    """
     check_run_dir(config)
+    config, missing = try_model(config)
     check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
+    if fault := disk_fault(config):
+        missing.append(fault)
     if not configs.is_offline(config):
-        try_tasks(config, console)
+        missing += try_tasks(config, console)
     check_new_sources(config, console)
+    show_missing(missing, console)
 
 
 def check_new_sources(config: Config, console: Console) -> None:

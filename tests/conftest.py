@@ -17,6 +17,7 @@ from configs import PromptConfig
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # time decides no test
 settings.load_profile("untimed")
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub, however pytest was started; huggingface_hub reads it once
 ROOT = Path(__file__).resolve().parent.parent
 USERS_RUNS = str(ROOT / "runs")
 

@@ -18,7 +18,7 @@ import train
 from actors import Status
 from configs import Config, ConfigError, EnvConfig
 from envs.textworld_games import ensure_compiled
-from opening import said_when_slow, try_tasks
+from opening import said_when_slow, show_missing, try_tasks
 from progress import Progress
 from store import Counts
 
@@ -38,7 +38,8 @@ class Slow(KeyRoomEnv):
 
 def tried(name: str, options: dict[str, object]) -> str:
     out = io.StringIO()
-    try_tasks(replace(Config(), env=EnvConfig(name=name, options=options)), Console(file=out, width=500))
+    console = Console(file=out, width=500)
+    show_missing(try_tasks(replace(Config(), env=EnvConfig(name=name, options=options)), console), console)
     return out.getvalue()
 
 
@@ -128,7 +129,7 @@ def test_a_dry_run_counts_tasks_but_makes_none(tmp_path: Path, capsys: pytest.Ca
 def test_what_may_be_elsewhere_is_said_and_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "games_world.py").write_text(SLOW_WORLD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "not known here" in tried("games_world:Slow", {"data": "there"})
+    assert "missing here:\n  tasks: " in tried("games_world:Slow", {"data": "there"})
     assert "FileNotFoundError: no games here" in tried("games_world:Slow", {"data": "there"})
     assert "40 training tasks" in tried("games_world:Slow", {})
 
