@@ -18,7 +18,6 @@ several times is there once, at its last learner step; where something is whiten
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import os
@@ -28,6 +27,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from command_lines import audit_options
+
+if __name__ == "__main__":  # --help and mistakes are answered here: the imports below take a second
+    audit_options(sys.argv[1:], description=__doc__)
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +58,6 @@ from store import RunLayout, StoreError
 
 QUERY_TIMEOUT_S = 3600.0
 STEPS_PER_READ = 4_000_000  # about 1 GB of the columns below; reads are by group, or by batch if that is whitened
-TRAINING = "split = 'train' OR group_uid IN (SELECT group_uid FROM groups WHERE source IS NOT NULL)"  # played here, or stored
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
 UNSTORED = {("anchor", "anchor_key"): "anchor_key", ("anchor_versions", "weighted"): "weight"}  # setting -> column it needs
 ANCHOR_COLUMNS = {"similar": "anchor_text", "similar_greedy": "anchor_text", "state_and_actions": "admissible_actions"}
@@ -86,18 +89,7 @@ class Setting:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a run directory")
-    parser.add_argument("settings", nargs="*", metavar="name=value", help="e.g. gamma=0.9 normalise=mean")
-    parser.add_argument("--against", nargs="*", metavar="name=value", help="compare with these (none: the run's own)")
-    parser.add_argument(
-        "--where",
-        default=TRAINING,
-        help="which steps to report, SQL over the columns of `steps`; computed from their whole groups; default: %(default)s",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as Parquet; FILE must not exist")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what is trained differently, by learner step")
-    options = parser.parse_intermixed_args(arguments)
+    options = audit_options(arguments, description=__doc__)
     try:
         own = Setting.of(advantage_config(RunLayout.open(options.run).info.config_yaml))
         named = {"a": changed(own, options.settings)}
@@ -108,7 +100,7 @@ def main(arguments: list[str]) -> int:
         check_plot(options.plot, named)
         with store.open(options.run) as reader:
             rows = advantages(reader, named, where=options.where)
-            show(reader, rows, named, console=Console(highlight=False))
+            show(reader, rows, named, console=Console(highlight=False, markup=False, emoji=False))
         if options.output is not None:
             write_new("--output", options.output, lambda file: pq.write_table(rows, file, compression="zstd"))
             print(f"{len(rows)} rows in {options.output}")

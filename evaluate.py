@@ -15,7 +15,6 @@ in the store are not played again. --dry-run shows what would be evaluated, and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,6 +24,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from command_lines import evaluate_options
+
+if __name__ == "__main__":  # --help and mistakes are answered here: the imports below take seconds
+    evaluate_options(sys.argv[1:], description=__doc__)
 
 from rich.console import Console
 
@@ -46,8 +50,10 @@ from opening import (
     open_run,
     published,
     said_when_slow,
+    show_missing,
     try_model,
     try_tasks,
+    with_model,
 )
 from parts import n_processes
 from progress import Progress
@@ -57,30 +63,22 @@ from store import RunLayout, StoreError, VersionRecord, check_unowned, files_dig
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", nargs="?", metavar="RUN[@STEP]|CONFIG", help="a run directory, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of it")
-    parser.add_argument("--compare", nargs=2, metavar=("RUN", "OTHER"), type=Path, help="two evaluations, task by task")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and the tasks, ask a server once; no more"
-    )
-    options = parser.parse_intermixed_args(arguments)
+    options = evaluate_options(arguments, description=__doc__)
     Interrupt().listen()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:
         if options.compare:
             first, second = options.compare
             evaluation.show_comparison(first, second, console)
             return 0
-        if not options.weights:
-            parser.error("give a run, e.g. runs/quickstart, a config, or --compare")
         config = asked_config(options.weights, options.overrides) if options.overrides else own_config(options.weights)
         check_run_dir(config)
         check_endpoint(config, console)
         if options.dry_run:
-            try_model(config)
+            # the weights of a run are taken when its evaluation starts
+            config, missing = try_model(config) if is_config(options.weights) else (config, [])
             console.print(configs.to_yaml(config), markup=False)
-            try_tasks(config, console)
+            show_missing([*missing, *try_tasks(config, console)], console)
             return 0
         if options.overrides:
             evaluate_apart(published(config), options.weights, console)
@@ -99,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
 def own_config(run: str) -> Config:
     """Of a run that is evaluated in its own store. Raises ConfigError, StoreError."""
-    if run.rpartition("@")[0] or run.endswith((".yaml", ".yml")):
+    if run.rpartition("@")[0] or is_config(run):
         raise ConfigError(f"{run} is evaluated in a store of its own; give its directory: run_dir=...")
     check_unowned(RunLayout.open(Path(run)))
     return resume.load(Path(run), [])
@@ -110,7 +108,7 @@ def asked_config(weights: str, overrides: Sequence[str]) -> Config:
     directories = [text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")]
     if not directories:
         raise ConfigError(f"evaluate.py {weights} with settings of its own needs a directory of its own: run_dir=NEW")
-    if weights.endswith((".yaml", ".yml")):
+    if is_config(weights):
         config = configs.load(weights, overrides)
         if not config.model.path and not config.endpoint.url:
             raise ConfigError(f"{weights} has no model.path; give the model to evaluate: model.path=... or endpoint.url=...")
@@ -130,6 +128,11 @@ def asked_config(weights: str, overrides: Sequence[str]) -> Config:
     return replace(config, run_dir=new, source=[], model=replace(config.model, path=str(model), lora_rank=0))
 
 
+def is_config(weights: str) -> bool:
+    """Whether the first argument is a YAML file, not a run."""
+    return weights.endswith((".yaml", ".yml"))
+
+
 def run_and_step(text: str) -> tuple[Path, int | None]:
     """Example: `runs/a@40` is runs/a and 40, `runs/a` its newest weights."""
     run, at, step = text.rpartition("@")
@@ -142,11 +145,13 @@ def run_and_step(text: str) -> tuple[Path, int | None]:
 
 def evaluate_apart(config: Config, weights: str, console: Console) -> None:
     """In the directory of `config`, which is made now if it is not there."""
+    if is_config(weights):
+        config = with_model(config, console)
     try:
         check_same_run(config)
     except ConfigError as error:
         raise ConfigError(f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}") from None
-    if not weights.endswith((".yaml", ".yml")) and not config.endpoint.url:
+    if not is_config(weights) and not config.endpoint.url:
         take_weights(*run_and_step(weights), Path(config.model.path))
     configs.check_model_path(config)
     check_tasks(config, console)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 import configs
+import hub
 import resume
 import runs
 from actors import images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
-from envs import EnvironmentFailed, OptionsError, Task, is_program, list_tasks, planned_tasks, try_environment
+from envs import EnvironmentFailed, OptionsError, Task, is_program, list_tasks, missing_packages, planned_tasks, try_environment
 from store import RunLayout, check_unowned, write_open_sql
 
 SLOW_S, SAID_EVERY_S = 2.0, 30.0
@@ -101,31 +105,119 @@ def check_tasks(config: Config, console: Console) -> None:
     console.print(task_counts(name, splits))
 
 
-def try_model(config: Config) -> None:
-    """For a dry run: a model that is here is looked at, another may be where the run will be. Raises ConfigError."""
-    if config.model.path and Path(config.model.path).exists():
+def with_model(config: Config, console: Console) -> Config:
+    """Return the config with the directory of its model, which is downloaded now if it is a repository of the Hub.
+
+    Raises ConfigError if it cannot be had.
+    """
+    repository = _repository(config)
+    if repository is None:
+        return config
+    found = hub.find(repository)
+    if found is None:
+        found = _download(repository, console)
+    return replace(config, model=replace(config.model, path=str(found)))
+
+
+def _repository(config: Config) -> hub.Repository | None:
+    """Return the repository of the Hub that model.path names, at the commit that the run began with."""
+    repository, root = hub.named(config.model.path), Path(config.run_dir)
+    if repository is None or not RunLayout.exists(root):
+        return repository
+    return hub.pinned(repository, configs.from_yaml(RunLayout.open(root).info.config_yaml).model.path)
+
+
+def _download(repository: hub.Repository, console: Console) -> Path:
+    with hub.asked_once(repository) as (answer, download):
+        if answer.fault:
+            raise ConfigError(hub.unreachable(repository, answer))
+        if fault := hub.disk_fault(answer):
+            raise ConfigError(f"model.path={repository.name}: {fault}")
+        repository = replace(repository, commit=answer.commit)
+        what = f"downloading {repository}, {answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB, to {hub.cache()}"
+        console.print(f"{what}; if it is stopped, the same command goes on", markup=False)
+        with nullcontext() if console.is_terminal else said_when_slow(what, console):
+            answer = download()
+    if answer.fault:
+        raise ConfigError(hub.unreachable(repository, answer))
+    found = hub.find(repository)
+    if found is None:
+        lacking = hub.lacks(hub.directory(repository))
+        raise ConfigError(f"model.path={repository.name!r} lacks {lacking} on the Hugging Face Hub; give another model")
+    return found
+
+
+def try_model(config: Config) -> tuple[Config, list[str]]:
+    """Look at the model for a dry run. Return the config with its directory if it is here, else a line on what is missing.
+
+    Raises ConfigError for a directory that is no model, and for a repository that the Hub does not give.
+    """
+    path = config.model.path
+    repository = _repository(config)
+    if repository is None:
+        if path and not Path(path).exists():
+            return config, [f"model.path={path}: there is no such directory here"]
         configs.check_model_path(config)
+        return config, []
+    found = hub.find(repository)
+    if found is not None:
+        config = replace(config, model=replace(config.model, path=str(found)))
+        configs.check_model_path(config)
+        return config, []
+    if repository.commit is not None:  # the run recorded it, so it is no other model
+        recorded = hub.directory(repository)
+        config = replace(config, model=replace(config.model, path=str(recorded)))
+    answer = hub.look(repository)
+    if answer.is_refused:
+        raise ConfigError(hub.unreachable(repository, answer))
+    if answer.fault:
+        return config, [hub.unreachable(repository, answer)]
+    size = f"{answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB"
+    missing = [f"model.path={repository.name} is not downloaded; a start downloads it ({size}, to {hub.cache()})"]
+    fault = hub.disk_fault(answer)
+    return config, [*missing, fault] if fault else missing
 
 
-def try_tasks(config: Config, console: Console) -> None:
-    """For a dry run: the number of tasks, where none has to be made for that. Raises EnvironmentFailed, ConfigError.
+def disk_fault(config: Config) -> str | None:
+    """Return in one line that the disk of the run directory is too small for its weights and checkpoints."""
+    root = Path(config.run_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
+    needed = configs.disk_bytes(config)
+    if needed <= free:
+        return None
+    return (
+        f"run_dir={config.run_dir}: its disk has {free / configs.GIB:.1f} GiB free and the run needs "
+        f"{needed / configs.GIB:.1f} GiB; free some, or keep less (learner.keep_checkpoints, learner.keep_versions)"
+    )
 
-    An unknown environment, and options that are unknown, missing or impossible, are refused. What else goes wrong is only said:
-    files that are not here may be where the run will be.
+
+def show_missing(missing: Sequence[str], console: Console) -> None:
+    """Show what a start would not find here. It may be where the run will be."""
+    if missing:
+        console.print("missing here:\n" + "\n".join(f"  {line}" for line in missing), markup=False)
+    else:
+        console.print("nothing is missing here")
+
+
+def try_tasks(config: Config, console: Console) -> list[str]:
+    """Show the number of tasks for a dry run, where none has to be made for that. Return a line for each thing missing.
+
+    Raises EnvironmentFailed, ConfigError for an unknown environment, and for options that are unknown, missing or impossible.
     """
     name = config.env.name
+    missing = [fault] if (fault := missing_packages(name)) else []
     try:
         with said_when_slow(f"listing the tasks of {name}", console):
             splits = planned_tasks(name, config.env.options)
     except EnvironmentFailed as error:
         if error.__cause__ is None or isinstance(error.__cause__, OptionsError):
             raise
-        console.print(f"its tasks are not known here: {error}", markup=False)
-        return
+        return [*missing, f"tasks: {error}"]
     if is_program(name):
         _check_program(config)
     made = f"{name}: its tasks are made when a run starts, so they are not counted here"
     console.print(made if splits is None else task_counts(name, splits), markup=False)
+    return missing
 
 
 def task_counts(name: str, splits: Mapping[str, Sequence[Task]]) -> str:
@@ -164,7 +256,7 @@ def said_when_slow(what: str, console: Console) -> Iterator[None]:
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
     try:
-        with console.status(what):
+        with console.status(Text(what)):  # rich reads markup and emoji in a plain string here
             yield
     finally:
         ended.set()

@@ -7,8 +7,8 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from actors import Status
 from configs import Config, is_offline
@@ -74,10 +74,11 @@ class Progress:
         for name, component in status.components.items():
             if component.waiting_on == LEARNER_STEP:
                 if component.waits_s > self.config.supervision.starving_s:
-                    table.add_row(f"[dim]{name} is at[/dim]", f"[dim]one learner step, {component.waits_s:.0f} s[/dim]")
+                    table.add_row(f"{name} is at", f"one learner step, {component.waits_s:.0f} s", style="dim")
             elif component.waiting_on is not None:
-                text = escape(f"{component.waiting_on}, {component.waits_s:.0f} s")  # it may name a task
-                table.add_row(f"[dim]{name} waits for[/dim]", f"[dim]{text}[/dim]")
+                # Text, as it may name a task: a plain string could hold markup
+                text = Text(f"{component.waiting_on}, {component.waits_s:.0f} s")
+                table.add_row(f"{name} waits for", text, style="dim")
         return table
 
     def figures(self, status: Status) -> list[tuple[str, str]]:

@@ -23,6 +23,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from command_lines import train_options
+
+if __name__ == "__main__":  # --help and mistakes are answered here: the imports below take seconds
+    train_options(sys.argv[1:])
+
 from rich.console import Console
 
 import configs
@@ -37,7 +42,18 @@ from cluster import ray_cluster
 from configs import Config, ConfigError
 from curves import tensorboard_files
 from envs import EnvironmentFailed
-from opening import check_gpus, check_run_dir, check_same_run, check_tasks, open_run, try_model, try_tasks
+from opening import (
+    check_gpus,
+    check_run_dir,
+    check_same_run,
+    check_tasks,
+    disk_fault,
+    open_run,
+    show_missing,
+    try_model,
+    try_tasks,
+    with_model,
+)
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -46,31 +62,20 @@ from store import RunLayout, StoreError
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Trains an agent; the same command continues a stopped run.")
-    parser.add_argument("config", nargs="?", help="a YAML file, e.g. configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of the file")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config, placement, memory and tasks; start nothing"
-    )
-    parser.add_argument("--resume", metavar="RUN", help="go on with a run, with its own settings; key=value changes some")
-    parser.add_argument("--fork", metavar="RUN@STEP", help="a new run from a checkpoint of another; give its run_dir=...")
-    parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
-    parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
-    parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
-    options = parser.parse_intermixed_args(arguments)  # --dry-run may stand anywhere
+    options = train_options(arguments)
     Interrupt().listen()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:
         if answered(options, console):
             return 0
-        if not (options.config or options.resume or options.fork):
-            parser.error("give a config, e.g. configs/quickstart.yaml, or --resume, --fork, --status, --stop, --workers")
         from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
 
         config = with_published(asked_config(options))
         if options.dry_run:
             dry_run(config, console)
             return 0
+        check_run_dir(config)  # before a download, which may take an hour
+        config = with_model(config, console)
         if options.fork:
             forking.make(options.fork, config)
         train(config, console)
@@ -132,14 +137,20 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
 
 
 def dry_run(config: Config, console: Console) -> None:
-    """What a start would do; raises what it would raise, as far as that can be known here. Makes nothing of the run."""
-    try_model(config)
+    """Show what a start would do, and what it would miss here. Make nothing.
+
+    Raises what a start would raise, as far as that is known here.
+    """
     check_run_dir(config)
+    config, missing = try_model(config)
     check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
+    if fault := disk_fault(config):
+        missing.append(fault)
     if not configs.is_offline(config):
-        try_tasks(config, console)
+        missing += try_tasks(config, console)
     check_new_sources(config, console)
+    show_missing(missing, console)
 
 
 def check_new_sources(config: Config, console: Console) -> None:

@@ -7,7 +7,7 @@ from configs.check import ConfigError, check, check_is_list, hint
 from configs.endpoint import without_model
 from configs.load import differences, from_yaml, load, to_yaml
 from configs.model import VISION_MODEL_TYPES, check_model_path, model_type
-from configs.plan import cloning_config, describe_plan, model_billions
+from configs.plan import GIB, cloning_config, describe_plan, disk_bytes, model_billions
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,
@@ -27,6 +27,7 @@ from configs.schema import (
 from configs.stored import groups_of_a_step, is_offline, n_workers
 
 __all__ = [
+    "GIB",
     "VISION_MODEL_TYPES",
     "ActorsConfig",
     "AlgorithmConfig",
@@ -49,6 +50,7 @@ __all__ = [
     "cloning_config",
     "describe_plan",
     "differences",
+    "disk_bytes",
     "from_yaml",
     "groups_of_a_step",
     "hint",

@@ -13,12 +13,12 @@ VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
 
 
 def check_model_path(config: Config) -> None:
-    """A model has to be on disk before a run starts; a dry run does without. Raises ConfigError."""
+    """Check that model.path is the directory of a model we can train. Raises ConfigError."""
     path = config.model.path
     if path and not (Path(path) / "config.json").is_file():
         raise ConfigError(
-            f"model.path={path!r} is not a Hugging Face model directory (no config.json in it); download the model "
-            f"first, e.g. `hf download {path} --local-dir models/{Path(path).name}`, and give that directory"
+            f"model.path={path!r} is not a Hugging Face model directory (no config.json in it); give one, or a repository of "
+            "the Hugging Face Hub such as Qwen/Qwen2.5-1.5B-Instruct, which is downloaded"
         )
     if path and config.learner.zero_stage == 3 and model_type(path) in VISION_MODEL_TYPES:
         raise ConfigError(f"learner.zero_stage=3 with the vision model in model.path={path!r} is not supported; use 1 or 2")

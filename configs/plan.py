@@ -81,9 +81,38 @@ def describe_plan(config: Config) -> str:
         f"  each engine  {f'{engine_gib:.1f} GiB weights; {cache}' if n_workers(config) else 'none'}\n"
         f"  each rank    {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "
         f"activations on top, for micro-batches of {learner.micro_batch_tokens} tokens\n"
+        f"disk (run_dir)\n"
+        f"  checkpoints  {_n_checkpoints(config)} x {_checkpoint_bytes(config) / GIB:.1f} GiB\n"
+        f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; trajectories come on top\n"
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} episodes x "
         f"at most {config.env.max_steps} steps\n" + stored * bool(n_stored)
     )
+
+
+def disk_bytes(config: Config) -> float:
+    """Return what checkpoints and published weights take of the disk of the run directory."""
+    weights = _n_versions(config) * _version_bytes(config)
+    return _n_checkpoints(config) * _checkpoint_bytes(config) + weights * (not config.store.uri)
+
+
+def _n_checkpoints(config: Config) -> int:
+    """Return how many are there at once: those that are kept, and one that is being written."""
+    learner = config.learner
+    return learner.keep_checkpoints + 1 + (learner.steps // learner.keep_every if learner.keep_every else 0)
+
+
+def _n_versions(config: Config) -> int:
+    """Return how many published versions are there at once: those that are kept, and one that is being written."""
+    return config.learner.keep_versions + 1
+
+
+def _checkpoint_bytes(config: Config) -> float:
+    """Return the size of one: float32 master weights and moments. Adapters are counted as nothing."""
+    return 0.0 if config.model.lora_rank else model_billions(config) * 1e9 * MASTER_BYTES
+
+
+def _version_bytes(config: Config) -> float:
+    return model_billions(config) * 1e9 * BYTES[config.model.dtype]
 
 
 def _learner_bytes(config: Config, *, reference: bool) -> float:

@@ -53,7 +53,9 @@ class TinyModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    path: str = ""  # a Hugging Face directory; empty makes a tiny model in the run directory
+    # a Hugging Face directory, or a repository of the Hub such as "Qwen/Qwen2.5-1.5B-Instruct", which is downloaded;
+    # empty makes a tiny model in the run directory
+    path: str = ""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     dtype: str = "float32"  # "float32" or "bfloat16"
     gradient_checkpointing: bool = False

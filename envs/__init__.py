@@ -16,7 +16,7 @@ from envs.options import OptionsError
 from envs.pool import EnvironmentPool, PooledEnvironment, try_environment
 from envs.process import EnvironmentDied
 from envs.programs import ClientSettings, Outcome, Program, ProgramPool
-from envs.registry import ENVIRONMENTS, environment_class, is_program, program_class
+from envs.registry import ENVIRONMENTS, environment_class, is_program, missing_packages, program_class
 from envs.waits import Waits
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "environment_class",
     "is_program",
     "list_tasks",
+    "missing_packages",
     "planned_tasks",
     "program_class",
     "try_environment",

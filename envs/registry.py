@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from envs.base import Environment
@@ -28,6 +29,20 @@ ENVIRONMENTS = {
     "verl_agent": "envs.adapters.from_verl_agent:VerlAgentEnv",
     "webshop": "envs.webshop:WebShopEnv",
 }
+
+# Modules that an environment needs and that come with no plain installation, and what to give to pip.
+PACKAGES = {
+    "alfworld": (("alfworld", "fast_downward"), "-e '.[alfworld]'"),
+    "gem": (("gem",), "gem-llm"),
+    "skyrl_gym": (("skyrl_gym",), "skyrl-gym"),
+}
+
+
+def missing_packages(name: str) -> str | None:
+    """Say in one line which modules an environment would not find, and how to install them. None if it finds all."""
+    modules, package = PACKAGES.get(name, ((), ""))
+    lacking = [module for module in modules if find_spec(module) is None]
+    return f"env.name={name} needs {' and '.join(lacking)}: pip install {package}" if lacking else None
 
 
 def environment_class(name: str) -> type[Environment]:

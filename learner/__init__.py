@@ -13,23 +13,28 @@ for other programs, and learner steps again, which `explain.py` shows.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from learner.process import LEARNER_STEP, RAY_HIDES_GPUS, LearnerActor, LearnerSetup, RankError
-
 if TYPE_CHECKING:
     from learner.engine import WreckedPolicyError
     from learner.export import export_checkpoint, export_version, find_version
     from learner.guards import BadUpdatesError, CollapseError, StarvationError
     from learner.learner import Learner
     from learner.objective import advantage_settings, with_published
+    from learner.process import LEARNER_STEP, RAY_HIDES_GPUS, LearnerActor, LearnerSetup, RankError
     from learner.publish import copy_weights, write_weights
     from learner.selection import check_train_on
     from learner.tiny_model import make_tiny_model, train_tokenizer
 else:
     # Loaded when asked for (PEP 562): the driver starts and watches a learner without torch and DeepSpeed, 6 s of CPU.
+    # `python -m learner --help` needs no Ray either.
     _MODULE_OF = {
+        "LEARNER_STEP": "process",
         "BadUpdatesError": "guards",
         "CollapseError": "guards",
         "Learner": "learner",
+        "LearnerActor": "process",
+        "LearnerSetup": "process",
+        "RAY_HIDES_GPUS": "process",
+        "RankError": "process",
         "StarvationError": "guards",
         "WreckedPolicyError": "engine",
         "advantage_settings": "objective",

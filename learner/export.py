@@ -25,31 +25,9 @@ from learner.publish import weight_files, write_weights
 from learner.vision import checkpoint_names
 from store import RunLayout, VersionRecord, files_digest, local_directory
 
-DESCRIPTION = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
-newest published version. A checkpoint's float32 weights are rounded to model.dtype, as those of its version were; LoRA
-adapters are merged into the base model. The digest printed is that of `cat DEST/*.safetensors | b3sum`.
-
-With --adapter only the adapters, in float32, as peft and vLLM load them beside the base model."""
-
 
 class ExportError(ValueError):
     """What was asked for cannot be exported; the message says why, and what can."""
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="write a version or a checkpoint as a Hugging Face directory, or its adapters as peft has them",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, also of a run that is training")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--version", type=int, metavar="N", help="a published policy version (default: the newest)")
-    which.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint after this learner step")
-    parser.add_argument("--adapter", action="store_true", help="a checkpoint's LoRA adapters (default: the newest's)")
-    parser.add_argument("dest", type=Path, metavar="DEST", help="a directory that does not exist yet")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -39,14 +39,6 @@ from learner.ranks import Ranks
 from learner.source import ready_batch, source_of
 from store import CheckpointRecord, RunLayout, VersionRecord, published_version, restart_points, trained_step
 
-DESCRIPTION = """Trains learner steps again from what the run stored, and compares: the digest of the weights with the published
-one, and the recorded figures. Begins at the newest kept checkpoint before step K, else at the base model (keep more of them
-with learner.keep_every), and compares the steps in between too. The run is only read.
-
---set gives what the run was continued with and run.json, written by its first start, does not have: learner.steps or
-learner.learning_rate, for example. The exit status is 0 if all is identical, 1 if something differs, 2 if
-steps cannot be replayed, because a stored file was changed, for example, which is then named."""
-
 SAME, DIFFERENT = 0, 1
 LEARNING_RATE = "loss/learning_rate"  # the first to look at
 # Settings that a run may be continued with and that change what a learner step does, to the last bit at least.
@@ -88,27 +80,12 @@ class Replayed:
         return self.digest == self.published.digest and not self.changed
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help="train learner steps again from what is stored, and compare the weights",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, also of a run that is training")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="the learner step to replay")
-    parser.add_argument("--to", type=int, metavar="M", help="and all that follow, up to this one")
-    parser.add_argument("--explain", action="store_true", help="show what each group brought into learner step K")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings that the run was continued with")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> int:
     layout = RunLayout.open(options.run_dir)
     last = options.step if options.to is None else options.to
     if not 1 <= options.step <= last:
         raise ReplayError(f"--step {options.step} --to {last}: steps count from 1, and the last is not before the first")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.width = max(console.width, LEAST_WIDTH)
 
     def say(line: str) -> None:

@@ -6,48 +6,129 @@ keeps it small and whole (compaction, retention, fsck, rebuild), `cli/` is `pyth
 take trajectories from run to run, `errors.py` says what can go wrong. `broadcast.py` is how weights are sent past the store.
 """
 
-from store import broadcast
-from store.catalog.catalog import Catalog
-from store.catalog.database import check_unowned
-from store.catalog.imports import ImportedGroup
-from store.catalog.records import (
-    Batch,
-    CheckpointRecord,
-    CommitResult,
-    Counts,
-    GroupRecord,
-    LiveSegment,
-    RollBack,
-    Unfinished,
-    VersionRecord,
-)
-from store.clock import now_us
-from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
-from store.exchange import live_files
-from store.forked import fork
-from store.hashing import files_digest, state_hash, uid
-from store.heartbeat import Heartbeat
-from store.layout import FORMAT_VERSION, RunLayout
-from store.logs import capture_output
-from store.reading.manifest import export
-from store.reading.query import write_open_sql
-from store.reading.reader import Reader, SqlTimeout
-from store.reading.reader import open_run as open
-from store.reading.trained import (
-    Metric,
-    MetricChanges,
-    TrainedStep,
-    metrics_since,
-    published_version,
-    restart_points,
-    trained_step,
-)
-from store.records import SEGMENT_SCHEMA, Step, StepImage, Trajectory, from_table, to_table, uid_text
-from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
-from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
-from store.transfer import local_directory, publish_directory
-from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
-from store.upkeep.maintainer import Maintainer, MaintainerSettings
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from store import broadcast
+    from store.catalog.catalog import Catalog
+    from store.catalog.database import check_unowned
+    from store.catalog.imports import ImportedGroup
+    from store.catalog.records import (
+        Batch,
+        CheckpointRecord,
+        CommitResult,
+        Counts,
+        GroupRecord,
+        LiveSegment,
+        RollBack,
+        Unfinished,
+        VersionRecord,
+    )
+    from store.clock import now_us
+    from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
+    from store.exchange import live_files
+    from store.forked import fork
+    from store.hashing import files_digest, state_hash, uid
+    from store.heartbeat import Heartbeat
+    from store.layout import FORMAT_VERSION, RunLayout
+    from store.logs import capture_output
+    from store.reading.manifest import export
+    from store.reading.query import write_open_sql
+    from store.reading.reader import Reader, SqlTimeout
+    from store.reading.reader import open_run as open
+    from store.reading.trained import (
+        Metric,
+        MetricChanges,
+        TrainedStep,
+        metrics_since,
+        published_version,
+        restart_points,
+        trained_step,
+    )
+    from store.records import SEGMENT_SCHEMA, Step, StepImage, Trajectory, from_table, to_table, uid_text
+    from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
+    from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
+    from store.transfer import local_directory, publish_directory
+    from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
+    from store.upkeep.maintainer import Maintainer, MaintainerSettings
+else:
+    # Loaded when asked for (PEP 562): `python -m store --help` and mistyped options need neither Arrow nor DuckDB.
+    _MODULE_OF = {
+        "COMPACTION_POLICY": "upkeep.compact",
+        "FORMAT_VERSION": "layout",
+        "SEGMENT_SCHEMA": "records",
+        "Batch": "catalog.records",
+        "Catalog": "catalog.catalog",
+        "CheckpointRecord": "catalog.records",
+        "CommitResult": "catalog.records",
+        "CompactionPolicy": "upkeep.compact",
+        "Counts": "catalog.records",
+        "DigestError": "errors",
+        "FencedError": "errors",
+        "FormatError": "errors",
+        "GroupRecord": "catalog.records",
+        "Heartbeat": "heartbeat",
+        "ImportedGroup": "catalog.imports",
+        "LiveSegment": "catalog.records",
+        "LockedError": "errors",
+        "Maintainer": "upkeep.maintainer",
+        "MaintainerSettings": "upkeep.maintainer",
+        "Metric": "reading.trained",
+        "MetricChanges": "reading.trained",
+        "Reader": "reading.reader",
+        "RollBack": "catalog.records",
+        "RunLayout": "layout",
+        "SegmentMeta": "segments",
+        "SqlTimeout": "reading.reader",
+        "Step": "records",
+        "StepImage": "records",
+        "StoreError": "errors",
+        "StoredSource": "stored",
+        "TakenSource": "stored",
+        "TrainedStep": "reading.trained",
+        "Trajectory": "records",
+        "TrajectoryMeta": "segments",
+        "UnavailableError": "errors",
+        "Unfinished": "catalog.records",
+        "VersionRecord": "catalog.records",
+        "capture_output": "logs",
+        "check_unowned": "catalog.database",
+        "export": "reading.manifest",
+        "files_digest": "hashing",
+        "find_sources": "stored",
+        "fork": "forked",
+        "from_table": "records",
+        "live_files": "exchange",
+        "local_directory": "transfer",
+        "metrics_since": "reading.trained",
+        "now_us": "clock",
+        "open": "reading.reader",
+        "parse_source": "stored",
+        "publish_directory": "transfer",
+        "published_version": "reading.trained",
+        "read_segment": "segments",
+        "read_segments": "segments",
+        "restart_points": "reading.trained",
+        "state_hash": "hashing",
+        "take_sources": "stored",
+        "to_table": "records",
+        "trained_step": "reading.trained",
+        "uid": "hashing",
+        "uid_text": "records",
+        "write_open_sql": "reading.query",
+        "write_segment": "segments",
+    }
+
+    def __getattr__(name):
+        if name == "broadcast":
+            return import_module("store.broadcast")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), "open_run" if name == "open" else name)
+        globals()[name] = value
+        return value
+
 
 __all__ = [
     "COMPACTION_POLICY",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,43 @@ if os.environ.get("TEST_ON_GPU") != "1":
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # time decides no test
 settings.load_profile("untimed")
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub, however pytest was started; huggingface_hub reads it once
+ROOT = Path(__file__).resolve().parent.parent
+USERS_RUNS = str(ROOT / "runs")
+
+
+def refuse_users_runs(event: str, args: tuple[object, ...]) -> None:
+    """Raise PermissionError where a test opens the user's `runs/`, or starts a shipped config there.
+
+    A shipped config names `runs/...`, which lies in the repository for a subprocess that starts there.
+    """
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and isinstance(args[0], str | os.PathLike):
+        path = os.path.abspath(os.fspath(args[0]))
+        if path == USERS_RUNS or path.startswith(USERS_RUNS + os.sep):
+            raise PermissionError(f"{event} {path}: a test may not see the user's runs; use tmp_path")
+    elif event == "subprocess.Popen" and args[2] is not None and Path(str(args[2])).resolve() == ROOT:
+        words = [str(word) for word in args[1]] if isinstance(args[1], list | tuple) else str(args[1]).split()
+        ships = [word for word in words if word.endswith(".yaml") and (ROOT / word).parent == ROOT / "configs"]
+        if ships and not any(word.startswith("run_dir=") for word in words):
+            raise PermissionError(f"{ships[0]} in {ROOT} uses the user's runs; give run_dir=... in tmp_path")
+
+
+sys.addaudithook(refuse_users_runs)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _directory_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run module and session fixtures in an empty directory."""
+    with contextlib.chdir(tmp_path_factory.mktemp("session")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _directory_of_the_test(_directory_of_the_session: None, tmp_path: Path) -> Iterator[None]:
+    """Run each test in its own directory, so that relative paths of shipped configs lead nowhere else."""
+    with contextlib.chdir(tmp_path):
+        yield
 
 
 class CharacterTokenizer:

@@ -156,7 +156,7 @@ def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
         ("runs/a", ["seed=1"], "needs a directory of its own: run_dir=NEW"),
         ("runs/a@last", ["run_dir=b"], "one of its checkpoints' learner steps, e.g. runs/a@40"),
         ("runs/a", ["run_dir=b", "model.path=m"], "model.path= beside runs/a"),
-        ("configs/key_room.yaml", ["run_dir=b"], "has no model.path; give the model to evaluate"),
+        (str(ROOT / "configs/key_room.yaml"), ["run_dir=b"], "has no model.path; give the model to evaluate"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(weights: str, overrides: list[str], words: str) -> None:

@@ -100,6 +100,18 @@ def test_nothing_grows_too_long() -> None:
                 assert length <= MAX_FUNCTION_LINES, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
 
 
+def test_what_is_shown_is_never_read_as_markup() -> None:
+    """A task named `coffee:` would become an emoji, one named `[red]` a colour."""
+    wiring = [ROOT / f"{name}.py" for name in WIRING]
+    for path in [*wiring, *(path for folder in FOLDERS for path in sources(folder))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console":
+                settings = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert settings.get("markup") == settings.get("emoji") == "False", f"{path.name}: {ast.unparse(node)}"
+            if isinstance(node, ast.Attribute):
+                assert node.attr != "from_markup", f"{path.name}: show plain text"
+
+
 def test_nothing_waits_by_wait_for() -> None:
     """In Python 3.11 it forgets a cancellation that comes with the answer; asyncio.timeout does not."""
     users = [path.name for folder in FOLDERS for path in sources(folder) if "asyncio.wait_for(" in path.read_text()]

@@ -18,7 +18,7 @@ import train
 from actors import Status
 from configs import Config, ConfigError, EnvConfig
 from envs.textworld_games import ensure_compiled
-from opening import said_when_slow, try_tasks
+from opening import said_when_slow, show_missing, try_tasks
 from progress import Progress
 from store import Counts
 
@@ -38,7 +38,8 @@ class Slow(KeyRoomEnv):
 
 def tried(name: str, options: dict[str, object]) -> str:
     out = io.StringIO()
-    try_tasks(replace(Config(), env=EnvConfig(name=name, options=options)), Console(file=out, width=500))
+    console = Console(file=out, width=500)
+    show_missing(try_tasks(replace(Config(), env=EnvConfig(name=name, options=options)), console), console)
     return out.getvalue()
 
 
@@ -126,11 +127,11 @@ def test_a_dry_run_counts_tasks_but_makes_none(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_may_be_elsewhere_is_said_and_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow_world.py").write_text(SLOW_WORLD)
+    (tmp_path / "games_world.py").write_text(SLOW_WORLD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "not known here" in tried("slow_world:Slow", {"data": "there"})
-    assert "FileNotFoundError: no games here" in tried("slow_world:Slow", {"data": "there"})
-    assert "40 training tasks" in tried("slow_world:Slow", {})
+    assert "missing here:\n  tasks: " in tried("games_world:Slow", {"data": "there"})
+    assert "FileNotFoundError: no games here" in tried("games_world:Slow", {"data": "there"})
+    assert "40 training tasks" in tried("games_world:Slow", {})
 
 
 @pytest.mark.parametrize(
@@ -241,3 +242,14 @@ def test_a_dry_run_looks_at_the_run_that_is_there(tmp_path: Path, capsys: pytest
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would make an emoji of `:coffee:` and a colour of `[red]`."""
+    name = str(tmp_path / ":coffee: [red]")
+    assert train.main([KEY_ROOM, "--dry-run", f"run_dir='{name}'"]) == 0
+    assert name in capsys.readouterr().out
+    out = io.StringIO()
+    with said_when_slow("starting :coffee:[red]Env once", Console(file=out, width=200, force_terminal=True)):
+        pass
+    assert "starting :coffee:[red]Env once" in out.getvalue()
