@@ -7,14 +7,17 @@ import math
 from configs.schema import Config, LearnerConfig
 
 
-def most_updates(config: Config) -> int:
+def most_updates(config: Config) -> float:
     """Return the largest number of optimizer updates that one learner step can have.
 
     Example: rows_per_update=256 with 16 groups of 8 episodes of at most 50 steps: 6,400 rows, so 25 updates.
+    Stored groups have the sizes of other runs, so with a source and rows_per_update there is no bound: math.inf.
     """
     learner = config.learner
     if not learner.rows_per_update:
         return learner.updates_per_step
+    if config.source:
+        return math.inf
     most_rows = learner.groups_per_step * config.algorithm.group_size * config.env.max_steps
     return math.ceil(most_rows / learner.rows_per_update)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,9 @@ def test_the_most_updates_of_a_learner_step() -> None:
     alfworld = configs.load(FOLDER / "alfworld_qwen2.5_1.5b.yaml")
     assert most_updates(alfworld) == 16 * 8 * 50 / 256
     assert most_updates(configs.load(FOLDER / "quickstart.yaml")) == 1
+    stored = replace(configs.Config(), source=["runs/a"], learner=replace(alfworld.learner, warmup_updates=10**6))
+    assert most_updates(stored) == math.inf, "groups of another run may be of any size"
+    configs.check(stored)
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "admissible"), (False, "environment")])

@@ -1,11 +1,12 @@
--- Distance-to-success returns, after GraphGPO (ICML 2026), but not exactly as its authors compute them: docs/algorithms.md,
--- section 3, says where they differ. The states that one group met
--- are nodes of a directed graph, each step an edge to the state it led to, the last step of a won trajectory an edge to
--- 'success'. d(s) = edges on the shortest path from s to 'success'; the return of a step that led to s' is
+-- Distance-to-success returns, after GraphGPO (ICML 2026), but not exactly as its authors compute them:
+-- docs/algorithms.md, section 3, says where they differ. The states that one group met are nodes of a directed graph,
+-- each step an edge to the state it led to, the last step of a won trajectory an edge to 'success'.
+-- d(s) = edges on the shortest path from s to 'success'; the return of a step that led to s' is
 --   scale * 0.1 ^ d(s'),  0 where no path is known.
--- 0.1 is their ALFWorld factor (WebShop 0.2, Sokoban 0.8), and not `gamma`, which eq. 5 keeps. The published scale is 10, what success pays there; here it is
--- the largest return of a trajectory of the group that was won, so that it is 10 where winning pays 10. It has to be
--- positive: where every step costs and a win does not make up for it, "near success" would read as "worse", so that is refused.
+-- 0.1 is the authors' factor for ALFWorld (0.2 for WebShop, 0.8 for Sokoban), and not `gamma`, which eq. 5 keeps.
+-- The published scale is 10, what success pays there. Here it is the largest return of a trajectory of the group that
+-- was won, so that it is 10 where winning pays 10. It has to be positive: where every step costs and a win does not
+-- make up for it, "near success" would read as "worse", so that is refused.
 -- A node is a state_hash whatever `anchor` says (anchor decides what is compared, not what is connected); a step without
 -- a state hash is a node of its own. For graphgpo only; without 'won' it refuses.
 -- in:  base, trajectories, returns
