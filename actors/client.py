@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from actors.plays import TURN_S, Lease
-from store import SegmentMeta, VersionRecord
+from store import SegmentMeta, Unfinished, VersionRecord
 
 ANSWER_TIMEOUT_S = 60.0
 HEARTBEATS = ("lease", "commit")  # questions that say as much
@@ -40,6 +40,9 @@ class CoordinatorClient:
 
     async def keep_surplus(self, lease: Lease, segment: SegmentMeta) -> None:
         await self._ask("keep_surplus", lease.group.group_uid, lease.task.id, segment, lease.epoch)
+
+    async def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> None:
+        await self._ask("record_unfinished", self.worker, episodes, lease.epoch)
 
     async def give_up(self, lease: Lease, why: str) -> None:
         await self._ask("give_up", self.worker, lease.group.group_uid, why)

@@ -32,12 +32,11 @@ from store import (
     Catalog,
     CheckpointRecord,
     CommitResult,
-    ImportedGroup,
     RunLayout,
     SegmentMeta,
+    Unfinished,
     VersionRecord,
     capture_output,
-    uid_text,
 )
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the run says so
@@ -56,10 +55,9 @@ class Coordinator:
         self._last_step = config.learner.steps  # less where stored groups do not last so long
         self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = Pulse()
-        self._plays, self._turn = Plays(), Turn()
+        self._plays, self._turn = Plays(spare_members=config.actors.spare_members), Turn()
         self._meeting_point: str | None = None  # of this learner: the next one, after its death, has another
-        self._n_abandoned = 0  # groups in a row
-        self._n_notices = 0
+        self._n_abandoned = self._n_notices = 0  # groups in a row; notices in all
         self._notices: dict[int, str] = {}
         self.maintainer = start_maintainer(self.catalog, self.layout, config.store)
 
@@ -84,7 +82,7 @@ class Coordinator:
         self._exporter.when_due()
         with self.catalog.at_once():
             lease = self._lease(worker)
-        if lease is not None and lease.group.split != "heldout":
+        if lease is not None:
             self._plays.begin(lease)
         return lease
 
@@ -107,6 +105,7 @@ class Coordinator:
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
         self._pulse.heard(segment.worker)
         result = self.catalog.commit(segment, epoch=epoch)
+        self._plays.committed(segment)
         for group_uid in result.whole:
             self._n_abandoned = 0
             self._plays.end(group_uid)
@@ -115,11 +114,13 @@ class Coordinator:
 
     def keep_surplus(self, group_uid: bytes, task_id: str, segment: SegmentMeta, epoch: int) -> None:
         """Episodes that ended when their group was whole already: readers see them, as groups of split "imported"."""
-        known = self.catalog.known_trajectories([trajectory.traj_uid for trajectory in segment.trajectories])
-        if epoch == self.catalog.epoch and not known:
-            groups = [ImportedGroup(group_uid=one.group_uid, task_id=task_id, size=1) for one in segment.trajectories]
-            source = f"surplus of group {uid_text(group_uid)}"
-            self.catalog.import_groups(segment=segment, groups=groups, source=source, own=False)
+        if epoch == self.catalog.epoch:
+            self.catalog.import_surplus(segment, task_id=task_id, of_group=group_uid)
+
+    def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], epoch: int) -> None:
+        """Enter episodes that gave no trajectory. Another owner's leases are void, and so is what came of them."""
+        if epoch == self.catalog.epoch:
+            self.catalog.record_unfinished(self._plays.reported(worker, episodes), worker=worker)
 
     def give_up(self, worker: str, group_uid: bytes, why: str) -> None:
         """The group became too old while it was played. What was committed of it stays.
@@ -153,7 +154,7 @@ class Coordinator:
     def forget(self, component: str, why: str) -> None:
         """A component is gone, or was stopped: others may play its groups at once."""
         self._pulse.forget(component)
-        self._plays.end_all_of(component)
+        self.catalog.record_unfinished(self._plays.lose(component), worker=component)
         self._turn.end(component)
         n_groups = self.catalog.release_leases(component)
         self.catalog.log(component=component, what="gone", detail=f"{why}; {n_groups} groups are free for others")

@@ -207,6 +207,7 @@ class Endpoint:
                 t_start_us=started_us,
                 gen_us=gen_us,
             )
+            recording.ids.progress.add(recording.recorded[number])
             recording.conversation.record(
                 asked.messages, reply=reply.text, token_ids=prompt_ids + reply.token_ids, ended=reply.ended
             )

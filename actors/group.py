@@ -35,13 +35,15 @@ async def play_group(
     play: Callable[[int], Awaitable[Trajectory]],
     commit: Callable[[Sequence[Trajectory]], Awaitable[None]],
     keep_surplus: Callable[[Sequence[Trajectory]], Awaitable[None]],
+    ended: Callable[[int], None],
 ) -> None:
     """Plays `members` and commits them; also what is finished when it is cancelled, or when another member fails.
 
-    `spares` are numbers of episodes that no member has. Raises what `play` raises, of which EpisodeFailed is the group's own
-    misfortune.
+    `spares` are numbers of episodes that no member has. `ended` hears the number of each episode that
+    is committed or kept as surplus; all others were given up. Raises what `play` raises, of which
+    EpisodeFailed is the group's own misfortune.
     """
-    places = _Places(members)
+    places = _Places(members, ended)
     playing = {asyncio.ensure_future(play(number)) for number in (*members, *spares)}
     finished: list[Trajectory] = []
     failed: list[BaseException] = []
@@ -77,14 +79,16 @@ async def play_group(
 class _Places:
     """Which member each finished episode is. `free` are those that none is yet, `surplus` what came when none was left."""
 
-    def __init__(self, members: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[int], ended: Callable[[int], None]) -> None:
         self.free = list(members)
+        self._ended = ended
         self.surplus: list[Trajectory] = []
 
     def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
         """Those that are members, under their numbers and uids."""
         taken = []
         for trajectory in sorted(finished, key=lambda trajectory: trajectory.member):
+            self._ended(trajectory.member)
             if not self.free:
                 self.surplus.append(trajectory)
                 continue

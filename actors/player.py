@@ -16,10 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from actors.attempts import Attempts
 from actors.client import CoordinatorClient
 from actors.concurrency import Concurrency
 from actors.group import EpisodeFailed, as_surplus, play_group
 from actors.plays import Lease
+from actors.vllm_engine import EngineLostError
 from configs import Config
 from envs import Waits
 from store import FencedError, RunLayout, SegmentMeta, Trajectory, VersionRecord, write_segment
@@ -43,7 +45,8 @@ class Weights(Protocol):
 class Player:
     """`await run()` until `stop()`; a failure of any part is raised by `run` with its cause.
 
-    `play(lease, member)` plays one episode. `weights` is None for a policy that never changes.
+    `play(lease, number, attempts)` plays one episode, and begins every attempt at it in `attempts`.
+    `weights` is None for a policy that never changes.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Player:
         coordinator: CoordinatorClient,
         config: Config,
         *,
-        play: Callable[[Lease, int], Awaitable[Trajectory]],
+        play: Callable[[Lease, int, Attempts], Awaitable[Trajectory]],
         weights: Weights | None,
         concurrency: Concurrency,
     ) -> None:
@@ -133,22 +136,36 @@ class Player:
 
     async def _play_group(self, lease: Lease) -> None:
         group_uid = lease.group.group_uid
+        attempts = Attempts(lease)
         try:
             await play_group(
                 lease.group.missing,
                 spares=self._spares(lease),
-                play=partial(self._play, lease),
+                play=lambda number: self._play(lease, number, attempts),
                 commit=partial(self._commit, lease),
                 keep_surplus=partial(self._keep_surplus, lease),
+                ended=attempts.end,
             )
+            await self.record_unfinished(lease, attempts, why="straggler")
         except EpisodeFailed as error:
+            await self.record_unfinished(lease, attempts, why="group_failed")
             await self.coordinator.abandon(lease, f"task {lease.task.id!r}: {error}")
         except FencedError:
             return  # another coordinator has taken over: it leases the group anew
         except asyncio.CancelledError:
             if group_uid not in self._too_old:
+                await self.record_unfinished(lease, attempts, why="stopped" if self.stopping else "worker_failed")
                 raise
+            await self.record_unfinished(lease, attempts, why="too_old")
             await self.coordinator.give_up(lease, self._too_old.pop(group_uid))
+        except EngineLostError:
+            await self.record_unfinished(lease, attempts, why="worker_failed")
+            raise
+
+    async def record_unfinished(self, lease: Lease, attempts: Attempts, *, why: str) -> None:
+        """Report the attempts that gave no trajectory. Before the group is given up: it may be leased again then."""
+        if episodes := attempts.give_up(why):
+            await self.coordinator.record_unfinished(lease, episodes)
 
     async def _commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         await self.coordinator.commit(await self.write(lease, trajectories), lease.epoch)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs import Task
-from store import GroupRecord, VersionRecord
+from store import GroupRecord, SegmentMeta, Unfinished, VersionRecord, now_us
 
 MAX_GIVEN_UP = 3  # times that a group is played again because it became too old; it then counts as stale
 TURN_S = 60.0  # how long a worker may take to change its weights before the next one may
@@ -25,22 +26,66 @@ class Lease:
     epoch: int
 
 
-class Plays:
-    """Training groups that are leased, by uid, until they are whole or nobody plays them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Play:
+    """A lease, and the numbers of its episodes that have not been committed."""
 
-    def __init__(self) -> None:
-        self._leases: dict[bytes, Lease] = {}
+    lease: Lease
+    begun_us: int
+    numbers: set[int]
+
+
+class Plays:
+    """Groups that are leased, by uid, until they are whole or nobody plays them."""
+
+    def __init__(self, *, spare_members: int) -> None:
+        self._spare_members = spare_members
+        self._plays: dict[bytes, Play] = {}
         self._given_up: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
-        self._leases[lease.group.group_uid] = lease
+        size = lease.group.size
+        spares = range(size, size + self._spare_members if lease.group.split == "train" else size)
+        numbers = {*lease.group.missing, *spares}
+        self._plays[lease.group.group_uid] = Play(lease=lease, begun_us=now_us(), numbers=numbers)
+
+    def committed(self, segment: SegmentMeta) -> None:
+        """Note episodes that ended. A spare that took a member's number leaves its own, so that their count is right."""
+        for trajectory in segment.trajectories:
+            if trajectory.group_uid in self._plays:
+                self._plays[trajectory.group_uid].numbers.discard(trajectory.member)
 
     def end(self, group_uid: bytes) -> None:
-        self._leases.pop(group_uid, None)
+        self._plays.pop(group_uid, None)
 
-    def end_all_of(self, worker: str) -> None:
-        for group_uid in [uid for uid, lease in self._leases.items() if lease.worker == worker]:
-            self.end(group_uid)
+    def reported(self, worker: str, episodes: Sequence[Unfinished]) -> Sequence[Unfinished]:
+        """Note that `worker` plays the groups of these episodes no longer; return the episodes."""
+        for group_uid in {episode.group_uid for episode in episodes}:
+            play = self._plays.get(group_uid)
+            if play is not None and play.lease.worker == worker:
+                self.end(group_uid)
+        return episodes
+
+    def lose(self, worker: str) -> list[Unfinished]:
+        """End all groups of a worker that is gone; return the episodes that it played, of which it reported nothing."""
+        lost = [play for play in self._plays.values() if play.lease.worker == worker]
+        for play in lost:
+            self.end(play.lease.group.group_uid)
+        ended_us = now_us()
+        return [
+            Unfinished(
+                group_uid=play.lease.group.group_uid,
+                number=number,
+                version=play.lease.version.version,
+                begun_us=play.begun_us,
+                ended_us=ended_us,
+                n_steps=None,
+                n_response_tokens=None,
+                why="worker_lost",
+            )
+            for play in lost
+            for number in sorted(play.numbers)
+        ]
 
     def gives_up(self, group_uid: bytes) -> bool:
         """The group became too old while it was played. Whether it is worth another try."""
@@ -49,8 +94,9 @@ class Plays:
         return self._given_up[group_uid] <= MAX_GIVEN_UP
 
     def begun_at(self, version: int) -> bool:
-        """Whether a group is being played that began at `version`."""
-        return any(lease.version.version == version for lease in self._leases.values())
+        """Whether a training group is being played that began at `version`."""
+        leases = (play.lease for play in self._plays.values())
+        return any(lease.version.version == version for lease in leases if lease.group.split == "train")
 
 
 class Turn:

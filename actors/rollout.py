@@ -11,9 +11,10 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from actors.attempts import Progress
 from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
 from actors.vllm_policy import EngineLostError
@@ -37,10 +38,17 @@ class EpisodeIds:
     group_uid: bytes
     traj_uid: bytes
     member: int
+    progress: Progress = field(default_factory=Progress, compare=False)  # of this attempt
 
     @classmethod
-    def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
-        return cls(group_uid=group_uid, traj_uid=uid(group_uid, member), member=member)
+    def of(cls, group_uid: bytes, member: int, *, progress: Progress | None = None) -> EpisodeIds:
+        """Return the ids of a member. Its steps are counted in `progress`, where somebody asks for them."""
+        return cls(
+            group_uid=group_uid,
+            traj_uid=uid(group_uid, member),
+            member=member,
+            progress=progress or Progress(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +104,7 @@ async def play_episode(
                     rules=rules,
                 )
                 steps.append(step)
+                episode.progress.add(step)
                 history.append(
                     Turn(
                         observation=observation.text,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from actors.attempts import Attempts
 from actors.client import CoordinatorClient
 from actors.concurrency import Concurrency
 from actors.doubles import ByteTokenizer, Delay, SimulatedPolicy
@@ -52,6 +53,10 @@ class Mortal(Player):
         if self.is_dead:
             raise asyncio.CancelledError
         return await super().write(lease, trajectories)
+
+    async def record_unfinished(self, lease: Lease, attempts: Attempts, *, why: str) -> None:
+        if not self.is_dead:
+            await super().record_unfinished(lease, attempts, why=why)
 
 
 class SimulatedWorker:
@@ -98,13 +103,13 @@ class SimulatedWorker:
             await self.player.run()
             beating.cancel()
 
-    async def _play_episode(self, lease: Lease, member: int) -> Trajectory:
+    async def _play_episode(self, lease: Lease, member: int, attempts: Attempts) -> Trajectory:
         return await play_episode(
             self.setup.environment(random.Random(self._random.getrandbits(64))),
             self.policy,
             self.form,
             task=lease.task,
-            episode=EpisodeIds.of(lease.group.group_uid, member),
+            episode=EpisodeIds.of(lease.group.group_uid, member, progress=attempts.begin(member)),
             rules=EpisodeRules.of(self.config, temperature=lease.temperature),
         )
 

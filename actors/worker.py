@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.actor import ActorHandle
 
+from actors.attempts import Attempts
 from actors.characters import character_form
 from actors.chat_policy import ChatPolicy
 from actors.client import CoordinatorClient
@@ -152,17 +153,20 @@ class Worker:
         if self.chat is not None:
             await self.chat.close()
 
-    async def _play_member(self, lease: Lease, member: int) -> Trajectory:
+    async def _play_member(self, lease: Lease, member: int, attempts: Attempts) -> Trajectory:
         episode = f"{lease.task.env_name} task {lease.task.id!r}, member {member}"
+
+        async def failed(why: str) -> None:
+            attempts.fail(member)
+            await self.coordinator.record("episode failed", f"{episode}: {why}")
+
         return await with_attempts(
-            partial(self._play_episode, lease, member),
-            attempts=self.config.env.attempts,
-            failed=lambda why: self.coordinator.record("episode failed", f"{episode}: {why}"),
+            partial(self._play_episode, lease, member, attempts), attempts=self.config.env.attempts, failed=failed
         )
 
-    async def _play_episode(self, lease: Lease, member: int) -> Trajectory:
+    async def _play_episode(self, lease: Lease, member: int, attempts: Attempts) -> Trajectory:
         rules = EpisodeRules.of(self.config, temperature=lease.temperature)
-        ids = EpisodeIds.of(lease.group.group_uid, member)
+        ids = EpisodeIds.of(lease.group.group_uid, member, progress=attempts.begin(member))
         if isinstance(self.environments, ProgramPool):
             from actors.program import play_program
 

@@ -40,6 +40,7 @@ class Table:
     commits: list[list[int]] = field(default_factory=list)
     committed: list[Trajectory] = field(default_factory=list)
     surplus: list[Trajectory] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # numbers of episodes that were kept
 
     async def play(self, member: int) -> Trajectory:
         self.ends[member] = asyncio.get_running_loop().create_future()
@@ -60,7 +61,14 @@ class Table:
 
 async def begun(table: Table, n: int, *, spares: Sequence[int] = ()) -> asyncio.Task[None]:
     task = asyncio.create_task(
-        play_group(range(n), spares=spares, play=table.play, commit=table.commit, keep_surplus=table.keep_surplus)
+        play_group(
+            range(n),
+            spares=spares,
+            play=table.play,
+            commit=table.commit,
+            keep_surplus=table.keep_surplus,
+            ended=table.ended.append,
+        )
     )
     while len(table.ends) < n + len(spares):
         await asyncio.sleep(0)

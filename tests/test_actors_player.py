@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from actors import Coordinator, Lease, player
+from actors.attempts import Attempts
 from actors.client import CoordinatorClient
 from actors.concurrency import MORE_AFTER, Concurrency
 from actors.doubles import LocalHandle
@@ -34,8 +35,11 @@ class Stage:
     playing: dict[tuple[bytes, int], asyncio.Future[None]] = field(default_factory=dict)
     loads: list[int] = field(default_factory=list)
 
-    async def play(self, lease: Lease, number: int) -> Trajectory:
+    async def play(self, lease: Lease, number: int, attempts: Attempts) -> Trajectory:
         key = (lease.group.group_uid, number)
+        progress = attempts.begin(number)
+        for index in range(number):  # the later its number, the further it gets
+            progress.add(make_step(index, n_steps=number, version=0))
         self.playing[key] = asyncio.get_running_loop().create_future()
         try:
             await self.playing[key]

@@ -22,6 +22,7 @@ from actors import (
     play_episode,
     request_seed,
 )
+from actors.attempts import Progress
 from envs import Observation, Task, Transition, environment_class, list_tasks
 from store import Trajectory, state_hash, to_table
 
@@ -95,6 +96,24 @@ def test_a_won_episode_pays_on_its_last_step_and_records_what_was_seen(form: For
     first = trajectory.steps[0]
     assert first.state_hash == state_hash(first.anchor_text or "")
     assert to_table([trajectory]).num_rows == len(walk)
+
+
+def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
+    class Silent(FixedPolicy):
+        async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+            if len(self.seeds) == 2:
+                raise asyncio.CancelledError
+            return await super().generate(prompt, seed=seed, temperature=temperature)
+
+    progress = Progress()
+    ids = EpisodeIds.of(b"g" * 16, 3, progress=progress)
+    policy = Silent(form(), ["<action>go east</action>"] * 4)
+    task = list_tasks("key_room", OPTIONS)["train"][0]
+    playing = play_episode(InProcess("key_room"), policy, form(), task=task, episode=ids, rules=rules())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(playing)
+    n_tokens = len(form().tokenizer.encode("<action>go east</action>", add_special_tokens=False))
+    assert (progress.n_steps, progress.n_response_tokens) == (2, 2 * n_tokens)
 
 
 def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:

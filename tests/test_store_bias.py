@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from store.__main__ import main
 from store.reading.bias import MEASURES, TASKS, BiasReport, bias_report
 from store.reading.permutation import Units, _permuted, difference_of_tasks, differences_of_means, holm
 from tests.store_runs import copy_run
-from tests.store_samples import make_step, make_trajectory
+from tests.store_samples import make_step, make_trajectory, make_unfinished
 
 TRAINED = ((2, 3), (3, 3), (2, 2), (3, 2), (3, 3), (2, 3), (2, 2), (3, 3))  # steps of the members of each group
 STALE = ((5, 6), (6, 6), (5, 5), (6, 5), (6, 6), (5,))  # all longer; the last was given up with one member of two
@@ -196,6 +197,59 @@ def test_the_command_says_it_in_words(root: Path, capsys: pytest.CaptureFixture[
     assert "no_such" in capsys.readouterr().err
     assert main(["bias", str(root), "--where", "true) OR (false"]) == 2
     assert "is no SQL expression" in capsys.readouterr().err
+
+
+STRAGGLERS = (5, 6, 5, 7, 6, 5)  # steps of the one of each group, so far
+
+
+def run_with_stragglers(root: Path) -> RunLayout:
+    """Six trained groups with a straggler each, and failed attempts that are as long as the members."""
+    run = Run(root)
+    with Catalog.open(run.layout) as catalog:
+        trained = run.train(catalog, [(2, 3)] * len(STRAGGLERS), tasks=["a", "b"] * 3)
+        slow = [
+            make_unfinished(group, 2, n_steps=n, n_response_tokens=2 * n) for group, n in zip(trained, STRAGGLERS, strict=True)
+        ]
+        failed = [make_unfinished(group, 0, why="failed", n_steps=2, n_response_tokens=5) for group in trained]
+        lost = make_unfinished(trained[0], 1, why="worker_lost", n_steps=None, n_response_tokens=None)
+        open_group = run.open(catalog, "a", size=2)
+        stopped = make_unfinished(open_group, 0, why="stopped", n_steps=40)
+        held = run.open(catalog, "held", size=1, split="heldout")
+        catalog.record_unfinished([*slow, *failed, lost, stopped, make_unfinished(held, 0, n_steps=90)], worker="w0")
+        export(catalog, run.layout)
+    return run.layout
+
+
+def test_stragglers_that_got_further_than_the_members_of_their_groups_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = run_with_stragglers(tmp_path / "run")
+    report = bias_report(layout.root, as_of=None, where=None)
+    kinds = {kind.name: kind for kind in report.kinds}
+    mean = np.mean(STRAGGLERS)
+    assert (kinds["straggler"].n_groups, kinds["straggler"].n_trajectories, kinds["straggler"].n_tasks) == (6, 6, 2)
+    assert kinds["straggler"].means == pytest.approx((mean, 2 * mean)), "an episode that did not end has no return"
+    assert kinds["failed"].means == (2.0, 5.0)
+    assert kinds["stopped"].n_trajectories == 1 and "worker_lost" not in kinds, "nobody knows how far that one got"
+    assert report.not_compared["stopped"] == "0 trained groups have stopped episodes, too few to compare; it takes 5"
+    rows = {(row.kind, row.measure): row for row in report.comparisons}
+    assert set(rows) == {(kind, measure) for kind in ("straggler", "failed") for measure in ("n_steps", "n_response_tokens")}
+    steps = rows["straggler", "n_steps"].difference
+    assert (steps.dropped, steps.kept) == pytest.approx((mean, 2.5))
+    assert steps.p == pytest.approx((1 / 3) ** 6, abs=0.01), "the longest of three in each of six groups"
+    assert rows["failed", "n_steps"].difference.p > 0.1
+    assert main(["bias", str(layout.root)]) == 0
+    said = capsys.readouterr().out
+    assert f"straggler episodes had {mean - 2.5:.4g} more steps when they were given up than the members" in said
+    assert main(["bias", str(layout.root), "--where", "task_id = 'b'"]) == 0
+    assert "straggler: 3 trained groups have straggler episodes, too few to compare" in capsys.readouterr().out
+
+
+def test_a_run_of_format_3_has_no_unfinished_episodes_to_compare(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).with_name("data") / "format-3.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    report = bias_report(tmp_path / "format-3", as_of=None, where=None)
+    assert [kind.name for kind in report.kinds] == ["trained", "stale", "no_signal", "abandoned", "surplus"]
 
 
 def test_as_of_an_earlier_moment(root: Path, tmp_path: Path, report: BiasReport) -> None:

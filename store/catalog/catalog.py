@@ -139,6 +139,11 @@ class Catalog:
         with self._database.transaction() as tx:
             imports.import_groups(tx, segment=segment, groups=groups, source=source, own=own)
 
+    def import_surplus(self, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
+        """Make episodes count that ended when their group was whole, each as a group that is only read."""
+        with self._database.transaction() as tx:
+            imports.import_surplus(tx, segment=segment, task_id=task_id, of_group=of_group)
+
     # Batches: complete → claimed → trained or no_signal; stale on the way.
 
     def claim(self, *, n_groups: int, current_version: int, max_staleness: int) -> Batch | None:

@@ -31,6 +31,13 @@ def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozens
     return frozenset(row["traj_uid"] for row in found if row is not None)
 
 
+def import_surplus(tx: Transaction, *, segment: SegmentMeta, task_id: str, of_group: bytes) -> None:
+    """Enter each trajectory of the segment as a group of its own. Does nothing if one is known: it is a retry."""
+    if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):
+        groups = [ImportedGroup(group_uid=one.group_uid, task_id=task_id, size=1) for one in segment.trajectories]
+        import_groups(tx, segment=segment, groups=groups, source=f"surplus of group {uid_text(of_group)}", own=False)
+
+
 def import_groups(tx: Transaction, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str, own: bool) -> None:
     """Make a segment count whose trajectories the run does not have. `groups` are all of its groups, `source` says where they
     are from, in words; `own` ones were opened by this very run.

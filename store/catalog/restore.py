@@ -132,9 +132,9 @@ def _put_back(tx: Transaction, found: Found) -> None:
         more = {"live": row.get("live", True), "lsn": row.get("lsn", lsn), "changed_lsn": row.get("changed_lsn", lsn)}
         _insert(tx, "metric", **values, **more)
     for row in (row for row in tables["unfinished"] if row["group_uid"] in known):
-        names = ("group_uid", "number", "worker", "version", "why", "n_steps", "n_response_tokens", "lsn")
+        same = ("group_uid", "number", "worker", "version", "why", "n_steps", "n_response_tokens", "lsn")
         times = {"begun_us": row["begun_at"], "ended_us": row["ended_at"]}
-        _insert(tx, "unfinished", **{name: row[name] for name in names}, **times)
+        _insert(tx, "unfinished", **{name: row[name] for name in same}, **times)
     for row in tables["events"]:
         values = {name: row[name] for name in ("component", "what", "detail")}
         _insert(tx, "event", lsn=row.get("lsn", lsn), at_us=row["at"], **values)

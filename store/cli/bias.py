@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from store.catalog.records import WHY_UNFINISHED
 from store.cli._arguments import whole
 
 if TYPE_CHECKING:
@@ -13,11 +14,14 @@ if TYPE_CHECKING:
 
 ALPHA = 0.05
 DESCRIPTION = """Are the trajectories that were dropped different from the trained ones in length, reward, success or task?
-Dropped are groups that are stale, no_signal or abandoned, and surplus of groups with spare members. The run may be training.
+Dropped are groups that are stale, no_signal or abandoned, and surplus of groups with spare members. Unfinished episodes (view
+`unfinished`), a kind for each reason, count with how far they got: whole, they would be at least that long. The run may be
+training.
 
-Groups are compared with trained ones of about the same policy versions (up to ten blocks of versions), surplus with the members
-of its own group. p is of a permutation test: 2,000 permutations of whole groups within each block (of the members within their
-group), of the difference of means over its cluster-robust standard error; for tasks, of the chi-square of groups by task.
+Groups are compared with trained ones of about the same policy versions (up to ten blocks of versions), surplus and unfinished
+episodes with the members of their own groups. p is of a permutation test: 2,000 permutations of whole groups within each block
+(of the members within their group), of the difference of means over its cluster-robust standard error; for tasks, of the
+chi-square of groups by task.
 "p, all" is corrected for the number of comparisons (Holm). What a kind differs in by definition is shown and not tested.
 
     --where "version_min >= 10"      columns of the views `trajectories` and `groups`"""
@@ -57,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
 def _kinds(report: BiasReport) -> list[str]:
     rows: list[tuple[str, ...]] = [HEAD]
     for kind in report.kinds:
-        means = [_number(measure, mean) for measure, mean in zip(LABELS, kind.means, strict=False)] or ["-"] * 4
+        means = [_number(measure, mean) for measure, mean in zip(LABELS, kind.means, strict=False)]
+        means += ["-"] * (len(LABELS) - 1 - len(means))  # without tasks
         rows.append((kind.name, f"{kind.n_groups:,}", f"{kind.n_trajectories:,}", *means, f"{kind.n_tasks:,}"))
     unseen = ", ".join(f"{n:,} {name}" for name, n in report.n_unseen.items())
     moment = "now" if report.lsn is None else f"at lsn {report.lsn}"  # an older format has no number
@@ -88,6 +93,9 @@ def _conclusions(report: BiasReport) -> list[str]:
 def _sentence(row: Comparison) -> str:
     dropped, kept = row.difference.dropped, row.difference.kept
     size = _number(row.measure, abs(dropped - kept))
+    if row.kind in WHY_UNFINISHED:
+        unit, more = LABELS[row.measure], "more" if dropped > kept else "fewer"
+        return f"episodes had {size} {more} {unit} when they were given up than the members of their groups in all"
     if row.measure == "n_steps":
         return f"trajectories are {size} steps {'longer' if dropped > kept else 'shorter'}"
     if row.measure == "n_response_tokens":

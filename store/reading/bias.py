@@ -2,6 +2,9 @@
 
 Dropped is a training group that is stale, no_signal or abandoned now, whatever was played of it, and surplus: what a group with
 spare members had too many of. Groups that are still to be played or trained on, held-out ones and imported ones are neither.
+
+Unfinished training episodes, a kind for each reason, are compared with the trained members of their own groups. They are
+measured by how far they got before they were given up, so their whole lengths are at least that.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from store.catalog.records import WHY_UNFINISHED
 from store.errors import StoreError
 from store.exchange import check_condition
 from store.reading.permutation import Difference, Units, difference_of_tasks, differences_of_means, holm
@@ -24,7 +28,9 @@ KINDS = ("stale", "no_signal", "abandoned", "surplus")
 SURPLUS = "surplus"
 MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")
 TASKS = "tasks"
-BY_DEFINITION = {"no_signal": ("episode_return", "won"), SURPLUS: (TASKS,)}  # what a kind is, so there is nothing to test
+WITHIN_GROUP = (SURPLUS, *WHY_UNFINISHED)  # compared with the members of their own groups, so with the same task
+# What a kind differs in by definition, so there is nothing to test.
+BY_DEFINITION = {"no_signal": ("episode_return", "won"), **dict.fromkeys(WITHIN_GROUP, (TASKS,))}
 MIN_GROUPS = 5  # dropped, and trained, that can be compared; fewer permutations could not tell them from chance
 MAX_BLOCKS, GROUPS_PER_BLOCK = 10, 10  # of policy versions: at most so many, of at least so many trained groups
 
@@ -52,6 +58,17 @@ members AS (
 SELECT dense_rank() OVER (ORDER BY of_group) - 1 AS of_group, dropped, task_id AS task, 1::DOUBLE AS n,
        {values}
 FROM members ORDER BY of_group, dropped, traj_uid"""
+# Unfinished training episodes, and with `why` null the members of their groups that were trained on.
+UNFINISHED = """WITH played AS {played},
+given_up AS (SELECT why, group_uid, task_id AS task, n_steps, n_response_tokens FROM unfinished
+             WHERE split = 'train' AND n_steps IS NOT NULL
+             AND ({all_groups} OR group_uid IN (SELECT group_uid FROM played))),
+members AS (SELECT NULL AS why, group_uid, task_id AS task, n_steps, n_response_tokens FROM played
+            WHERE split = 'train' AND state = 'trained' AND group_uid IN (SELECT group_uid FROM given_up))
+SELECT why, group_uid::VARCHAR AS of_group, task, 1::DOUBLE AS n, n_steps::DOUBLE AS n_steps,
+       n_response_tokens::DOUBLE AS n_response_tokens
+FROM (FROM given_up UNION ALL BY NAME FROM members) ORDER BY ALL"""
+HAS_UNFINISHED = "SELECT count(*) > 0 AS there FROM duckdb_views() WHERE view_name = 'unfinished'"
 N_GROUPS = "SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY 1"
 
 
@@ -62,13 +79,16 @@ class Kind:
     name: str
     n_groups: int  # with a trajectory here
     n_trajectories: int
-    means: tuple[float, ...]  # of MEASURES, per trajectory; none without a trajectory
+    means: tuple[float, ...]  # of MEASURES, per trajectory; of unfinished episodes the first two; none without one
     n_tasks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A measure of one kind against the trained trajectories of about the same policy versions; of surplus, of its groups."""
+    """A measure of one kind against the trained trajectories of about the same policy versions.
+
+    Surplus and unfinished episodes are compared with those of their own groups.
+    """
 
     kind: str
     measure: str  # of MEASURES, or TASKS: shares of the task that differs most
@@ -118,8 +138,19 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
             comparisons += _compare(name, units, tasks)
         else:
             not_compared[name] = why
+    dropped_kinds = kinds[1:-1]
+    for name, rows in _unfinished(reader, played, all_groups=where is None).items():
+        kinds.append(_kind(name, rows.filter(rows["dropped"])))
+        tasks, units = _members_as_units(rows)
+        units = units.comparable()
+        why = _too_few(units, kinds[-1])
+        if why is None:
+            comparisons += _compare(name, units, tasks)
+        else:
+            not_compared[name] = why
     totals = dict(zip(*(column.to_pylist() for column in reader.sql(N_GROUPS).columns), strict=True))
-    unseen = {} if where is not None else {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in kinds[:-1]}
+    counted = [] if where is not None else [kinds[0], *dropped_kinds]
+    unseen = {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in counted}
     return BiasReport(
         lsn=reader.lsn,
         kinds=tuple(kinds),
@@ -129,10 +160,38 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
     )
 
 
+def _unfinished(reader: Reader, played: str, *, all_groups: bool) -> dict[str, pa.Table]:
+    """Return the unfinished episodes by reason, each with the trained members of their groups; `dropped` tells them apart.
+
+    A run of an older format that nobody has opened since has none.
+    """
+    if not reader.sql(HAS_UNFINISHED)["there"][0].as_py():
+        return {}
+    query = UNFINISHED.format(played=played, all_groups=str(all_groups).lower())
+    rows = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
+    why_U = np.asarray(rows["why"].to_pylist(), dtype=object)
+    is_member_U = np.array([why is None for why in why_U], bool)
+    group_U = np.asarray(rows["of_group"].combine_chunks().dictionary_encode().indices)
+    rows = rows.set_column(rows.column_names.index("of_group"), "of_group", pa.array(group_U, pa.int64()))
+    found = {}
+    for why in WHY_UNFINISHED:
+        dropped_U = why_U == why
+        if dropped_U.any():
+            members_U = is_member_U & np.isin(group_U, group_U[dropped_U])
+            marked = rows.append_column("dropped", pa.array(dropped_U))
+            found[why] = marked.filter(pa.array(dropped_U | members_U))
+    return found
+
+
+def _measures(rows: pa.Table) -> list[str]:
+    """Return the MEASURES that these rows have: an unfinished episode has no return."""
+    return [measure for measure in MEASURES if measure in rows.column_names]
+
+
 def _kind(name: str, rows: pa.Table) -> Kind:
-    """In: a row per group, or per trajectory of surplus."""
+    """In: a row per group, or per trajectory of surplus, or per unfinished episode."""
     n = int(np.sum(rows["n"].to_numpy()))
-    means = tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in MEASURES) if n else ()
+    means = tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in _measures(rows)) if n else ()
     n_groups = len(rows["of_group"].unique()) if "of_group" in rows.column_names else len(rows)
     return Kind(name=name, n_groups=n_groups, n_trajectories=n, means=means, n_tasks=len(rows["task"].unique()))
 
@@ -150,7 +209,7 @@ def _groups_as_units(groups: pa.Table, state_U: np.ndarray, *, dropped: str) -> 
 
 
 def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:
-    """Surplus against the members of the very group."""
+    """Surplus, or unfinished episodes, against the members of the very group."""
     dropped_U = np.asarray(members["dropped"].to_pylist(), bool)
     return _units(members, stratum_U=members["of_group"].to_numpy(), dropped_U=dropped_U)
 
@@ -162,7 +221,7 @@ def _units(rows: pa.Table, *, stratum_U: np.ndarray, dropped_U: np.ndarray) -> t
         stratum_U=np.asarray(stratum_U, np.int64),
         dropped_U=dropped_U,
         sizes_U=rows["n"].to_numpy(),
-        sums_UM=np.stack([rows[measure].to_numpy() for measure in MEASURES], axis=1),
+        sums_UM=np.stack([rows[measure].to_numpy() for measure in _measures(rows)], axis=1),
         task_U=coded.indices.to_numpy().astype(np.int64),
     )
     return coded.dictionary.to_pylist(), units
@@ -172,17 +231,19 @@ def _too_few(units: Units, kind: Kind) -> str | None:
     if not kind.n_trajectories:
         return "none"
     n_dropped, n_kept = int(units.dropped_U.sum()), int((~units.dropped_U).sum())
-    if kind.name == SURPLUS:
+    if kind.name in WITHIN_GROUP:
         n_dropped = n_kept = int(units.stratum_U.max(initial=-1)) + 1
     if min(n_dropped, n_kept) >= MIN_GROUPS:
         return None
-    if kind.name == SURPLUS:
-        return f"{n_dropped} trained groups have surplus, too few to compare; it takes {MIN_GROUPS}"
+    if kind.name in WITHIN_GROUP:
+        what = SURPLUS if kind.name == SURPLUS else f"{kind.name} episodes"
+        return f"{n_dropped} trained groups have {what}, too few to compare; it takes {MIN_GROUPS}"
     return f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes {MIN_GROUPS} of each"
 
 
 def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
-    compared = dict(zip(MEASURES, differences_of_means(units, seed=SEED), strict=True))
+    measures = MEASURES[: units.sums_UM.shape[1]]
+    compared = dict(zip(measures, differences_of_means(units, seed=SEED), strict=True))
     rows = [
         Comparison(kind=kind, measure=name, difference=difference, task=None, p_corrected=None)
         for name, difference in compared.items()

@@ -91,7 +91,8 @@ def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: i
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
     for name, table in snapshot.tables.items():
         connection.register("arriving", table)
-        connection.execute(f"DROP VIEW exported.{name}; CREATE TABLE exported.{name} AS FROM arriving")
+        # A run that only older code has opened has no view of a newer table.
+        connection.execute(f"DROP VIEW IF EXISTS exported.{name}; CREATE TABLE exported.{name} AS FROM arriving")
         connection.unregister("arriving")
 
 
