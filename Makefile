@@ -6,6 +6,8 @@ RUN ?= runs/quickstart
 SEED ?= 0
 PY := $(VENV)/bin/python
 EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# vLLM's CUDA build has no CPU engine: on a GPU machine the engine and the learner share one GPU.
+GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5)
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
@@ -26,7 +28,7 @@ $(VENV)/ready: pyproject.toml setup.sh
 	@touch $@
 
 train: setup
-	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED)
+	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
 # By file, in two processes; whole runs and engines after all others, as they want most of the machine.
 test: setup check

@@ -13,7 +13,7 @@ task is next (`tasks.py`), what is played (`plays.py`) and who is alive (`pulse.
 from actors.admission import free_groups, task_index
 from actors.chat_policy import ChatPolicy, EndpointFailed
 from actors.coordinator import Coordinator, CoordinatorActor
-from actors.engine_environment import ENGINE_SOCKETS
+from actors.engine_environment import ENGINE_SOCKETS, engine_fault
 from actors.images import sees_images
 from actors.plays import Lease
 from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
@@ -51,6 +51,7 @@ __all__ = [
     "Worker",
     "WorkerActor",
     "WorkerSetup",
+    "engine_fault",
     "free_groups",
     "images_fault",
     "parse_action",

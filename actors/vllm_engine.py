@@ -27,9 +27,13 @@ def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_reque
     placement: dict[str, Any]
     if actors.gpus_per_worker:
         placement = {
-            "tensor_parallel_size": actors.gpus_per_worker,
-            "gpu_memory_utilization": actors.gpu_memory_utilization,
+            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
+            # What must be free at the start: after a kill, memory of the engine before this one may not be yet.
+            "gpu_memory_utilization": actors.gpu_memory_utilization * min(1.0, actors.gpus_per_worker),
         }
+        if actors.gpus_per_worker < 1:
+            # vLLM would measure what is left for its cache, and take for its own what another process allocates meanwhile.
+            placement["kv_cache_memory_bytes"] = int(actors.kv_cache_gib * 2**30)
     else:
         placement = {
             "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),
