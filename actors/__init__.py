@@ -22,7 +22,7 @@ from actors.pulse import Component, Status
 from actors.resume import ResumePoint
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.texts import sample_chats
-from actors.vllm_policy import EngineLostError
+from actors.vllm_engine import EngineLostError, EngineMemoryError, EngineStartError
 from actors.weight_files import weight_files
 from actors.worker import Worker, WorkerActor, WorkerSetup
 
@@ -37,6 +37,8 @@ __all__ = [
     "CoordinatorActor",
     "EndpointFailed",
     "EngineLostError",
+    "EngineMemoryError",
+    "EngineStartError",
     "EpisodeIds",
     "EpisodeRules",
     "Lease",

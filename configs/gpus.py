@@ -32,7 +32,7 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
     """
     workers = n_workers(config) if learns else config.actors.workers
     shares = [config.actors.gpus_per_worker] * workers + [config.learner.gpus_per_rank] * (config.learner.ranks * learns)
-    free = []  # of each card that is shared
+    free: list[float] = []  # of each card that is shared
     for share in sorted((share for share in shares if 0 < share < 1), reverse=True):
         fitting = [card for card, left in enumerate(free) if left >= share - ROUNDING]
         if fitting:
