@@ -26,6 +26,12 @@ NO_MEMORY = (
 )
 
 
+def fail_to_start(log: Path, error: Exception, *, logged: str) -> None:
+    with start_failures(log):
+        log.write_text(logged)
+        raise error
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -38,19 +44,15 @@ NO_MEMORY = (
 def test_an_engine_that_does_not_start_is_lost_with_its_own_words(tmp_path: Path, error: str, kind: type[Exception]) -> None:
     log = tmp_path / "engine.log"
     log.write_text(BEFORE)
-    with pytest.raises(EngineLostError) as lost, start_failures(log):
-        log.write_text(BEFORE + LOGGED.format(error=error))
-        raise RuntimeError(VLLMS)
+    with pytest.raises(EngineLostError) as lost:
+        fail_to_start(log, RuntimeError(VLLMS), logged=BEFORE + LOGGED.format(error=error))
     assert type(lost.value) is kind
     told = error.removeprefix("torch.")
     assert str(lost.value) == f"the vLLM engine did not start: {told}; its log is {log}"
 
 
-def test_without_a_log_there_are_vllms_words(tmp_path: Path) -> None:
-    with (
-        pytest.raises(EngineStartError, match="RuntimeError: Engine core initialization failed"),
-        start_failures(tmp_path / "x"),
-    ):
-        raise RuntimeError(VLLMS)
-    with pytest.raises(ValueError, match="a mistake"), start_failures(tmp_path / "x"):
-        raise ValueError("a mistake of the config")
+def test_without_an_error_in_the_log_there_are_vllms_words(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match="RuntimeError: Engine core initialization failed"):
+        fail_to_start(tmp_path / "x", RuntimeError(VLLMS), logged="")
+    with pytest.raises(ValueError, match="a mistake"):
+        fail_to_start(tmp_path / "x", ValueError("a mistake of the config"), logged="")
