@@ -23,7 +23,7 @@ help:
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: pyproject.toml setup.sh
+$(VENV)/ready: pyproject.toml setup.sh gpu_check.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) EXTRA=$(EXTRA) sh setup.sh
 	@touch $@
 
