@@ -6,6 +6,8 @@ RUN ?= runs/quickstart
 SEED ?= 0
 PY := $(VENV)/bin/python
 EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# vLLM's CUDA build has no CPU engine: on a GPU machine the engine and the learner share one GPU.
+GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-slow test-faults test-crash check format bench clean
@@ -20,12 +22,12 @@ help:
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: pyproject.toml setup.sh
+$(VENV)/ready: pyproject.toml setup.sh gpu_check.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) EXTRA=$(EXTRA) sh setup.sh
 	@touch $@
 
 train: setup
-	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED)
+	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
 # Tests and benchmarks download no model; `make train` does if the config names one of the Hugging Face Hub.
 test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -17,7 +18,7 @@ import configs
 import hub
 import resume
 import runs
-from actors import images_fault, sees_images
+from actors import engine_fault, images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, OptionsError, Task, is_program, list_tasks, missing_packages, planned_tasks, try_environment
@@ -264,12 +265,17 @@ def said_when_slow(what: str, console: Console) -> Iterator[None]:
 
 
 def check_gpus(config: Config, *, learns: bool) -> None:
-    """Ray would wait for ever for a GPU that is not there. Raises ConfigError."""
-    actors, learner = config.actors, config.learner
-    workers = configs.n_workers(config) if learns else actors.workers
-    wanted, there = workers * actors.gpus_per_worker + learns * learner.ranks * learner.gpus_per_rank, available_gpus()
+    """Refuse GPUs that are not there, for which Ray would wait for ever, and an engine that vLLM's build does not have.
+
+    Nodes that are joined by RAY_ADDRESS may have another build than this one; there the worker refuses. Raises ConfigError.
+    """
+    wanted, there = configs.gpus_needed(config, learns=learns), available_gpus()
     if wanted > there:
         raise ConfigError(
             f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + learner.ranks x "
             f"learner.gpus_per_rank), Ray has {there}; set both to 0 for a CPU run, or join a cluster with RAY_ADDRESS"
         )
+    plays = configs.n_workers(config) > 0 or not learns
+    has_engine = plays and not config.actors.scripted and not config.endpoint.url
+    if has_engine and not os.environ.get("RAY_ADDRESS") and (fault := engine_fault(config.actors)):
+        raise ConfigError(fault)

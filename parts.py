@@ -56,7 +56,7 @@ def n_processes(config: Config, *, learns: bool) -> int:
     return 1 + (n_workers(config) + config.learner.ranks if learns else config.actors.workers)
 
 
-def gpus(part: Part, config: Config) -> int:
+def gpus(part: Part, config: Config) -> float:
     return config.learner.gpus_per_rank if part.name == LEARNER else config.actors.gpus_per_worker
 
 
@@ -71,10 +71,10 @@ def why_unplaced(part: Part, config: Config) -> str:
     wanted = gpus(part, config)
     if not wanted:
         return "Ray has not started a process for it; is the machine out of memory or processes?"
-    free, there = (int(count.get("GPU", 0)) for count in (ray.available_resources(), ray.cluster_resources()))
+    free, there = (count.get("GPU", 0) for count in (ray.available_resources(), ray.cluster_resources()))
     knob = "learner.gpus_per_rank" if part.name == LEARNER else "actors.gpus_per_worker"
     return (
-        f"it asks for {wanted} GPUs on one node ({knob}), and of the {there} of the cluster {free} are free; "
+        f"it asks for {wanted:g} GPUs on one node ({knob}), and of the {there:g} of the cluster {free:g} are free; "
         "free some, add a node, or ask for fewer actors.workers or learner.ranks"
     )
 

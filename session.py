@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import parts
-from actors import EngineLostError, Status
+from actors import EngineLostError, EngineMemoryError, EngineStartError, Status
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from configs import Config, is_offline, n_workers
 from coordinator_calls import CoordinatorCalls
@@ -211,12 +211,19 @@ class Session:
         cause = cause_of(error)
         if isinstance(cause, RayActorError) and not cause.actor_init_failed:
             self._lost(part, "lost touch with the coordinator" if isinstance(error, RayTaskError) else DIED)
-        elif isinstance(cause, EngineLostError):
+        elif isinstance(cause, EngineLostError) and not self._will_never_start(cause):
             self._lost(part, f"lost its engine: {cause}")
         elif isinstance(cause, RankError):  # as if the learner itself had died
             self._lost(part, f"lost a rank: {cause}")
         else:
             raise ComponentFailed(f"{part.name} failed: {one_line(error)}{self._log(part.name)}") from error
+
+    def _will_never_start(self, cause: EngineLostError) -> bool:
+        """Return whether an engine that did not start is to blame on the config: engines have not been up before.
+
+        Too little free memory is a matter of time also then, after a driver that was killed.
+        """
+        return isinstance(cause, EngineStartError) and not isinstance(cause, EngineMemoryError) and not self.is_up
 
     def _lost(self, part: Part, why: str) -> None:
         """Kills what is left of `part`, lets others have its groups, and has it started again after a pause."""

@@ -15,6 +15,7 @@ fail() {
     echo "$("$PYTHON" --version) is not 3.11, 3.12 or 3.13; name another with PYTHON=..." >&2
     exit 1
 }
+[ "$EXTRA" = cpu ] || sh gpu_check.sh before
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 echo "setting up $VENV ($EXTRA build of vLLM; about 4 GB, a few minutes; log: $log)"
 : >"$log"
@@ -32,4 +33,5 @@ if [ "$EXTRA" = cpu ]; then
     pip uninstall -y torchvision torchaudio torchcodec || fail "pip could not remove torchvision"
 fi
 "$VENV/bin/python" -c 'import torch, transformers, vllm, deepspeed, ray, duckdb' >>"$log" 2>&1 || fail "an import failed"
+[ "$EXTRA" = cpu ] || sh gpu_check.sh after
 echo "set-up done"

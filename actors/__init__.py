@@ -13,7 +13,7 @@ task is next (`tasks.py`), what is played (`plays.py`) and who is alive (`pulse.
 from actors.admission import free_groups, task_index
 from actors.chat_policy import ChatPolicy, EndpointFailed
 from actors.coordinator import Coordinator, CoordinatorActor
-from actors.engine_environment import ENGINE_SOCKETS
+from actors.engine_environment import ENGINE_SOCKETS, engine_fault
 from actors.images import sees_images
 from actors.plays import Lease
 from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
@@ -22,7 +22,7 @@ from actors.pulse import Component, Status
 from actors.resume import ResumePoint
 from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.texts import sample_chats
-from actors.vllm_policy import EngineLostError
+from actors.vllm_engine import EngineLostError, EngineMemoryError, EngineStartError
 from actors.weight_files import weight_files
 from actors.worker import Worker, WorkerActor, WorkerSetup
 
@@ -37,6 +37,8 @@ __all__ = [
     "CoordinatorActor",
     "EndpointFailed",
     "EngineLostError",
+    "EngineMemoryError",
+    "EngineStartError",
     "EpisodeIds",
     "EpisodeRules",
     "Lease",
@@ -51,6 +53,7 @@ __all__ = [
     "Worker",
     "WorkerActor",
     "WorkerSetup",
+    "engine_fault",
     "free_groups",
     "images_fault",
     "parse_action",

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 from configs import ActorsConfig
@@ -14,7 +15,37 @@ ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # the directory of those by which an engi
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # vLLM obeys it only where the model has a process of its own; else we do
 
 
+def engine_fault(actors: ActorsConfig) -> str:
+    """Return why the installed vLLM has no engine as `actors.gpus_per_worker` asks for, in one line; "" if it has one.
+
+    vLLM's CUDA build has no CPU engine: it would start on GPU 0, which nobody counted. Its CPU build has no other.
+    """
+    is_cpu_build, asked = _is_cpu_build(), f"actors.gpus_per_worker={actors.gpus_per_worker:g}"
+    if is_cpu_build and actors.gpus_per_worker:
+        return (
+            f"{asked} asks for an engine on a GPU, and the vLLM installed here is the CPU build; set it to 0, or set up again: "
+            "make setup EXTRA=cuda VENV=.venv-cuda"
+        )
+    if not is_cpu_build and not actors.gpus_per_worker:
+        return (
+            f"{asked} asks for a CPU engine, and the vLLM installed here is the CUDA build, which has none; share a GPU: "
+            "actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5, or set up again: make setup EXTRA=cpu VENV=.venv-cpu"
+        )
+    return ""
+
+
+def _is_cpu_build() -> bool:
+    """Return whether vLLM is its CPU build, as vLLM itself finds out: by the name or version of its distribution."""
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return True  # only "vllm-cpu" brings the module under another name
+
+
 def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+    """Return the variables that an engine is started with. Raises ValueError if vLLM's build has no such engine."""
+    if fault := engine_fault(actors):
+        raise ValueError(fault)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     log_config_path = log_path.with_suffix(".logging.json")
     log_config_path.write_text(json.dumps(_log_config(log_path)))

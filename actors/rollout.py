@@ -17,7 +17,7 @@ from typing import Protocol
 from actors.attempts import Progress
 from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
-from actors.vllm_policy import EngineLostError
+from actors.vllm_engine import EngineLostError
 from configs import Config
 from envs import Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid

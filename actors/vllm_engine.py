@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,10 +20,38 @@ STOP_PATIENCE_S = 10.0
 # Arguments that images change.
 TEXT_ARGUMENTS = {"skip_tokenizer_init": True, "worker_extension_cls": "actors.weight_transfer.WorkerExtension"}
 CPU_BATCH_TOKENS = 8192  # prompt tokens of one forward pass; more only adds to the time until the first token
+# An engine's own words for memory of a GPU that another process still has: at its start, while it loads, while it measures.
+NO_MEMORY = re.compile("Free memory on device|out of memory|Error in memory profiling")
+RAISED = re.compile(r"\b(\w*(?:Error|Exception)): (.+)")  # the last line of a traceback
 
 
 class EngineLostError(RuntimeError):
     """The engine is gone, or was stopped because it may hold a mixture of weights. Start a new policy."""
+
+
+class EngineStartError(EngineLostError):
+    """The engine did not start; the message has its own error, from its log."""
+
+
+class EngineMemoryError(EngineStartError):
+    """The engine found too little free memory: a killed process may not have given back its own yet."""
+
+
+@contextlib.contextmanager
+def start_failures(log_path: Path) -> Iterator[None]:
+    """Raise an EngineStartError with the engine's own error in place of vLLM's, which says to look above.
+
+    An engine is a process of its own, and its error is in its log only.
+    """
+    before = log_path.stat().st_size if log_path.exists() else 0
+    try:
+        yield
+    except RuntimeError as error:
+        text = log_path.read_bytes()[before:].decode(errors="replace") if log_path.exists() else ""
+        raised = [found for found in RAISED.findall(text) if "initialization failed" not in found[1]]
+        cause = ": ".join(raised[-1]) if raised else f"{type(error).__name__}: {error}"
+        kind = EngineMemoryError if NO_MEMORY.search(f"{cause} {error}") else EngineStartError
+        raise kind(f"the vLLM engine did not start: {cause}; its log is {log_path}") from error
 
 
 @contextlib.contextmanager
@@ -52,9 +81,13 @@ def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_reque
     placement: dict[str, Any]
     if actors.gpus_per_worker:
         placement = {
-            "tensor_parallel_size": actors.gpus_per_worker,
-            "gpu_memory_utilization": actors.gpu_memory_utilization,
+            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
+            # What must be free at the start: after a kill, memory of the engine before this one may not be yet.
+            "gpu_memory_utilization": actors.gpu_memory_utilization * min(1.0, actors.gpus_per_worker),
         }
+        if actors.gpus_per_worker < 1:
+            # vLLM would measure what is left for its cache, and take for its own what another process allocates meanwhile.
+            placement["kv_cache_memory_bytes"] = int(actors.kv_cache_gib * 2**30)
     else:
         placement = {
             "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),

@@ -24,8 +24,7 @@ from actors.engine_environment import engine_environment, environment
 from actors.engine_server import begin_loading, engines_from_server
 from actors.images import ImageForm, load_image_form
 from actors.policy import Completion, Prompt
-from actors.vllm_engine import EngineLostError as EngineLostError
-from actors.vllm_engine import Preemptions, engine_args, engine_call, stop_engine
+from actors.vllm_engine import EngineLostError, Preemptions, engine_args, engine_call, start_failures, stop_engine
 from actors.vllm_images import engine_input
 from actors.weight_files import RECEIVED, WeightFileError, check_fit, check_shapes, tensor_shapes
 from actors.weight_load import PhaseClock, WeightLoad
@@ -82,7 +81,7 @@ class VLLMPolicy:
         will ever be.
 
         A response ends with one of `stop_token_ids`, or with the token that completes one of the texts in `stop`; to find
-        those, and for nothing else, the engine's output is read with `tokenizer`, a Hugging Face one.
+        those, and for nothing else, the engine's output is read with `tokenizer`, a Hugging Face one. Raises EngineStartError.
 
         Blocks the event loop for the start-up: the engine dies with the thread that started it (`die_with_parent`), and
         a pool's thread may end at any time.
@@ -95,7 +94,7 @@ class VLLMPolicy:
 
             others = set(multiprocessing.active_children())
             preemptions = Preemptions()
-            with engines_from_server(variables):
+            with engines_from_server(variables), start_failures(log_path):
                 llm = AsyncLLM.from_engine_args(
                     engine_args(model_path=model_path, dtype=dtype, actors=actors, max_requests=gate.limit),
                     stat_loggers=[preemptions.logger],

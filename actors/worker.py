@@ -37,7 +37,8 @@ from actors.rollout import EpisodeIds, EpisodeRules, play_episode
 from actors.served_weights import ServedWeights
 from actors.shared_handle import SharedHandle
 from actors.tokenizer import load_tokenizer
-from actors.vllm_policy import EngineLostError, VLLMPolicy, load_ahead
+from actors.vllm_engine import EngineLostError
+from actors.vllm_policy import VLLMPolicy, load_ahead
 from configs import Config
 from envs import EnvironmentPool, ProgramPool, is_program
 from store import Heartbeat, RunLayout, Trajectory, capture_output

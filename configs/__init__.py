@@ -1,13 +1,14 @@
 """`schema.py` holds every knob with its default, `check.py` refuses what would fail later, `load.py` reads YAML and
-`key=value`, `plan.py` says what would run where, `stored.py` what of it is played,
+`key=value`, `plan.py` says what would run where, `gpus.py` on how many GPUs, `stored.py` what of it is played,
 `model.py` looks at the model's directory, `endpoint.py` is about models of others; one YAML per run we vouch for.
 """
 
 from configs.check import ConfigError, check, check_is_list, hint
 from configs.endpoint import without_model
+from configs.gpus import gpus_needed
 from configs.load import differences, from_yaml, load, to_yaml
 from configs.model import VISION_MODEL_TYPES, check_model_path, model_type
-from configs.plan import GIB, cloning_config, describe_plan, disk_bytes, model_billions
+from configs.plan import BUCKET_ELEMENTS, GIB, cloning_config, describe_plan, disk_bytes, model_billions, rank_bytes
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,
@@ -27,6 +28,7 @@ from configs.schema import (
 from configs.stored import groups_of_a_step, is_offline, n_workers
 
 __all__ = [
+    "BUCKET_ELEMENTS",
     "GIB",
     "VISION_MODEL_TYPES",
     "ActorsConfig",
@@ -52,6 +54,7 @@ __all__ = [
     "differences",
     "disk_bytes",
     "from_yaml",
+    "gpus_needed",
     "groups_of_a_step",
     "hint",
     "is_offline",
@@ -59,6 +62,7 @@ __all__ = [
     "model_billions",
     "model_type",
     "n_workers",
+    "rank_bytes",
     "to_yaml",
     "without_model",
 ]

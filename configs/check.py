@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES
 from configs.endpoint import endpoint_fault
+from configs.gpus import gpu_fault
 from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
 from configs.stored import groups_of_a_step, is_offline
 from configs.updates import most_updates, one_update, updates_fault
@@ -36,7 +37,7 @@ def check(config: Config) -> None:
     _check_tiny_model(config)
     _check_lengths(config)
     _check_prompt(config)
-    if fault := endpoint_fault(config.endpoint):
+    if fault := endpoint_fault(config.endpoint) or gpu_fault(config):
         raise ConfigError(fault)
     _check_store(config)
     _check_stored(config)
@@ -59,7 +60,6 @@ def _check_choices(config: Config) -> None:
         "learner.transfer": (config.learner.transfer, ("files", "broadcast")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
         "stragglers": (config.stragglers, ("drop", "wait")),
-        "learner.gpus_per_rank": (config.learner.gpus_per_rank, (0, 1)),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.check import ConfigError
+from configs.gpus import gpus_needed
 from configs.schema import AlgorithmConfig, Config, LossConfig, StoredConfig
 from configs.stored import groups_of_a_step, is_offline, n_workers
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
-MASTER_BYTES = 12  # float32 master weights and the two Adam moments, per parameter, beside a bfloat16 model
-ADAM_BYTES = 8  # the two moments beside a float32 model
+# Per parameter, in float32 whatever the model is: ZeRO's master weights, Adam's two moments, an accumulated gradient.
+MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
+BUCKET_ELEMENTS = 500_000_000  # gradients that ranks exchange at once, `learner/deepspeed_setup.py`
 
 
 def cloning_config(config: Config) -> Config:
@@ -29,7 +31,14 @@ def cloning_config(config: Config) -> Config:
         stored=StoredConfig(),
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
-        actors=replace(config.actors, scripted=True, workers=1, groups_in_flight=tiny.clone_episodes_per_step, spare_members=0),
+        actors=replace(
+            config.actors,
+            scripted=True,
+            workers=1,
+            gpus_per_worker=0,
+            groups_in_flight=tiny.clone_episodes_per_step,
+            spare_members=0,
+        ),
         algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # cloning asks for no advantage
         loss=LossConfig(policy="behaviour_cloning"),
         learner=replace(
@@ -52,19 +61,19 @@ def describe_plan(config: Config) -> str:
     """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be told."""
     actors, learner = config.actors, config.learner
     billions = model_billions(config)
-    gpus = n_workers(config) * actors.gpus_per_worker + learner.ranks * learner.gpus_per_rank
+    gpus = gpus_needed(config, learns=True)
     weight = BYTES[config.model.dtype]
-    reference = bool(config.loss.kl_coef) and not config.model.lora_rank
-    learner_gib = billions * 1e9 * _learner_bytes(config, reference=reference) / GIB
+    reference = keeps_reference(config)
+    learner_gib = rank_bytes(config, parameters=billions * 1e9) / GIB
     engine_gib = billions * 1e9 * weight / GIB
     where = "GPU" if gpus else "CPU"
-    cache = (
-        f"{actors.gpu_memory_utilization:.0%} of the GPU taken in all, the rest of it for the KV cache"
-        if actors.gpus_per_worker
-        else f"{actors.kv_cache_gib:g} GiB KV cache"
-    )
+    cache = f"{actors.kv_cache_gib:g} GiB KV cache"
+    if actors.gpus_per_worker >= 1:
+        cache = f"{actors.gpu_memory_utilization:.0%} of the GPU taken in all, the rest of it for the KV cache"
+    elif actors.gpus_per_worker:
+        cache += f"; starts if {actors.gpu_memory_utilization * actors.gpus_per_worker:.0%} of the GPU is free"
     workers = (
-        f"{actors.workers} x {actors.gpus_per_worker or 'no'} GPU, one vLLM engine each, "
+        f"{actors.workers} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
         f"{config.env.processes} environment processes beside each"
     )
     if is_offline(config):
@@ -75,7 +84,7 @@ def describe_plan(config: Config) -> str:
         f"\nplacement ({gpus} GPU{'' if gpus == 1 else 's'} in all)\n"
         f"  coordinator  1 process, CPU\n"
         f"  workers      {workers}\n"
-        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x {learner.gpus_per_rank or 'no'} GPU, "
+        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x {_count(learner.gpus_per_rank)} GPU, "
         f"DeepSpeed ZeRO {learner.zero_stage}\n"
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
         f"  each engine  {f'{engine_gib:.1f} GiB weights; {cache}' if n_workers(config) else 'none'}\n"
@@ -108,22 +117,55 @@ def _n_versions(config: Config) -> int:
 
 def _checkpoint_bytes(config: Config) -> float:
     """Return the size of one: float32 master weights and moments. Adapters are counted as nothing."""
-    return 0.0 if config.model.lora_rank else model_billions(config) * 1e9 * MASTER_BYTES
+    return 0.0 if config.model.lora_rank else model_billions(config) * 1e9 * (MASTER_BYTES + MOMENT_BYTES)
 
 
 def _version_bytes(config: Config) -> float:
     return model_billions(config) * 1e9 * BYTES[config.model.dtype]
 
 
-def _learner_bytes(config: Config, *, reference: bool) -> float:
-    """Of one rank on its device, per parameter of the model; adapters are counted as nothing."""
+def _count(gpus: float) -> str:
+    return f"{gpus:g}" if gpus else "no"
+
+
+def rank_bytes(config: Config, *, parameters: float) -> float:
+    """Return the bytes that one learner rank holds on its device at the most, without activations.
+
+    Adapters are counted as nothing. The terms are what DeepSpeed 0.19.8 keeps at an optimizer step, float32 unless said:
+
+        ZeRO 0    weights, gradients, two moments
+        ZeRO 1    weights, gradients; shared out: masters, two moments. In bfloat16 a second, float32 gradient, which is
+                  not shared out; in float32 a copy of the shared part
+        ZeRO 2    weights; shared out: masters, two moments, gradients and a copy of them for the step
+        ZeRO 3    the same with the weights shared out too
+
+    With learner.offload all but the weights and their gradients is in main memory. 1.5e9 bfloat16 parameters at ZeRO 1 on
+    one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each, 30 GB, and a buffer of 2 GB.
+    """
     learner, weight = config.learner, BYTES[config.model.dtype]
-    optimizer = ADAM_BYTES if config.model.dtype == "float32" else MASTER_BYTES
-    trained = 0 if config.model.lora_rank else 1
-    held = {"weights": weight, "gradients": weight * trained, "optimizer": optimizer * trained * (not learner.offload)}
-    shared_from = {"weights": 3, "gradients": 2, "optimizer": 1}  # ZeRO stage
-    shares = {name: learner.ranks if learner.zero_stage >= stage else 1 for name, stage in shared_from.items()}
-    return sum(size / shares[name] for name, size in held.items()) + weight * reference
+    shares = {stage: learner.ranks if learner.zero_stage >= stage else 1 for stage in (1, 2, 3)}
+    held = weight / shares[3] + weight * keeps_reference(config)
+    if config.model.lora_rank:
+        return parameters * held
+    if learner.offload:
+        held += weight / shares[2]
+    elif learner.zero_stage == 0:
+        held += weight + MOMENT_BYTES
+    else:
+        held += (MASTER_BYTES + MOMENT_BYTES) / shares[1]
+        if learner.zero_stage > 1:
+            held += 2 * GRADIENT_BYTES / shares[2]
+        elif config.model.dtype == "bfloat16":
+            held += weight + GRADIENT_BYTES
+        else:
+            held += weight + GRADIENT_BYTES / shares[1]
+    buffer = GRADIENT_BYTES * min(BUCKET_ELEMENTS, parameters) if learner.zero_stage else 0
+    return parameters * held + buffer
+
+
+def keeps_reference(config: Config) -> bool:
+    """Return whether each rank keeps a frozen copy of the base model, whole, for the KL term."""
+    return bool(config.loss.kl_coef) and not config.model.lora_rank
 
 
 def model_billions(config: Config) -> float:

@@ -66,15 +66,16 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorsConfig:
     workers: int = 1  # Ray workers, one vLLM engine each
-    gpus_per_worker: int = 0
+    # of each engine: 0 for a CPU engine, a fraction for a part of a GPU that others share, above 1 for tensor parallelism
+    gpus_per_worker: float = 0.0
     groups_in_flight: int = 8  # per worker; each plays `group_size` episodes at once, as many requests its engine takes
     max_groups_in_flight: int = 16  # as long as its engine has room, because episodes wait for their environments
     spare_members: int = 0  # more episodes per training group; the first group_size that end are it, the others are given up
     temperature: float = 1.0
     max_response_tokens: int = 512
     max_model_tokens: int = 2560  # prompt and response together, as the engine allocates it
-    kv_cache_gib: float = 1.0  # CPU engines only; GPU engines use gpu_memory_utilization
-    gpu_memory_utilization: float = 0.85
+    kv_cache_gib: float = 1.0  # of CPU engines and of engines that share a GPU; others fill gpu_memory_utilization
+    gpu_memory_utilization: float = 0.85  # of a GPU, or of the fraction of it that gpus_per_worker is
     cpu_cores: str = "auto"  # of a CPU engine: "0" or "0,2-3"; "auto" is all but the last, which the learner takes
     turn_timeout_s: float = 300.0  # of one response, its place in line included; an episode that waits longer ends, truncated
     episode_timeout_s: float = 3600.0  # likewise of a whole episode
@@ -166,7 +167,7 @@ class LearnerConfig:
     micro_batch_tokens: int = 16384  # tokens per forward pass
     merge_steps: bool = True  # a step whose prompt repeats the last one's tokens continues its sequence
     ranks: int = 1  # processes of the learner; each has a copy, or with ZeRO a part, of the model and of every batch
-    gpus_per_rank: int = 0  # 1, or 0 for a CPU learner
+    gpus_per_rank: float = 0.0  # 1, 0 for a CPU learner, or, of one rank, a fraction of a GPU that others share
     zero_stage: int = 0  # DeepSpeed ZeRO: 1 shares out the optimizer's state, 2 also gradients, 3 also weights
     offload: bool = False  # the optimizer's state stays in main memory; ZeRO stages 1 to 3
     threads: int = 1  # torch threads of each rank of a CPU learner

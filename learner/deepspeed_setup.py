@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs import LearnerConfig
+from configs import BUCKET_ELEMENTS, LearnerConfig
 
 # Read when deepspeed is imported. A process of a run sees a GPU only if its config asks for one (`device.py` checks it).
 if not torch.cuda.is_available():
@@ -55,8 +55,6 @@ logging.getLogger("DeepSpeed").propagate = True
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8  # Kingma and Ba 2015
-# DeepSpeed's own default of 5e8 elements is allocated at once, 2 GB in float32; a model needs no more than it has.
-MAX_BUCKET_ELEMENTS = 500_000_000
 LEAST_BF16_ZERO_STAGE = 1  # below it DeepSpeed keeps no fp32 masters and accumulates gradients in bf16
 PARTITIONED = 3  # the ZeRO stage from which a rank holds only its part of a parameter
 WHOLE_ELEMENTS = 100_000  # parameters smaller than this stay whole on each rank: a norm's are not worth a message
@@ -118,7 +116,8 @@ def forget_gradient(engine: Any) -> None:
 
 
 def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> dict[str, Any]:
-    bucket_elements = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters()))
+    # DeepSpeed's own default of 5e8 elements is allocated at once, 2 GB in float32; a model needs no more than it has.
+    bucket_elements = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters()))
     zero: dict[str, Any] = {
         "stage": learner.zero_stage,
         "reduce_bucket_size": bucket_elements,

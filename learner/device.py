@@ -26,6 +26,9 @@ def prepare_device(learner: LearnerConfig) -> None:
     check_device(learner, found=accelerator())
     if device_type(learner) == CPU:
         torch.set_num_threads(learner.threads)
+    elif learner.gpus_per_rank < 1:
+        # Out of memory here and not in the engine, which shares the GPU and cannot wait.
+        torch.cuda.set_per_process_memory_fraction(learner.gpus_per_rank)
 
 
 def check_device(learner: LearnerConfig, *, found: str) -> None:

@@ -27,6 +27,10 @@ class RankError(RuntimeError):
     """One of the learner's other ranks died or failed; the message says which one, why, and where its log is."""
 
 
+class RankMemoryError(RankError):
+    """A GPU had no room for the learner at its start: a killed process may not have given back its memory yet."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerSetup:
     config: Config
@@ -50,7 +54,13 @@ class LearnerProcess:
         return socket.gethostname(), os.getpid()
 
     def start(self) -> str:
-        return self._learner.start()
+        """Start the learner. Raises RankMemoryError where a GPU is full, which a restart may find free."""
+        from torch import OutOfMemoryError
+
+        try:
+            return self._learner.start()
+        except OutOfMemoryError as error:
+            raise RankMemoryError(f"the learner's GPU has no room for its start: {error}") from error
 
     def run(self) -> int:
         return self._learner.run()

@@ -103,6 +103,10 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("learner.keep_versions=2", ["learner.keep_versions=2", "at least 3"]),
         ("actors.max_model_tokens=100", ["actors.max_model_tokens=100", "2560"]),
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
+        ("actors.gpus_per_worker=1.5", ["actors.gpus_per_worker=1.5", "use e.g. 1"]),
+        ("actors.gpus_per_worker=-0.5", ["actors.gpus_per_worker=-0.5", "CPU engine"]),
+        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.ranks"]),
+        ("learner.gpus_per_rank=nan", ["learner.gpus_per_rank=nan"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),
         ("learner=3", ["'learner' is a section"]),
@@ -127,6 +131,11 @@ def test_a_mistake_is_one_line_that_names_the_value(empty: Path, override: str, 
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def test_two_ranks_on_one_gpu_are_refused(empty: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner.gpus_per_rank=0.5 with learner.ranks=2 .* NCCL"):
+        configs.load(empty, ["learner.gpus_per_rank=0.5", "learner.ranks=2"])
 
 
 def test_a_mistake_of_the_file_is_not_blamed_on_the_command_line(tmp_path: Path) -> None:
@@ -165,11 +174,72 @@ def test_differences_ignore_where_a_run_lies_and_how_long_it_goes_on(empty: Path
 
 
 def test_a_plan_counts_the_parameters_in_the_name() -> None:
-    plan = configs.describe_plan(Config(model=configs.ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct", dtype="bfloat16")))
-    # 1.5e9 parameters: 2 bytes of weight, 2 of gradient, 12 of master weights and moments
-    assert f"{1.5e9 * 16 / 1024**3:.1f} GiB" in plan
+    model = configs.ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct", dtype="bfloat16")
+    plan = configs.describe_plan(Config(model=model, learner=configs.LearnerConfig(zero_stage=1)))
+    # 1.5e9 parameters: 2 bytes of weight, 2 and 4 of gradient, 12 of master weights and moments, and DeepSpeed's buffer
+    assert f"{(1.5e9 * 20 + 2e9) / 1024**3:.1f} GiB" in plan
     with pytest.raises(ConfigError, match="does not say its size"):
         configs.describe_plan(Config(model=configs.ModelConfig(path="org/model")))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "learner", "per_parameter"),
+    [
+        ("float32", {}, 16.0),
+        ("bfloat16", {"zero_stage": 1}, 20.0),
+        ("bfloat16", {"zero_stage": 1, "ranks": 4}, 2 + 2 + 4 + 12 / 4),  # the float32 gradient is not shared out
+        ("bfloat16", {"zero_stage": 2, "ranks": 4}, 2 + 20 / 4),
+        ("bfloat16", {"zero_stage": 3, "ranks": 4}, 22 / 4),
+        ("bfloat16", {"zero_stage": 3, "ranks": 4, "kl": True}, 22 / 4 + 2),
+        ("bfloat16", {"zero_stage": 1, "offload": True}, 4.0),
+        ("bfloat16", {"zero_stage": 1, "lora": True, "kl": True}, 2.0),
+    ],
+)
+def test_a_rank_holds_what_deepspeed_keeps(dtype: str, learner: dict[str, Any], per_parameter: float) -> None:
+    config = Config(
+        model=configs.ModelConfig(dtype=dtype, lora_rank=16 * learner.pop("lora", False)),
+        loss=configs.LossConfig(kl_coef=0.1 * learner.pop("kl", False)),
+        learner=configs.LearnerConfig(**learner),
+    )
+    n_bucket = configs.BUCKET_ELEMENTS if config.learner.zero_stage and not config.model.lora_rank else 0
+    assert configs.rank_bytes(config, parameters=1e10) == pytest.approx(1e10 * per_parameter + 4 * n_bucket)
+
+
+def test_every_config_leaves_room_for_activations_on_an_80_gb_gpu() -> None:
+    """Of their real sizes; checkpointed activations of 16,384 tokens are about a tenth of it, of 32,768 a fifth."""
+    real = {"1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9, "VL-3B": 3.75e9}
+    for path in FILES:
+        config = configs.load(path)
+        if config.learner.gpus_per_rank:
+            name = Path(config.model.path).name
+            size = max((size for size in real if size in name), key=len)
+            room = 80e9 * (0.9 if config.learner.micro_batch_tokens <= 16384 else 0.8)
+            assert configs.rank_bytes(config, parameters=real[size]) < room, path.name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_gpus"),
+    [
+        ([], 0),
+        (["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"], 1),
+        (["actors.gpus_per_worker=0.3", "actors.workers=2", "learner.gpus_per_rank=0.4"], 1),
+        (["actors.gpus_per_worker=0.6", "actors.workers=3"], 3),
+        (["actors.gpus_per_worker=0.5", "actors.workers=3", "learner.gpus_per_rank=1"], 3),
+        (["actors.gpus_per_worker=2", "actors.workers=3", "learner.gpus_per_rank=1", "learner.ranks=2"], 8),
+    ],
+)
+def test_processes_may_share_a_gpu(empty: Path, overrides: list[str], n_gpus: int) -> None:
+    config = configs.load(empty, overrides)
+    assert configs.gpus_needed(config, learns=True) == n_gpus
+    assert f"placement ({n_gpus} GPU" in configs.describe_plan(config)
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+
+
+def test_an_engine_that_shares_a_gpu_has_a_cache_of_its_own_size(empty: Path) -> None:
+    shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5", "actors.kv_cache_gib=3"]
+    plan = configs.describe_plan(configs.load(empty, shared))
+    assert "1 x 0.5 GPU" in plan and "1 rank x 0.5 GPU" in plan
+    assert "3 GiB KV cache; starts if 42% of the GPU is free" in plan
 
 
 def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:

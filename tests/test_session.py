@@ -23,11 +23,12 @@ import parts
 import session as session_module
 import stopping
 import train
-from actors import Component, Coordinator, EngineLostError, PromptForm
+from actors import Component, Coordinator, EngineLostError, EngineMemoryError, EngineStartError, PromptForm
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from cluster import ray_cluster
 from configs import PromptConfig
 from learner import RAY_HIDES_GPUS, RankError
+from learner.process import RankMemoryError
 from parts import LEARNER, Part
 from runs import RUN_MARK
 from session import Session
@@ -200,6 +201,8 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [EngineLostError("it left")])), "lost its engine: it left"),
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [RayActorError()])), "lost touch with the coordinator"),
         (LEARNER, as_ray_passes_it_on(RankError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
+        (LEARNER, as_ray_passes_it_on(RankMemoryError("its GPU is full")), "lost a rank: its GPU is full"),
+        ("worker-0", as_ray_passes_it_on(EngineMemoryError("no room")), "lost its engine: no room"),
     ],
 )
 @pytest.mark.parametrize("is_up", [True, False], ids=["while it runs", "while it starts"])
@@ -210,6 +213,23 @@ def test_who_is_lost_is_started_again(session: Session, name: str, error: RayErr
     assert session.parts[name] is not part and session.parts[name].handle is None
     (notice,) = [detail for what, detail in session.coordinator.told if what == "started again"]  # type: ignore[attr-defined]
     assert words in notice
+
+
+def test_an_engine_that_was_up_before_is_started_again_whatever_its_start_says(session: Session) -> None:
+    part = session.parts["worker-0"] = Part(name="worker-0", due_at_s=0.0)
+    session._failed(part, as_ray_passes_it_on(EngineStartError("ValueError: no such thing; its log is x")))
+    assert session.parts["worker-0"] is not part
+    ((_, why), _) = session.coordinator.told  # type: ignore[attr-defined]
+    assert why == "lost its engine: ValueError: no such thing; its log is x"
+
+
+def test_an_engine_that_never_starts_ends_the_run_with_its_own_error(session: Session) -> None:
+    session.is_up = False
+    with pytest.raises(ComponentFailed, match="worker-0 failed: EngineStartError: .* ValueError: no such thing"):
+        session._failed(
+            Part(name="worker-0", due_at_s=0.0),
+            as_ray_passes_it_on(EngineStartError("the vLLM engine did not start: ValueError: no such thing")),
+        )
 
 
 def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_there(session: Session) -> None:
