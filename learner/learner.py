@@ -180,10 +180,10 @@ class Learner:
         return None, []
 
     def _wait_for_batch(self, batches: Prefetch) -> ReadyBatch | None:
+        started = time.monotonic()
         if not batches.under_way:
             batches.start(version=self.version, learner_step=self.step + 1)
-        started = time.monotonic()
-        deadline = started + self.config.learner.starvation_timeout_s
+        deadline = time.monotonic() + self.config.learner.starvation_timeout_s
         is_reading = False
         while not self.stopping:
             ready = batches.take(timeout_s=POLL_S)
