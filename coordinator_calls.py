@@ -47,6 +47,10 @@ class CoordinatorCalls:
     def notice(self, what: str, detail: str) -> None:
         self._ask(self.handle.notice.remote(what, detail, "driver"))
 
+    def record(self, what: str, detail: str) -> None:
+        """Write an event that nobody is shown."""
+        self._ask(self.handle.record_event.remote("driver", what, detail))
+
     def newest_checkpoint(self) -> int | None:
         """Its learner step."""
         records: tuple[CheckpointRecord, ...] = self._ask(self.handle.checkpoints.remote())

@@ -21,6 +21,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ from opening import (
     with_model,
 )
 from parts import n_processes
-from progress import Progress
+from progress import Progress, said_while
 from session import Session
 from stopping import Interrupt
 from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest
@@ -213,7 +214,9 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
     """Every held-out task, `final_episodes_per_task` times, with the newest weights of the directory; `apart` the model's."""
     run = Path(config.run_dir)
     model_path = config.model.path or str(run / "base" / "policy")  # of an endpoint: nobody looks at it
-    with runs.driving(run), ray_cluster(config.run_dir, processes=n_processes(config, learns=False)):
+    with runs.driving(run), ExitStack() as ray:
+        with said_while(lambda: "starting Ray", partial(console.print, markup=False)):
+            ray.enter_context(ray_cluster(config.run_dir, processes=n_processes(config, learns=False)))
         check_gpus(config, learns=False)
         with (
             tensorboard_files(RunLayout.open(run)) as curves,

@@ -1,8 +1,14 @@
-"""Shows a run to a person: a live table in a terminal, a line now and then elsewhere, and notices."""
+"""Shows a run to a person: a live table in a terminal, a line now and then elsewhere, and notices.
+
+While processes start or stop there are no figures: `said_while` says then what is waited for.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -14,7 +20,8 @@ from actors import Status
 from configs import Config, is_offline
 from learner import LEARNER_STEP
 
-LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal
+LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal, or nothing else is shown
+FIRST_LINE_S = 3.0  # what takes less needs no line
 NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
@@ -49,15 +56,18 @@ class Progress:
         """While held-out tasks are played and nothing else is done."""
         if not self.heldout_groups:
             self.heldout_groups, self.started, self.title = status.heldout_open, time.monotonic(), "evaluating"
+            self.lined_at = -1.0  # what begins is said at once
         self._show(status, self.evaluation_figures(status))
 
     def _show(self, status: Status, figures: list[tuple[str, str]]) -> None:
+        """Show the figures: in the table of a terminal, else in a line every LINE_EVERY_S."""
         self.show_notices(status)
         if self.live:
             self.live.update(self.table(status, figures), refresh=True)
         elif time.monotonic() - self.lined_at >= LINE_EVERY_S or self.lined_at < 0:
             self.lined_at = time.monotonic()
-            self.console.print("  ".join(f"{name} {value}" for name, value in figures))
+            line = "  ".join(f"{name} {value}" for name, value in figures)
+            self.console.print(f"{self.title}  {line}", markup=False)
 
     def show_notices(self, status: Status) -> None:
         """Each notice once, as a line of its own that stays; in a terminal it appears above the table."""
@@ -97,7 +107,6 @@ class Progress:
             ("trained", shown(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
             ("learner idle", shown(metrics, "learner/idle_fraction", "{:.0%}")),
             ("learner step", shown(metrics, "time/step_s", "{:.2f} s")),
-            ("advantages", shown(metrics, "time/advantages_cpu_s", "{:.3f} s")),
         ]
         return rows
 
@@ -119,6 +128,26 @@ class Progress:
             return "?"
         left_s = (time.monotonic() - self.started) / done * (self.config.learner.steps - status.learner_step)
         return f"{left_s:.0f} s"
+
+
+@contextmanager
+def said_while(line: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
+    """Say `line()` and the seconds so far, after FIRST_LINE_S and then every LINE_EVERY_S, until the block ends."""
+    started, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        pause_s = FIRST_LINE_S
+        while not ended.wait(pause_s):
+            say(f"{line()}: {time.monotonic() - started:.0f} s so far")
+            pause_s = LINE_EVERY_S
+
+    teller = threading.Thread(target=tell, name="said_while", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def shown(metrics: object, name: str, form: str) -> str:

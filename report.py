@@ -10,6 +10,7 @@ from rich.console import Console
 import evaluation
 import store
 from configs import Config, is_offline
+from standing import duration
 from store import RunLayout, StoreError
 
 FIRST_AND_LAST_STEPS = 5  # learner steps averaged at either end of the training curve
@@ -20,9 +21,7 @@ SELECT avg(value) FILTER (learner_step <= {FIRST_AND_LAST_STEPS}),
        count(DISTINCT learner_step)
 FROM metrics WHERE name = '{{}}'
 """
-TIMES = """
-SELECT median(value) FILTER (name = 'time/step_s'), median(value) FILTER (name = 'time/advantages_cpu_s') FROM metrics
-"""
+TIMES = "SELECT count(*), sum(value), median(value) FROM metrics WHERE name = 'time/step_s'"
 EVALUATED = """
 SELECT count(*) FROM versions v JOIN metrics m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
@@ -57,7 +56,7 @@ def show(config: Config, console: Console) -> None:
         heldout = evaluation.newest_round(reader)
         (unplayed,) = _row(reader, UNPLAYED)
         first, last, learner_steps = _row(reader, TRAINING.format(success))
-        step_s, advantages_s = _row(reader, TIMES)
+        n_timed, total_s, step_s = _row(reader, TIMES)
         trajectories, steps = _row(reader, "SELECT count(*), sum(n_steps) FROM trajectories")
     console.print()
     if first is not None:
@@ -76,15 +75,13 @@ def show(config: Config, console: Console) -> None:
             console.print(f"  of an unfinished round: {unplayed} episodes were not played, and those that are won end sooner")
     else:
         console.print(f"nothing was played on held-out tasks yet:  python evaluate.py {config.run_dir}")
-    if step_s:
-        share = advantages_s / step_s
-        console.print(
-            f"a learner step took {step_s:.2f} s (median), the advantages {advantages_s * 1e3:.1f} ms of a core ({share:.2%})"
-        )
+    if n_timed:
+        console.print(f"{n_timed} learner steps took {duration(total_s)}, one of them {step_s:.2f} s (median)")
     run = config.run_dir
+    curve = f"SELECT learner_step, value FROM metrics WHERE name = '{success}' ORDER BY learner_step"
     console.print(
         f"{trajectories} trajectories, {steps} steps in {run}\n"
-        f"  ask        python -m store sql {run} \"SELECT * FROM metrics WHERE name = '{success}'\"\n"
+        f'  ask        python -m store sql {run} "{curve}"\n'
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
         f"  evaluate   python evaluate.py {run}\n"

@@ -20,9 +20,10 @@ from pathlib import Path
 import configs
 from configs import Config, ConfigError
 from runs import write_whole
+from standing import CONFIG_FILE
 from store import RunLayout
 
-CONFIG_FILE, OUTSIDE_FILE = "config.yaml", "outside.json"
+OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
 END_BYTES = 2**20  # of each file of a model: two models of one shape have other numbers there
 

@@ -1,6 +1,6 @@
 """A run seen from outside: who drives it, how it is, how to stop it, and what a killed one left behind.
 
-    python train.py --status RUN             what every component does, and when it was heard of
+    python train.py --status RUN             how far it is, and what every component does
     python train.py --stop RUN               ends it in order, and removes what is left of it
     python train.py --workers RUN N          N workers from now on
 
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import store
+from standing import progress_lines
 from store import RunLayout, StoreError
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
@@ -159,9 +160,9 @@ def stop(run: Path, console: Console) -> None:
 
 
 def status(run: Path, console: Console) -> None:
-    """What the store says of the run: its figures, and every component with the age of its last sign of life.
+    """Show how far the run is, its groups, and every component with the age of its last sign of life.
 
-    While its base policy is cloned, which is a run of its own, that of this one. Raises StoreError.
+    While its base policy is cloned, show that run. Raises StoreError.
     """
     driver = driver_of(run)
     process = driver.process() if driver is not None else None
@@ -182,13 +183,12 @@ def status(run: Path, console: Console) -> None:
 
 def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) -> None:
     with store.open(run) as reader:
-        (newest,) = reader.sql(
-            """SELECT (SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained' AND live) AS step,
-                      (SELECT max(version) FROM versions) AS version"""
-        ).to_pylist()
+        standing = progress_lines(run, reader, is_driven=is_driven)
         groups = reader.sql("SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY state ORDER BY state")
         components = reader.sql(COMPONENTS)
-    console.print(f"{run}: {driven}; learner step {newest['step']}, newest version {newest['version']}")
+    console.print(f"{run}: {driven}")
+    for line in standing:
+        console.print(line, markup=False)
     console.print("groups: " + ", ".join(f"{row['n']} {row['state']}" for row in groups.to_pylist()))
     table = Table("component", "waits for", "last heard of")
     now = datetime.now(UTC).replace(tzinfo=None)  # as the store has its times

@@ -16,7 +16,7 @@ the others. So does the coordinator's death: the same command goes on from what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -24,12 +24,13 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import parts
-from actors import EngineLostError, EngineMemoryError, EngineStartError, Status
+from actors import Component, EngineLostError, EngineMemoryError, EngineStartError, Status
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from configs import Config, is_offline, n_workers
 from coordinator_calls import CoordinatorCalls
 from learner import RankError
 from parts import LEARNER, Part
+from progress import said_while
 from runs import wanted_workers
 from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
 from store import VersionRecord
@@ -38,6 +39,7 @@ from supervision import Restarts, Watch
 POLL_S = 0.5
 UNPLACED_S = 20.0  # a process that Ray has not begun for so long is named
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all, at the start
+MAX_NAMED = 4  # processes in one line
 STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 
 Show = Callable[[Status], None]
@@ -53,6 +55,7 @@ class Session:
         self.parts: dict[str, Part] = {}
         self.watch, self.restarts = Watch(config.supervision), Restarts(config.supervision)
         self.is_up = False  # everything has been started once
+        self.components: Mapping[str, Component] = {}  # while they start: what each was last heard to wait for
         self.training = False
         self.learner_step: int | None = None  # at which the learner ended
 
@@ -62,10 +65,11 @@ class Session:
             wanted = n_workers(self.config) if self.learns else self.config.actors.workers
             self._add([LEARNER] * self.learns)
             self._add([f"worker-{number}" for number in range(wanted)])
-            self._start_due()  # beside the coordinator: they import for seconds before they ask it anything
-            self.coordinator.wait_until_up()
-            while not all(part.started for part in self.parts.values()):
-                self._look(lambda status: None)
+            with said_while(self._starting, self.say):
+                self._start_due()  # beside the coordinator: they import for seconds before they ask it anything
+                self.coordinator.wait_until_up()
+                while not all(part.started for part in self.parts.values()):
+                    self.components = self._look(lambda status: None).components
         except BaseException as error:  # also Ctrl-C: what was started is stopped
             self._stop(error)
             raise
@@ -132,7 +136,8 @@ class Session:
         alive = [part for part in self.parts.values() if part.handle is not None]
         unstopped = stop_in_order(alive, status=self.status, config=self.config, say=self._say_waiting)
         learner_step, checkpoint = self.status().learner_step, self.coordinator.newest_checkpoint()
-        self.coordinator.close()
+        with said_while(lambda: "closing the coordinator", self._say_waiting):
+            self.coordinator.close()
         return outcome(unstopped, learner_step=learner_step, checkpoint=checkpoint)
 
     def _look(self, show: Show) -> Status:
@@ -160,6 +165,14 @@ class Session:
         self._start_due()
         show(status)
         return status
+
+    def _starting(self) -> str:
+        """Name the processes that are still starting, and what each waits for."""
+        coming = [part.name for part in list(self.parts.values()) if not part.started]
+        at = [self.components[name].waiting_on if name in self.components else None for name in coming]
+        named = [f"{name} ({what or 'loading libraries'})" for name, what in zip(coming, at, strict=True)]
+        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        return f"starting {', '.join(named[:MAX_NAMED]) or 'the coordinator'}{more}"
 
     def _start_due(self) -> None:
         for part in self.parts.values():
@@ -272,6 +285,8 @@ class Session:
         return log_hint(self.logs / f"{name}.log")
 
     def _notice(self, what: str, detail: str) -> None:
-        if not self.is_up:  # nobody shows notices yet
+        if self.is_up:
+            self.coordinator.notice(what, detail)
+        else:  # nobody shows notices yet, and what is said now is not to be shown again then
             self.say(f"{what}: {detail}")
-        self.coordinator.notice(what, detail)
+            self.coordinator.record(what, detail)

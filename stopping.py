@@ -16,6 +16,7 @@ from actors import Status
 from causes import one_line
 from configs import Config
 from parts import LEARNER, Part
+from progress import said_while
 from supervision import Watch
 
 POLL_S = 0.5
@@ -90,7 +91,8 @@ def stop_in_order(parts: Collection[Part], *, status: Callable[[], Status], conf
     idle = [part for part in parts if part.call is None and part.started]
     closing = [part.handle.close.remote() for part in [*running.values(), *idle] if part.name not in unstopped]
     if closing:
-        ray.wait(closing, num_returns=len(closing), timeout=STOP_TIMEOUT_S)
+        with said_while(lambda: f"closing {', '.join(part.name for part in parts)}", say):
+            ray.wait(closing, num_returns=len(closing), timeout=STOP_TIMEOUT_S)
     return unstopped
 
 

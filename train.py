@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ from opening import (
     with_model,
 )
 from parts import n_processes
-from progress import Progress
+from progress import Progress, said_while
 from session import Session
 from stopping import Interrupt
 from store import RunLayout, StoreError
@@ -176,7 +177,9 @@ def train(config: Config, console: Console) -> None:
                 "trains nothing; raise learner.steps to go on"
             )
         if not report.finished(config):
-            with ray_cluster(config.run_dir, processes=n_processes(config, learns=True)):
+            with ExitStack() as ray:
+                with said_while(lambda: "starting Ray", partial(console.print, markup=False)):
+                    ray.enter_context(ray_cluster(config.run_dir, processes=n_processes(config, learns=True)))
                 run_to_the_end(config, console)
     report.show(config, console)
 
@@ -184,7 +187,8 @@ def train(config: Config, console: Console) -> None:
 def run_to_the_end(config: Config, console: Console) -> None:
     """On a cluster that is there."""
     check_gpus(config, learns=True)
-    layout = open_run(config)  # only now: a run directory keeps the config it was made with
+    with said_while(lambda: f"opening {config.run_dir}", partial(console.print, markup=False)):
+        layout = open_run(config)  # only now: a run directory keeps the config it was made with
     resume.remember(config)
     model_path = config.model.path or str(make_base_policy(config, console))
     if config.source:
@@ -208,7 +212,8 @@ def make_base_policy(config: Config, console: Console) -> Path:
 
     A run that trains from others has theirs.
     """
-    from learner import copy_weights, make_tiny_model, train_tokenizer
+    with said_while(lambda: "loading libraries", partial(console.print, markup=False)):
+        from learner import copy_weights, make_tiny_model, train_tokenizer
 
     directory = Path(config.run_dir) / "base"
     policy = directory / "policy"
@@ -221,8 +226,9 @@ def make_base_policy(config: Config, console: Console) -> Path:
     )
     untrained = directory / "untrained"
     if not untrained.is_dir():
-        tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
-        make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
+        with said_while(lambda: "making a tokenizer and a tiny model", partial(console.print, markup=False)):
+            tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
+            make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     layout = open_run(clone)
     with (
@@ -234,6 +240,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
         version = session.status().version
     runs.goes_on(Path(config.run_dir))
     copy_weights(layout.weights_dir(version), policy)
+    console.print(f"the base policy is cloned: {policy}. Next comes the training", markup=False)
     return policy
 
 

@@ -181,10 +181,10 @@ class Learner:
         return None, []
 
     def _wait_for_batch(self, batches: Prefetch) -> ReadyBatch | None:
+        started = time.monotonic()
         if not batches.under_way:
             batches.start(version=self.version, learner_step=self.step + 1)
         patience = Patience(self.config.learner.starvation_timeout_s)
-        started = time.monotonic()
         is_reading = False
         while not self.stopping:
             ready = batches.take(timeout_s=POLL_S)

@@ -185,8 +185,9 @@ def test_an_evaluation_shows_its_own_progress(tmp_path: Path, monkeypatch: pytes
             progress.show_evaluation(status(heldout_open=left))
     training, first, last = out.getvalue().splitlines()
     assert "step 60/" in training and "learner step" in training
-    assert first.startswith("held-out tasks 0/20 played  elapsed 0 s  left ?  model m-7b")
-    assert last.startswith("held-out tasks 5/20 played")
+    assert training.startswith("training  step ")
+    assert first.startswith("evaluating  held-out tasks 0/20 played  elapsed 0 s  left ?  model m-7b")
+    assert last.startswith("evaluating  held-out tasks 5/20 played")
     assert "step" not in first + last
 
 

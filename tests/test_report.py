@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,6 +14,7 @@ import train
 from configs import Config, EnvConfig, ModelConfig, to_yaml
 from opening import published
 from store import Catalog, RunLayout, export, write_open_sql
+from store.reading.query import connect
 from tests.store_samples import play
 
 
@@ -72,3 +74,22 @@ def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) ->
             printed.append(said.getvalue())
     assert "of an unfinished round: 1 episodes were not played" in printed[0]
     assert "of an unfinished round" not in printed[1]
+
+
+def test_the_closing_lines_have_an_ordered_query_and_how_long_it_took(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path / "run"))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    write_open_sql(layout, macros=(), max_staleness=1)
+    with Catalog.open(layout) as catalog:
+        for step in (3, 1, 2):
+            values = {"train/success": step / 10, "time/step_s": 100.0 * step, "time/advantages_cpu_s": 1.0}
+            catalog.record_metrics(learner_step=step, policy_version=step, values=values)
+        export(catalog, layout)
+    said = StringIO()
+    report.show(config, Console(file=said, width=500))
+    printed = said.getvalue()
+    assert "3 learner steps took 10 min, one of them 200.00 s (median)" in printed
+    assert "advantages" not in printed
+    (query,) = re.findall(r'store sql \S+ "(.*)"', printed)
+    with connect(layout) as connection:
+        assert connection.sql(query).fetchall() == [(1, 0.1), (2, 0.2), (3, 0.3)]

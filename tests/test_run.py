@@ -161,7 +161,10 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Fi
     assert "success on training tasks" in output
     assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
     assert "python -m store sql" in output
-    assert re.search(r"a learner step took \d+\.\d\d s \(median\), the advantages \d+\.\d ms of a core \(\d+\.\d\d%\)", output)
+    assert re.search(r"6 learner steps took \d+ (s|min), one of them \d+\.\d\d s \(median\)", output)
+    assert "advantages" not in output
+    assert "cloning  step " in output and "training  step " in output and "evaluating  held-out tasks " in output
+    assert "the base policy is cloned: " in output
     assert "Traceback" not in output
 
 

@@ -247,16 +247,18 @@ def test_the_status_of_a_run_that_has_just_begun_is_what_it_does_first(tmp_path:
     run = tmp_path / "run"
     with driving(run):
         assert "drives it" in status_of(run) and "nothing of the run is there yet" in status_of(run)
-        for root in (run, run / "base"):
-            write_open_sql(RunLayout.create(root, config_yaml="", storage_uri=""), macros=[], max_staleness=1)
+        cloning = "{learner: {steps: 7}, loss: {policy: behaviour_cloning}}"
+        for root, config_yaml in ((run, ""), (run / "base", cloning)):
+            write_open_sql(RunLayout.create(root, config_yaml=config_yaml, storage_uri=""), macros=[], max_staleness=1)
         with Catalog.open(RunLayout.open(run / "base")) as catalog:
             catalog.record_version(version=7, path="w7", digest="d", learner_step=None)
             catalog.heartbeats({"worker-0": "admission"})
             export(catalog, RunLayout.open(run / "base"))
-        first, second, *_ = status_of(run).splitlines()
+        first, second, third, *_ = status_of(run).splitlines()
         assert first.startswith(f"{run}: process {os.getpid()} drives it")
         assert first.endswith(f"it clones the base policy first, in {run}/base")
-        assert second == f"{run}/base: a run of its own; learner step 0, newest version 7"
+        assert second == f"{run}/base: a run of its own"
+        assert third == "cloning: learner step 0 of 7, newest version 7; time left: not known yet"
         assert "admission" in status_of(run)
         (run / "base" / "policy").mkdir()
         assert status_of(run).startswith(f"{run}: process {os.getpid()} drives it") and "base" not in status_of(run)

@@ -138,6 +138,7 @@ class Calls:
 
     def __init__(self, *, dead: bool = False) -> None:
         self.lost, self.dead, self.told, self.closed = False, dead, [], False
+        self.recorded: list[tuple[str, str]] = []  # events that nobody is shown
         self.handle = self
         self.components: dict[str, Component] = {}
 
@@ -155,6 +156,9 @@ class Calls:
 
     def notice(self, what: str, detail: str) -> None:
         self.told.append((what, detail))
+
+    def record(self, what: str, detail: str) -> None:
+        self.recorded.append((what, detail))
 
     def close(self) -> None:
         self.closed = True
@@ -206,13 +210,18 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
     ],
 )
 @pytest.mark.parametrize("is_up", [True, False], ids=["while it runs", "while it starts"])
-def test_who_is_lost_is_started_again(session: Session, name: str, error: RayError, words: str, is_up: bool) -> None:
+def test_who_is_lost_is_started_again(
+    session: Session, said: list[str], name: str, error: RayError, words: str, is_up: bool
+) -> None:
     session.is_up = is_up
     part = session.parts[name] = Part(name=name, due_at_s=0.0, started=True)
     session._failed(part, error)
     assert session.parts[name] is not part and session.parts[name].handle is None
-    (notice,) = [detail for what, detail in session.coordinator.told if what == "started again"]  # type: ignore[attr-defined]
-    assert words in notice
+    calls: Any = session.coordinator
+    shown, recorded = ([detail for what, detail in some if what == "started again"] for some in (calls.told, calls.recorded))
+    assert len(shown) == is_up and len(recorded) == (not is_up), "what was said while it started is not shown once more"
+    assert words in (*shown, *recorded)[0]
+    assert [line for line in said if words in line] == [f"started again: {detail}" for detail in recorded]
 
 
 def test_an_engine_that_was_up_before_is_started_again_whatever_its_start_says(session: Session) -> None:
@@ -271,6 +280,55 @@ def test_all_are_started_beside_the_coordinator_not_after_it(session: Session, m
     with pytest.raises(ComponentFailed, match="it does not come"), session:
         pass
     assert happened == [LEARNER, "worker-0", "waited for"]
+
+
+def test_while_it_starts_it_says_who_is_waited_for(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting takes up to a minute, of which nothing else is seen."""
+    assert session._starting() == "starting the coordinator"
+    for name, started in (
+        (LEARNER, False),
+        ("worker-0", False),
+        ("worker-1", True),
+        *((f"worker-{n}", False) for n in range(2, 9)),
+    ):
+        session.parts[name] = Part(name=name, due_at_s=0.0, started=started)
+    session.components = {
+        LEARNER: Component(waiting_on="the model's start", waits_s=3.0, silent_s=0.0),
+        "worker-0": Component(waiting_on="the engine's start", waits_s=3.0, silent_s=0.0),
+    }
+    assert session._starting() == (
+        "starting learner (the model's start), worker-0 (the engine's start), "
+        "worker-2 (loading libraries), worker-3 (loading libraries) and 5 more"
+    )
+
+
+def test_a_start_and_a_stop_that_take_long_say_so(session: Session, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("progress.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
+
+    def wait_for_lines(n: int) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while len(said) < n:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+
+    class Coming(Calls):
+        def wait_until_up(self) -> None:
+            wait_for_lines(3)
+
+        def close(self) -> None:
+            n = len(said)
+            wait_for_lines(n + 2)
+
+    monkeypatch.setattr(session_module, "CoordinatorCalls", lambda config, *, learns: Coming())
+    monkeypatch.setattr(parts, "start", lambda part, **given: setattr(part, "started", True))
+    with session:
+        n_of_start = len(said)
+    assert n_of_start >= 3 and all(line.startswith("starting ") and line.endswith(" s so far") for line in said[:n_of_start])
+    assert said[n_of_start:] and all(line.startswith("closing the coordinator: ") for line in said[n_of_start:])
+    n_of_stop = len(said)
+    time.sleep(0.05)
+    assert len(said) == n_of_stop, "nothing is said once it has ended"
 
 
 # stopping
