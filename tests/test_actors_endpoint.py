@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
+from actors.attempts import Progress
 from actors.endpoint import Endpoint, Recording
 from actors.policy import Completion, Prompt
 from actors.rollout import request_seed
@@ -37,9 +39,10 @@ def ask(**fields: object) -> dict[str, object]:
 
 def test_the_openai_client_plays_and_every_completion_is_a_step() -> None:
     policy = TextPolicy(["it is 7", "it is 12"])
+    progress = Progress()
 
     async def body(endpoint: Endpoint) -> tuple[Recording, Any, Any, Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(replace(IDS, progress=progress), rules()) as recording:
             client = openai.AsyncOpenAI(base_url=recording.client.base_url, api_key=recording.client.api_key)
             messages: list[Any] = [{"role": "system", "content": "play"}, GUESS]
             first = await client.chat.completions.create(model="gpt-x", messages=messages, temperature=0.0, logprobs=True)
@@ -51,6 +54,7 @@ def test_the_openai_client_plays_and_every_completion_is_a_step() -> None:
 
     recording, first, second, models = served(policy, body)
     one, two = recording.steps()
+    assert (progress.n_steps, progress.n_response_tokens) == (2, len(one.response_ids) + len(two.response_ids))
     assert [choice.message.content for choice in first.choices] == ["it is 7"]
     assert [(entry.token, entry.logprob) for entry in first.choices[0].logprobs.content] == [
         (tokenizer().decode([token]), -0.5 - place) for place, token in enumerate(one.response_ids)
