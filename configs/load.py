@@ -34,6 +34,8 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "learner.gpus_per_rank",
     "learner.zero_stage",
     "learner.offload",
+    "learner.deterministic",
+    "model.lora_tf32",
     "learner.micro_batch_tokens",
     "learner.max_bad_updates",
     "learner.step_timeout_s",

@@ -61,6 +61,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     lora_rank: int = 0  # 0 trains all weights; else adapters of this rank on all linear layers, published merged
     lora_alpha: float = 32.0  # an adapter's product is scaled by lora_alpha / lora_rank
+    lora_tf32: bool = True  # on a GPU, beside a bfloat16 base: adapters multiply in TF32, on tensor cores; the rest does not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +171,9 @@ class LearnerConfig:
     gpus_per_rank: float = 0.0  # 1, 0 for a CPU learner, or, of one rank, a fraction of a GPU that others share
     zero_stage: int = 0  # DeepSpeed ZeRO: 1 shares out the optimizer's state, 2 also gradients, 3 also weights
     offload: bool = False  # the optimizer's state stays in main memory; ZeRO stages 1 to 3
-    threads: int = 1  # torch threads of each rank of a CPU learner
+    threads: int = 1  # torch threads of each rank of a CPU learner; beside a GPU, with offload, at least its share of the cores
+    # on a GPU: operations that give the same bits every time, slower, so that replay compares bit for bit; a CPU always does
+    deterministic: bool = False
     checkpoint_every: int = 10  # learner steps
     keep_checkpoints: int = 2
     keep_every: int = 0  # learner steps; checkpoints of these are never removed; 0: only the newest keep_checkpoints stay

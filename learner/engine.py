@@ -24,7 +24,7 @@ from configs import LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.batch import MicroBatch, share_of_update, shortest_sequence
 from learner.deepspeed_setup import forget_gradient, initialize, join_ranks, own_elements
-from learner.device import prepare_device
+from learner.device import adapters_in_tf32, prepare_device
 from learner.full_state import trainable
 from learner.lora import adapters_off, add_adapters, merged
 from learner.objective import objective_of
@@ -69,10 +69,10 @@ class Engine:
         self.names = names_to_publish(Path(model_path), self.policy, learner)
         self.has_adapters = model.lora_rank > 0
         if self.has_adapters:
-            add_adapters(self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha)
+            tf32 = adapters_in_tf32(learner, model)
+            add_adapters(self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha, tf32=tf32)
         join_ranks(rank, ranks=self.ranks, address=address)
-        # Adapters are float32 whatever the base is; DeepSpeed's bf16 mode would round them with it.
-        trained_dtype = "float32" if self.has_adapters else model.dtype
+        trained_dtype = "float32" if self.has_adapters else model.dtype  # bf16 mode would round adapters with their base
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
         self.policy.check_on_device(self.deepspeed.device)
         self.reference: PolicyModel | None = None

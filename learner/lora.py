@@ -16,13 +16,15 @@ changes. In a model's own names a layer `q_proj` becomes
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from learner.deepspeed_setup import whole
@@ -37,11 +39,12 @@ FILE_PREFIX = "base_model.model."  # of every name in an adapter file: peft's wr
 BASE, ADAPTER_WEIGHTS = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
-def add_adapters(causal_lm: PreTrainedModel, *, rank: int, alpha: float) -> None:
+def add_adapters(causal_lm: PreTrainedModel, *, rank: int, alpha: float, tf32: bool = False) -> None:
     """Adapts all linear layers but the output layer, in place, and freezes everything else.
 
     A is drawn from torch's random state, so a seed set before gives the same adapters. They are float32 whatever the base
-    is: steps of 1e-5 are lost in bfloat16. Raises ValueError for a rank or alpha that cannot be, and without a linear layer.
+    is: steps of 1e-5 are lost in bfloat16. With `tf32` a GPU multiplies by them on its tensor cores; a CPU ignores it.
+    Raises ValueError for a rank or alpha that cannot be, and without a linear layer.
     """
     if rank < 1:
         raise ValueError(f"model.lora_rank={rank} must be at least 1 for adapters; 0 trains all weights")
@@ -61,8 +64,51 @@ def add_adapters(causal_lm: PreTrainedModel, *, rank: int, alpha: float) -> None
     for parameter in causal_lm.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    for name, module in causal_lm.named_modules():
+        if tf32 and name.endswith(tuple(f"{part}{ADAPTER}" for part in ADAPTER_WEIGHTS)):
+            module.forward = types.MethodType(_forward_in_tf32, module)
     # A set until here, whose order, and so the file's, would differ from process to process.
     causal_lm.peft_config[ADAPTER].target_modules = sorted(config.target_modules or ())
+
+
+def _forward_in_tf32(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = _Tf32Product.apply(inputs, layer.weight)
+    return product
+
+
+class _Tf32Product(torch.autograd.Function):
+    """inputs @ weight.T in TF32, forward and backward, whatever the process's precision is.
+
+    Not for the process: rotary angles and the merge of `merged` need all bits of float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs_TI, weight_OI)
+        with tensor_cores():
+            return inputs_TI @ weight_OI.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        inputs_TI, weight_OI = ctx.saved_tensors
+        inputs_wanted, weight_wanted = ctx.needs_input_grad
+        with tensor_cores():
+            grad_inputs_TI = grad_TO @ weight_OI if inputs_wanted else None
+            grad_weight_OI = grad_TO.flatten(0, -2).T @ inputs_TI.flatten(0, -2) if weight_wanted else None
+        return grad_inputs_TI, grad_weight_OI
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Within it float32 matrices are multiplied in TF32 on a GPU."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def merged(causal_lm: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

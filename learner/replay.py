@@ -32,6 +32,7 @@ from configs import Config
 from gigpo import prepare_advantages
 from learner.base_model import base_model
 from learner.deepspeed_setup import PARTITIONED
+from learner.device import described, reservation
 from learner.explain import Explanation, explain, reasons, table
 from learner.metrics import timeless_metrics
 from learner.process import RAY_HIDES_GPUS
@@ -48,11 +49,12 @@ CHANGES_BITS = (
     "learner.ranks",
     "learner.zero_stage",
     "learner.micro_batch_tokens",
+    "learner.deterministic",
+    "model.lora_tf32",
     "stored.train_on",
 )
 NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `train.py` leaves it
-SHOWN_FIGURES = 5
-SHOWN_DIGITS = 12  # of a digest
+SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest
 LEAST_WIDTH = 140  # characters, of the explanation
 
 Say = Callable[[str], None]
@@ -223,14 +225,14 @@ def _restored(layout: RunLayout, ranks: Ranks, *, before: int, model_path: Path,
     what = f"the checkpoint of learner step {learner_step}" if kept else f"the base model {model_path}"
     published = published_version(layout, version)
     digest = _digest(ranks, scratch)
-    same = "are" if digest == published.digest else "are NOT"
+    same, perhaps = "are" if digest == published.digest else "are NOT", reservation(ranks.engine.learner)
     return Replayed(
         learner_step=learner_step,
         published=published,
         digest=digest,
         changed={},
         n_figures=0,
-        what=f"{layout.root}: begins with {what}; its weights {same} those of version {version}",
+        what=f"{layout.root}: begins with {what}; its weights {same} those of version {version}{perhaps}",
         seconds=time.monotonic() - began_at_s,
     )
 
@@ -262,7 +264,7 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
         lines = [f"the weights {after} are identical, but {len(step.changed)} figures differ"]
     names = sorted(step.changed, key=lambda name: (name != LEARNING_RATE, name))
     lines += [f"  {name}: {step.changed[name][0]!r} recorded, {step.changed[name][1]!r} here" for name in names[:SHOWN_FIGURES]]
-    device = "a GPU" if torch.cuda.is_available() else f"a CPU, learner.threads={config.learner.threads}"
+    device = described(config.learner) + reservation(config.learner)
     lines.append(
         f"this is torch {torch.__version__} on {device}; another release, processor or code than the run's changes bits. So do "
         f"{', '.join(CHANGES_BITS)}: where the run was continued with others than run.json has, give those with --set"

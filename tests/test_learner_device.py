@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs import LearnerConfig
+from configs import LearnerConfig, ModelConfig
 from learner import device
 from learner.deepspeed_setup import accelerator
-from learner.device import check_device, device_type, prepare_device
+from learner.device import adapters_in_tf32, check_device, described, device_type, prepare_device, reservation
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,3 +64,53 @@ def test_a_cpu_learner_has_the_threads_it_was_given(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     prepare_device(LearnerConfig(threads=3))
     assert given == [3]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[object]]:
+    """DeepSpeed has found a GPU; what torch is told is noted and not done."""
+    told: dict[str, list[object]] = {"threads": [], "deterministic": []}
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch, "set_num_threads", told["threads"].append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", told["deterministic"].append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("learner", "threads"),
+    [
+        (LearnerConfig(gpus_per_rank=1), []),
+        (LearnerConfig(gpus_per_rank=1, offload=True, zero_stage=1), [16]),
+        (LearnerConfig(gpus_per_rank=1, offload=True, zero_stage=1, ranks=4), [4]),
+        (LearnerConfig(gpus_per_rank=1, offload=True, zero_stage=1, ranks=4, threads=6), [6]),
+    ],
+)
+def test_an_offloaded_optimizer_has_its_share_of_the_cores(
+    on_a_gpu: dict[str, list[object]], learner: LearnerConfig, threads: list[int]
+) -> None:
+    prepare_device(learner)
+    assert on_a_gpu["threads"] == threads
+
+
+@pytest.mark.parametrize(("deterministic", "cublas"), [(True, ":4096:8"), (False, "")])
+def test_torchs_deterministic_mode_is_a_setting(on_a_gpu: dict[str, list[object]], deterministic: bool, cublas: str) -> None:
+    learner = LearnerConfig(gpus_per_rank=1, deterministic=deterministic)
+    prepare_device(learner)
+    assert on_a_gpu["deterministic"] == [deterministic]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == cublas
+    assert ("not promised" in reservation(learner)) == (not deterministic)
+
+
+def test_a_cpu_promises_the_same_bits() -> None:
+    assert reservation(LearnerConfig()) == ""
+    assert described(LearnerConfig(threads=2)) == "a CPU, learner.threads=2"
+
+
+def test_adapters_multiply_in_tf32_on_a_gpu_beside_a_bfloat16_base_only() -> None:
+    gpu, bf16 = LearnerConfig(gpus_per_rank=1), ModelConfig(dtype="bfloat16")
+    assert adapters_in_tf32(gpu, bf16)
+    assert not adapters_in_tf32(LearnerConfig(), bf16)
+    assert not adapters_in_tf32(gpu, ModelConfig())
+    assert not adapters_in_tf32(gpu, ModelConfig(dtype="bfloat16", lora_tf32=False))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from configs import LearnerConfig
@@ -56,11 +58,11 @@ def plain(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def adapted(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def adapted(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, tf32: bool = False) -> PreTrainedModel:
     """Rank 4, alpha 6, so that the scale is 1.5; B as if trained, for untouched it is 0 and changes nothing."""
     model = plain(path, dtype=dtype)
     torch.manual_seed(seed)
-    add_adapters(model, rank=4, alpha=6.0)
+    add_adapters(model, rank=4, alpha=6.0, tf32=tf32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -202,12 +204,13 @@ def test_an_adapter_directory_is_read_back_by_peft_as_the_same_policy(base: Path
     assert all(torch.isfinite(tensor).all() and tensor.dtype == torch.float32 for tensor in tensors.values())
 
 
-def test_weights_that_zero_3_shares_out_are_gathered_to_be_merged(qwen2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tf32", [False, True])
+def test_weights_that_zero_3_shares_out_are_gathered_to_be_merged(qwen2: Path, tmp_path: Path, tf32: bool) -> None:
     """After an update of each: the same merged weights, the same adapter file, and the base model without the adapters."""
     join_ranks(0, ranks=1, address=None)
     found = []
     for zero_stage in (0, 3):
-        model = adapted(qwen2)
+        model = adapted(qwen2, tf32=tf32)
         learner = LearnerConfig(zero_stage=zero_stage, learning_rate=0.01)
         engine = initialize(model, dtype="float32", learner=learner)
         outputs = engine(IDS_BT).logits.logsumexp(-1).sum()
@@ -227,6 +230,44 @@ def test_weights_that_zero_3_shares_out_are_gathered_to_be_merged(qwen2: Path, t
     assert files[0].keys() == files[1].keys()
     for name, tensor in files[0].items():
         torch.testing.assert_close(files[1][name], tensor, atol=1e-5, rtol=1e-5)
+
+
+class Products(TorchDispatchMode):
+    """Notes the float32 precision at every matrix product, and the sizes that were multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, set[int]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            sizes = {size for tensor in args for size in tensor.shape}
+            self.seen.append((torch.backends.cuda.matmul.fp32_precision, sizes))
+        return function(*args, **(kwargs or {}))
+
+
+def test_only_adapters_multiply_in_tf32_forward_and_backward(qwen2: Path) -> None:
+    """Rank 5 is a size that nothing else has. A CPU has no TF32, so results and gradients are those without it."""
+    rank, gradients = 5, []
+    before = torch.backends.cuda.matmul.fp32_precision
+    for tf32 in (False, True):
+        model = plain(qwen2)
+        torch.manual_seed(0)
+        add_adapters(model, rank=rank, alpha=6.0, tf32=tf32)
+        with Products() as products:
+            model(IDS_BT).logits.logsumexp(-1).sum().backward()
+            list(merged(model))
+        assert {precision for precision, _ in products.seen} == ({before, "tf32"} if tf32 else {before})
+        of_adapters = [precision for precision, sizes in products.seen if rank in sizes]
+        n_merges = sum(".lora_A." in name for name, _ in model.named_parameters())
+        assert of_adapters[-n_merges:] == [before] * n_merges, "what is published has all bits"
+        assert set(of_adapters[:-n_merges]) == {"tf32" if tf32 else before}
+        assert all(precision == before for precision, sizes in products.seen if rank not in sizes)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 4
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 def test_what_cannot_be_adapted_is_refused(qwen2: Path) -> None:
