@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from store.reading.trained import TrainedStep, published_version, restart_points, trained_step
     from store.records import SEGMENT_SCHEMA, Step, StepImage, Trajectory, from_table, to_table, uid_text
     from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
-    from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
+    from store.stored import find_sources, take_sources
+    from store.stored_source import StoredSource, TakenSource, parse_source
     from store.transfer import local_directory, publish_directory
     from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
     from store.upkeep.maintainer import Maintainer, MaintainerSettings
@@ -73,8 +74,8 @@ else:
         "Step": "records",
         "StepImage": "records",
         "StoreError": "errors",
-        "StoredSource": "stored",
-        "TakenSource": "stored",
+        "StoredSource": "stored_source",
+        "TakenSource": "stored_source",
         "TrainedStep": "reading.trained",
         "Trajectory": "records",
         "TrajectoryMeta": "segments",
@@ -91,7 +92,7 @@ else:
         "local_directory": "transfer",
         "now_us": "clock",
         "open": "reading.reader",
-        "parse_source": "stored",
+        "parse_source": "stored_source",
         "publish_directory": "transfer",
         "published_version": "reading.trained",
         "read_segment": "segments",

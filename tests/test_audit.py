@@ -19,7 +19,8 @@ import store
 from configs import AlgorithmConfig, Config
 from gigpo import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, advantages_macro, compute_advantages
 from store import Catalog, GroupRecord, RunLayout, StoreError, Trajectory, export, write_open_sql, write_segment
-from store.stored import parse_source, take_sources
+from store.stored import take_sources
+from store.stored_source import parse_source
 from tests.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
