@@ -4,6 +4,7 @@
 """
 
 from configs.check import ConfigError, check, check_is_list, hint
+from configs.choices import WITH_STEP_TERM, is_read, read_with
 from configs.endpoint import without_model
 from configs.load import differences, from_yaml, load, to_yaml
 from configs.model import VISION_MODEL_TYPES, check_model_path, model_type
@@ -29,6 +30,7 @@ from configs.stored import groups_of_a_step, is_offline, n_workers
 __all__ = [
     "GIB",
     "VISION_MODEL_TYPES",
+    "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
     "Config",
@@ -55,10 +57,12 @@ __all__ = [
     "groups_of_a_step",
     "hint",
     "is_offline",
+    "is_read",
     "load",
     "model_billions",
     "model_type",
     "n_workers",
+    "read_with",
     "to_yaml",
     "without_model",
 ]
