@@ -168,7 +168,7 @@ def check_stored(named: dict[str, Setting]) -> None:
 
 
 def changed(setting: Setting, assignments: Sequence[str]) -> Setting:
-    """`setting` with name=value assignments applied; ValueError for a name unknown or given twice, a value of another type."""
+    """Apply name=value assignments. Raises ValueError for one that is unknown, given twice, not read, or of another type."""
     values: dict[str, Any] = {}
     known = setting.fields()
     for assignment in assignments:
@@ -184,7 +184,12 @@ def changed(setting: Setting, assignments: Sequence[str]) -> Setting:
     signal = values.pop("signal", setting.signal)
     if signal not in SIGNALS:
         raise ValueError(f"signal={signal!r} is unknown; it is one of {', '.join(SIGNALS)}")
-    return Setting(advantages=dataclasses.replace(setting.advantages, **values), signal=signal)
+    result = Setting(advantages=dataclasses.replace(setting.advantages, **values), signal=signal)
+    for name, value in values.items():
+        if not configs.is_read(name, result.advantages):
+            now, ways = configs.read_with(name, result.advantages)
+            raise ValueError(f"{name}={value} does nothing with {now}; leave it out, or use {ways}")
+    return result
 
 
 def advantages(reader: store.Reader, named: dict[str, Setting], *, where: str) -> pa.Table:
@@ -240,7 +245,7 @@ def show(reader: store.Reader, rows: pa.Table, named: dict[str, Setting], *, con
     console.print(f"{len(rows)} steps at lsn {reader.lsn}")
     names = [f"{name}\n" if "b" in named else "" for name in named]  # what later tables call them
     figures = Table("", *(name + settings for name, settings in zip(names, descriptions(named), strict=True)))
-    summaries = [summary(of(rows, suffix), signal=setting.signal) for suffix, setting in named.items()]
+    summaries = [summary(of(rows, suffix), setting) for suffix, setting in named.items()]
     for name in summaries[0]:
         figures.add_row(name, *(each[name] for each in summaries))
     console.print(figures)
@@ -255,15 +260,16 @@ def of(rows: pa.Table, suffix: str) -> pa.Table:
     return rows.select(list(names)).rename_columns(list(names.values()))
 
 
-def summary(computed: pa.Table, *, signal: str) -> dict[str, str]:
+def summary(computed: pa.Table, setting: Setting) -> dict[str, str]:
+    """Return the figures by name. Those of the step term are "-" for an estimator that has none: it reads no anchor groups."""
     advantage = computed["advantage"].to_numpy()
     silent = computed.filter(pc.invert(computed["has_signal"]))["group_uid"].unique()
-    groups = len(computed["group_uid"].unique())
+    groups, has_step_term = len(computed["group_uid"].unique()), setting.advantages.estimator in configs.WITH_STEP_TERM
     return {
         "mean, deviation of A": f"{advantage.mean():.4f}, {advantage.std():.4f}",
-        "groups without a signal": f"{len(silent)} of {groups} ({signal})",
-        "steps by the size of their anchor group": by_doubling(anchor_size_histogram(computed)),
-        "step term's share of the variance": f"{step_variance_share(computed):.1%}",
+        "groups without a signal": f"{len(silent)} of {groups} ({setting.signal})",
+        "steps by the size of their anchor group": by_doubling(anchor_size_histogram(computed)) if has_step_term else "-",
+        "step term's share of the variance": f"{step_variance_share(computed):.1%}" if has_step_term else "-",
     }
 
 
@@ -279,9 +285,13 @@ def by_doubling(sizes: dict[int, int]) -> str:
 
 
 def descriptions(named: dict[str, Setting]) -> list[str]:
-    """What distinguishes each from the other, most of it if there is no other."""
-    fields = [setting.fields() for setting in named.values()]
-    differing = {name for name in fields[0] if len({each[name] for each in fields}) > 1}
+    """Return what distinguishes each from the other, most of it if there is no other. Name only settings that it reads."""
+    fields = [
+        {name: value for name, value in setting.fields().items() if configs.is_read(name, setting.advantages)}
+        for setting in named.values()
+    ]
+    names = dict.fromkeys(name for each in fields for name in each)
+    differing = {name for name in names if len({each.get(name) for each in fields}) > 1}
     shown = differing or ("estimator", "gamma", "omega", "normalise", "signal")
     return ["\n".join(f"{name}={value}" for name, value in each.items() if name in shown) for each in fields]
 

@@ -100,7 +100,9 @@ def own_config(run: str) -> Config:
     """Of a run that is evaluated in its own store. Raises ConfigError, StoreError."""
     if run.rpartition("@")[0] or is_config(run):
         raise ConfigError(f"{run} is evaluated in a store of its own; give its directory: run_dir=...")
-    check_unowned(RunLayout.open(Path(run)))
+    layout = RunLayout.open(Path(run))
+    runs.check_idle(layout.root, instead=f"evaluate its newest weights beside it: python evaluate.py {run} run_dir=NEW")
+    check_unowned(layout)
     return resume.load(Path(run), [])
 
 

@@ -57,6 +57,7 @@ def check_same_run(config: Config) -> None:
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
+        runs.check_idle(root, instead="choose another run_dir")
         check_unowned(layout)
         changed = resume.differences(config, published(configs.from_yaml(layout.info.config_yaml)))
         if changed:

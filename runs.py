@@ -110,6 +110,16 @@ def driving(run: Path) -> Iterator[int]:
                 run.rmdir()
 
 
+def check_idle(run: Path, *, instead: str) -> None:
+    """Raise StoreError if another process of this machine drives the run; name it, and what to do `instead`.
+
+    The catalog's lock would name the coordinator, which nobody can stop by itself.
+    """
+    driver = driver_of(run)
+    if driver is not None and driver.pid != os.getpid() and driver.process() is not None:
+        raise StoreError(f"process {driver.pid} drives {run}; {instead}, or stop it: python train.py --stop {run}")
+
+
 def own_ray_session(run: Path, directory: str) -> None:
     """Remembers the directory of the private Ray that this process started for the run it drives; no other is ever removed."""
     driver = driver_of(run)

@@ -4,6 +4,7 @@
 """
 
 from configs.check import ConfigError, check, check_is_list, hint
+from configs.choices import WITH_STEP_TERM, is_read, read_with
 from configs.endpoint import without_model
 from configs.gpus import gpus_needed
 from configs.load import differences, from_yaml, load, to_yaml
@@ -31,6 +32,7 @@ __all__ = [
     "BUCKET_ELEMENTS",
     "GIB",
     "VISION_MODEL_TYPES",
+    "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
     "Config",
@@ -58,11 +60,13 @@ __all__ = [
     "groups_of_a_step",
     "hint",
     "is_offline",
+    "is_read",
     "load",
     "model_billions",
     "model_type",
     "n_workers",
     "rank_bytes",
+    "read_with",
     "to_yaml",
     "without_model",
 ]

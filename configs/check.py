@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES
+from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES, read_with
 from configs.endpoint import endpoint_fault
 from configs.gpus import gpu_fault
 from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
@@ -155,8 +155,7 @@ def _check_read(algorithm: AlgorithmConfig) -> None:
         value, default = getattr(algorithm, key), getattr(usual, key)
         if value == default or any(getattr(algorithm, choice) in names for choice, names in choices.items()):
             continue
-        chosen = " and ".join(f"{choice}={getattr(algorithm, choice)}" for choice in choices)
-        ways = ", or ".join(f"{choice}={' or '.join(names)}" for choice, names in choices.items())
+        chosen, ways = read_with(key, algorithm)
         raise ConfigError(
             f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default is {default}), or use {ways}"
         )

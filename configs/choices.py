@@ -44,6 +44,25 @@ READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
     "anchor_versions": {"estimator": WITH_STEP_TERM},
     "version_window": {"anchor_versions": ("window",)},
 }
+
+
+def is_read(name: str, chosen: object) -> bool:
+    """Whether a setting of `algorithm` acts with the choices of `chosen`, which has them as attributes."""
+    choices = READ_WITH.get(name, {})
+    return not choices or any(getattr(chosen, key) in names and is_read(key, chosen) for key, names in choices.items())
+
+
+def read_with(name: str, chosen: object) -> tuple[str, str]:
+    """Say with which choices a setting does nothing, and with which it acts.
+
+    >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
+    ('estimator=grpo', 'estimator=gigpo or hgpo')
+    """
+    choices = READ_WITH[name]
+    now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
+    return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
+
+
 NOT_RECORDED = {  # gigpo can, but a run cannot give it what it needs
     "weighted": "weights need a forward pass that comes after the advantages; use 'window', or weigh offline",
 }

@@ -47,6 +47,7 @@ CHANGES_BITS = (
     "learner.learning_rate",
     "learner.steps",
     "learner.ranks",
+    "learner.threads",
     "learner.zero_stage",
     "learner.micro_batch_tokens",
     "learner.deterministic",

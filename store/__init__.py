@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     )
     from store.records import SEGMENT_SCHEMA, Step, StepImage, Trajectory, from_table, to_table, uid_text
     from store.segments import SegmentMeta, TrajectoryMeta, read_segment, read_segments, write_segment
-    from store.stored import StoredSource, TakenSource, find_sources, parse_source, take_sources
+    from store.stored import find_sources, take_sources
+    from store.stored_source import StoredSource, TakenSource, parse_source
     from store.transfer import local_directory, publish_directory
     from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
     from store.upkeep.maintainer import Maintainer, MaintainerSettings
@@ -84,8 +85,8 @@ else:
         "Step": "records",
         "StepImage": "records",
         "StoreError": "errors",
-        "StoredSource": "stored",
-        "TakenSource": "stored",
+        "StoredSource": "stored_source",
+        "TakenSource": "stored_source",
         "TrainedStep": "reading.trained",
         "Trajectory": "records",
         "TrajectoryMeta": "segments",
@@ -104,7 +105,7 @@ else:
         "metrics_since": "reading.trained",
         "now_us": "clock",
         "open": "reading.reader",
-        "parse_source": "stored",
+        "parse_source": "stored_source",
         "publish_directory": "transfer",
         "published_version": "reading.trained",
         "read_segment": "segments",

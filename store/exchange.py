@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from store.catalog.catalog import Catalog
 from store.catalog.imports import IMPORTED, ImportedGroup
 from store.clock import now_us
+from store.dataset import BINARY, DATASET_JSON, README, TEXT, UIDS, Dataset, Part, read_dataset, read_part, with_text_uids
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import FORMAT_VERSION, RunLayout
@@ -34,7 +35,6 @@ from store.segments import decode, encode, write_rows
 from store.storage import Storage, open_storage
 from store.upkeep import rows
 
-DATASET_JSON = "dataset.json"
 WORKER = "import"  # the directory of imported segments
 PART_BYTES = 256 * 1024**2  # of decoded rows; 40 to 60 MB as a file, and what an import holds in memory
 SELECT_TIMEOUT_S = 3600.0
@@ -45,43 +45,10 @@ SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group
 WHERE (
 {where}
 )"""
-README = """# {n_trajectories} trajectories, {n_steps} steps
-
-From run {run_id} at lsn {lsn}; condition: {where}. One row per step, whole trajectories only; `dataset.json` has the details.
-`traj_uid`, `group_uid` and `state_hash` are 16 bytes each. Load it with any of
-
-    pandas.read_parquet("{here}/data")
-    polars.scan_parquet("{here}/data/*.parquet")
-    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(["response_ids"]).with_format("torch")
-    duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
-
-or take it into another run: `python -m store import RUN {here}`.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One file of a dataset."""
-
-    path: str
-    digest: str
-    n_bytes: int
-    n_steps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dataset:
-    """The content of dataset.json. It is written last: a directory without it is not a whole dataset."""
-
-    format_version: int
-    run_id: str
-    lsn: int
-    where: str | None
-    created_us: int
-    n_trajectories: int
-    n_steps: int
-    groups: Mapping[str, int]  # group_uid in hex → size where it was played, whether all members are here or not
-    parts: tuple[Part, ...]
+# All trajectories of the groups of which one is selected.
+WHOLE_GROUPS = """SELECT t.traj_uid::VARCHAR AS traj_uid, t.group_uid::VARCHAR AS group_uid, g.size, t.n_steps
+FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid
+WHERE t.group_uid::VARCHAR IN (SELECT group_uid FROM ({selection}))"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +58,19 @@ class ImportReport:
     n_known: int  # trajectories that it had, and that stay as they are
 
 
-def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: int | None) -> Dataset:
+def export_selection(
+    run: Path,
+    dest: Path | str,
+    *,
+    where: str | None,
+    as_of: int | None,
+    whole_groups: bool = False,
+    text_uids: bool = False,
+) -> Dataset:
     """Write the trajectories for which `where` holds, now or at the lsn `as_of`, as a dataset. None: all of them.
+
+    `whole_groups`: write all trajectories of a group for which it holds for one of them. `text_uids`: write uids as SQL shows
+    them, for programs without binary columns; no run takes such a dataset in.
 
     `where` is an SQL condition on the columns of `trajectories`, and of `groups` where the names differ; it may ask the views:
 
@@ -111,11 +89,14 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
         if reader.lsn is None:
             raise FormatError(f"{layout.root} is of format 1; python -m store compact {layout.root} upgrades it")
-        chosen = reader.sql(SELECTION.format(where="true" if where is None else where), timeout_s=SELECT_TIMEOUT_S)
+        selection = SELECTION.format(where="true" if where is None else where)
+        query = WHOLE_GROUPS.format(selection=selection) if whole_groups else selection
+        chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
         if not chosen.num_rows:
             raise StoreError(f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written")
         n_steps = pc.sum(chosen["n_steps"]).as_py()
-        parts = tuple(_write_parts(layout, storage, selected_rows(layout, reader, uid_array(chosen["traj_uid"]))))
+        tables = selected_rows(layout, reader, uid_array(chosen["traj_uid"]))
+        parts = tuple(_write_parts(layout, storage, map(with_text_uids, tables) if text_uids else tables))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
         raise StoreError(f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck")
@@ -129,8 +110,9 @@ def export_selection(run: Path, dest: Path | str, *, where: str | None, as_of: i
         n_steps=n_steps,
         groups={uuid.UUID(row["group_uid"]).hex: row["size"] for row in chosen.select(["group_uid", "size"]).to_pylist()},
         parts=parts,
+        uids=TEXT if text_uids else BINARY,
     )
-    facts = {"where": where or "none, all of it", "here": storage.locate("").rstrip("/")}
+    facts = {"where": where or "none, all of it", "here": storage.locate("").rstrip("/"), "uid_form": UIDS[dataset.uids]}
     storage.write("README.md", README.format(**{**dataclasses.asdict(dataset), **facts}).encode())
     storage.write(DATASET_JSON, json.dumps(dataclasses.asdict(dataset), indent=1).encode())
     return dataset
@@ -231,28 +213,6 @@ def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             waiting = []
     if waiting:
         yield pa.concat_tables(waiting)
-
-
-def read_dataset(storage: Storage) -> Dataset:
-    name = storage.locate(DATASET_JSON)
-    if not storage.exists(DATASET_JSON):
-        raise FormatError(f"{name} is not there: no dataset, or one that was not written to its end; export it again")
-    try:
-        content = json.loads(storage.read(DATASET_JSON).to_pybytes())
-        version = int(content["format_version"])
-        if version > FORMAT_VERSION:
-            raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
-        return Dataset(**{**content, "parts": tuple(Part(**part) for part in content["parts"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{name} is damaged ({error!r}); export it again") from error
-
-
-def read_part(storage: Storage, part: Part) -> pa.Buffer:
-    """The bytes of one file of a dataset. DigestError if it is not as it was written."""
-    data = storage.read(part.path)
-    if file_digest(data) != part.digest:
-        raise DigestError(f"{storage.locate(part.path)} is not the file that was exported; copy it again, or export again")
-    return data
 
 
 def _import_part(

@@ -24,24 +24,16 @@ import pyarrow.compute as pc
 from store.catalog.catalog import Catalog
 from store.catalog.imports import ImportedGroup
 from store.catalog.stored import StoredGroup
+from store.dataset import DATASET_JSON, Dataset, read_dataset, read_part
 from store.errors import FormatError, StoreError
-from store.exchange import (
-    DATASET_JSON,
-    SELECT_TIMEOUT_S,
-    Dataset,
-    check_condition,
-    dataset_groups,
-    read_dataset,
-    read_part,
-    relabelled,
-    selected_rows,
-)
+from store.exchange import SELECT_TIMEOUT_S, check_condition, dataset_groups, relabelled, selected_rows
 from store.layout import RunLayout
 from store.reading.manifest import export
 from store.reading.reader import open_run
 from store.records import UID_TYPE
 from store.segments import decode, write_rows
 from store.storage import Storage, open_storage
+from store.stored_source import WHOLE_HINT, StoredSource, TakenSource
 from store.upkeep import rows
 from store.upkeep.compact import in_group_order
 
@@ -73,42 +65,13 @@ WHERE (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredSource:
-    """A run directory, or a directory or URI that `export` wrote; and which of its trajectories choose groups, None: all."""
-
-    place: str
-    where: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TakenSource:
-    """What was found at a source."""
-
-    source: StoredSource
-    run_id: str
-    n_groups: int  # taken
-    n_incomplete: int  # selected, but not all of their trajectories are there
-
-    def __str__(self) -> str:
-        where = f" where {self.source.where}" if self.source.where else ""
-        left_out = f"; {self.n_incomplete} incomplete ones left out" if self.n_incomplete else ""
-        return f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id}){left_out}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Selection:
     source: StoredSource
     run_id: str
     groups: pa.Table  # COLUMNS, whole groups, in the order they were played in
     n_incomplete: int
+    is_dataset: bool
     tables: Iterator[pa.Table]  # all rows of `groups`, and maybe others
-
-
-def parse_source(text: str) -> StoredSource:
-    """ "RUN" or "RUN@where": RUN ends at the last "@" (or the end) before which there is a directory, else at the first."""
-    parts = text.split("@")
-    n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
-    return StoredSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)
 
 
 def take_sources(run: Path, sources: Sequence[StoredSource], *, order: str) -> tuple[TakenSource, ...]:
@@ -144,7 +107,7 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGrou
     candidates = pa.concat_tables(tables).drop_columns(["members"])
     candidates = candidates.append_column("played", pa.array(range(len(candidates)), pa.int64()))
     if not len(candidates):
-        places = ", ".join(f"{one.source.place} ({one.source.where or 'all'})" for one in selections)
+        places = ", ".join(map(_fault, selections))
         raise StoreError(f"no whole training group is selected in {places}; nothing to train on")
     if order and candidates["state"].null_count:  # so that an order by what is unknown is refused, and not nothing
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
@@ -152,6 +115,14 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGrou
         candidates = _sorted(candidates, order)
     groups = dict(zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True))
     return [StoredGroup(group_uid=group_uid, source=source) for group_uid, source in groups.items()]
+
+
+def _fault(selection: _Selection) -> str:
+    """Say of a selection without whole groups what is in it."""
+    n, where = selection.n_incomplete, selection.source.where or "all"
+    hint = f"; {WHOLE_HINT}" if n and selection.is_dataset else ""
+    found = f": {n} groups, of which each lacks trajectories{hint}" if n else ""
+    return f"{selection.source.place} ({where}{found})"
 
 
 def _sorted(candidates: pa.Table, order: str) -> pa.Table:
@@ -198,7 +169,8 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
         ) from error
     groups, n_incomplete = _whole(answer.cast(COLUMNS))
     tables = selected_rows(theirs, reader, pc.list_flatten(groups["members"]).combine_chunks())
-    return _Selection(source=source, run_id=theirs.info.run_id, groups=groups, n_incomplete=n_incomplete, tables=tables)
+    run_id = theirs.info.run_id
+    return _Selection(source=source, run_id=run_id, groups=groups, n_incomplete=n_incomplete, is_dataset=False, tables=tables)
 
 
 def _select_of_dataset(source: StoredSource, storage: Storage) -> _Selection:
@@ -216,7 +188,9 @@ def _select_of_dataset(source: StoredSource, storage: Storage) -> _Selection:
     records = [_record(group_uid, members, size=sizes[group_uid]) for group_uid, members in found.items()]
     groups, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
     tables = _parts(storage, dataset)
-    return _Selection(source=source, run_id=dataset.run_id, groups=groups, n_incomplete=n_incomplete, tables=tables)
+    return _Selection(
+        source=source, run_id=dataset.run_id, groups=groups, n_incomplete=n_incomplete, is_dataset=True, tables=tables
+    )
 
 
 def _record(group_uid: bytes, members: Sequence[rows.Played], *, size: int) -> dict[str, Any]:
@@ -296,4 +270,6 @@ def _reports(selections: Sequence[_Selection]) -> Iterator[TakenSource]:
     for one in selections:
         mine = set(one.groups["group_uid"].to_pylist()) - seen
         seen |= mine
-        yield TakenSource(source=one.source, run_id=one.run_id, n_groups=len(mine), n_incomplete=one.n_incomplete)
+        yield TakenSource(
+            source=one.source, run_id=one.run_id, n_groups=len(mine), n_incomplete=one.n_incomplete, is_dataset=one.is_dataset
+        )

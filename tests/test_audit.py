@@ -19,7 +19,8 @@ import store
 from configs import AlgorithmConfig, Config
 from gigpo import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings, advantages_macro, compute_advantages
 from store import Catalog, GroupRecord, RunLayout, StoreError, Trajectory, export, write_open_sql, write_segment
-from store.stored import parse_source, take_sources
+from store.stored import take_sources
+from store.stored_source import parse_source
 from tests.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits
@@ -84,12 +85,12 @@ def assert_same(rows: pa.Table, parts: list[pa.Table], settings: AdvantageSettin
 
 
 def test_two_settings_stand_side_by_side(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(run, tmp_path, "invalid_penalty=5", "--against", "estimator=rloo", "anchor=suffix")
+    rows = rows_of(run, tmp_path, "invalid_penalty=5", "--against", "estimator=rloo")
     printed = capsys.readouterr().out
     assert "35 steps" in printed and "invalid_penalty=5.0" in printed and "estimator=rloo" in printed
     steps = stored(run, "split = 'train'")
     assert_same(rows, [steps], replace(PUBLISHED_SETTINGS, invalid_penalty=5.0))
-    assert_same(rows, [steps], replace(PUBLISHED_SETTINGS, estimator="rloo", anchor="suffix"), suffix="b")
+    assert_same(rows, [steps], replace(PUBLISHED_SETTINGS, estimator="rloo"), suffix="b")
 
 
 @pytest.mark.parametrize("estimator", WHITENED)
@@ -268,12 +269,31 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(tmp_path: Path, capsys: pyt
         (["anchor=anchor_key"], "reads a column anchor_key, and a stored run has none; in Python, "),
         (["--against", "anchor_versions=weighted"], "reads a column weight, and a stored run has none; in Python, "),
         (["--where", "nothing = 1"], "nothing"),
+        (
+            ["estimator=grpo", "gamma=0.5"],
+            "gamma=0.5 does nothing with estimator=grpo; leave it out, or use estimator=gigpo or",
+        ),
+        (["--against", "similarity=0.5"], "similarity=0.5 does nothing with anchor=state; leave it out, or use anchor=similar"),
+        (["estimator=rloo", "anchor=suffix"], "anchor=suffix does nothing with estimator=rloo; leave it out, or use"),
     ],
 )
 def test_a_mistake_is_one_line(run: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit.main([str(run), *arguments]) == 2
     error = capsys.readouterr().err
     assert word in error and len(error.splitlines()) == 1
+
+
+def test_only_settings_that_are_read_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """rloo has no step term, so no discount and no anchor groups."""
+    assert audit.main([str(run), "estimator=rloo"]) == 0
+    printed = capsys.readouterr().out
+    assert "estimator=rloo" in printed and "signal=" in printed
+    assert not any(name in printed for name in ("gamma", "omega", "normalise"))
+    (sizes,) = [line for line in printed.splitlines() if "anchor group" in line]
+    assert sizes.split("│")[2].strip() == "-"
+    assert audit.main([str(run), "estimator=rloo", "--against"]) == 0
+    printed = capsys.readouterr().out
+    assert "gamma=0.95" in printed and "omega=1.0" in printed, "they are of the run's own, which has both"
 
 
 def test_a_file_that_is_there_is_not_written_over(run: Path, tmp_path: Path) -> None:

@@ -173,6 +173,15 @@ def test_differences_ignore_where_a_run_lies_and_how_long_it_goes_on(empty: Path
     assert configs.differences(config, configs.load(empty, ["algorithm.omega=0.5"])) == ["algorithm.omega: 1.0 -> 0.5"]
 
 
+def test_a_run_may_go_on_with_settings_that_do_not_change_what_it_learns(empty: Path) -> None:
+    config = configs.load(empty)
+    measured = ["evaluation.every=7", "evaluation.episodes_per_task=3", "evaluation.final_episodes_per_task=2"]
+    placed = ["learner.keep_versions=9", "learner.threads=3", "learner.transfer=broadcast"]
+    assert configs.differences(config, configs.load(empty, [*measured, *placed])) == []
+    greedy = configs.differences(config, configs.load(empty, ["evaluation.temperature=0"]))
+    assert greedy == ["evaluation.temperature: 0.4 -> 0.0"], "figures of one run are measured alike"
+
+
 def test_a_plan_counts_the_parameters_in_the_name() -> None:
     model = configs.ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct", dtype="bfloat16")
     plan = configs.describe_plan(Config(model=model, learner=configs.LearnerConfig(zero_stage=1)))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import socket
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +18,14 @@ from rich.console import Console
 import configs
 import evaluate
 import evaluation
+import runs
 import store
 from actors import Coordinator
 from configs import Config, ConfigError
 from evaluation import Played, interval, mean_score, newest_round, sign_flip_p, success, wilson_interval
 from learner import with_published
 from opening import check_same_run
-from store import RunLayout, StoreError, write_open_sql
+from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.fault_runs import ROOT, SCRIPTED, untrained_model
 from tests.test_actors_coordinator import make_config, play, publish
 
@@ -162,6 +167,24 @@ def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
 def test_what_cannot_be_evaluated_is_one_line(weights: str, overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         evaluate.asked_config(weights, overrides)
+
+
+def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The catalog's lock names the coordinator instead, which is no process of the user's."""
+    run, other = tmp_path / "run", os.getppid()
+    config = replace(configs.load(ROOT / "configs/key_room.yaml"), run_dir=str(run))
+    ticks = runs.started_ticks(other)
+    assert ticks is not None
+    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
+    driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), ray_session=None, run=str(run))
+    (run / "driver.json").write_text(json.dumps(asdict(driver)))
+    with Catalog.open(layout):
+        assert evaluate.main([str(run)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: process {other} drives {run}; evaluate its newest weights beside it: ")
+        assert f"python evaluate.py {run} run_dir=NEW, or stop it: python train.py --stop {run}" in error
+        with pytest.raises(StoreError, match=f"process {other} drives .*; choose another run_dir, or stop it"):
+            check_same_run(config)
 
 
 @pytest.mark.parametrize("weights", ["runs/a@40", "configs/key_room.yaml"])

@@ -27,6 +27,7 @@ from store import (
 )
 from store.__main__ import main
 from store.exchange import export_selection, import_selection, live_files
+from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.store_samples import make_trajectory, open_train_group
 
@@ -242,11 +243,29 @@ def test_a_run_with_an_owner_is_not_imported_into(tmp_path: Path) -> None:
         import_selection(layout.root, tmp_path / "out")
 
 
+def test_uids_may_be_text_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = make_run(tmp_path / "source"), tmp_path / "out"
+    assert main(["export", str(source.root), str(out), "--text-uids"]) == 0
+    table = parts(out)
+    with connect(source) as views:
+        uids = "traj_uid::VARCHAR, group_uid::VARCHAR, state_hash::VARCHAR"
+        shown = views.sql(f"SELECT {uids} FROM steps ORDER BY ALL").fetchall()
+    columns = [table[name].to_pylist() for name in ("traj_uid", "group_uid", "state_hash")]
+    assert set(zip(*columns, strict=True)) == set(shown)
+    assert "are text, as in SQL" in (out / "README.md").read_text()
+    assert main(["import", str(source.root), str(out)]) == 2
+    assert "its uids are text, for other programs; export it again without --text-uids" in capsys.readouterr().err
+
+
 def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_run(tmp_path / "source")
     target = make_run(tmp_path / "target", n_groups=1)
     assert main(["export", str(source.root), str(tmp_path / "out"), "--where", "won"]) == 0
-    assert "3 trajectories of 3 groups, 9 steps: 1 files" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 trajectories of 3 groups, 9 steps: 1 files" in said
+    assert "3 more trajectories of these groups are not in it" in said and "--groups exports whole groups" in said
+    assert main(["export", str(source.root), str(tmp_path / "whole"), "--where", "won", "--groups"]) == 0
+    assert "6 trajectories of 3 groups" in (said := capsys.readouterr().out) and "not in it" not in said
     assert main(["import", str(target.root), str(tmp_path / "out")]) == 0
     assert "3 trajectories, 9 steps are new; 0 were known" in capsys.readouterr().out
     assert main(["export", str(source.root), str(tmp_path / "out")]) == 2

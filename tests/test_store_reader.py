@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from store import (
     write_segment,
 )
 from store.__main__ import main
+from store.reading.open_sql import RUN_LINE, fixed, move, quoted
 from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.store_samples import make_trajectory, open_train_group, play
@@ -145,6 +147,44 @@ def test_open_sql_serves_a_bare_shell_in_the_run_directory(full: RunLayout, monk
     with duckdb.connect() as connection:
         connection.execute(full.open_sql.read_text())
         assert connection.execute("SELECT count(*) FROM steps").fetchall() == [(12,)]
+
+
+def test_open_sql_works_from_any_directory(full: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a moved run, from inside it, and from anywhere once it has been told where it is."""
+
+    def steps(open_sql: Path) -> list[tuple]:
+        with duckdb.connect() as connection:
+            connection.execute(open_sql.read_text())
+            return connection.execute("SELECT count(*), getvariable('run') FROM steps").fetchall()
+
+    other = RunLayout.create(tmp_path / "other's", config_yaml="a: 1\n")
+    write_open_sql(other, macros=(), max_staleness=0)
+    for place in (tmp_path, other.root):
+        monkeypatch.chdir(place)
+        assert steps(full.open_sql) == [(12, str(full.root))], "not the run in whose directory it was started"
+    assert steps(other.open_sql) == [(0, ".")]
+    monkeypatch.chdir(tmp_path)
+    assert steps(other.open_sql) == [(0, str(other.root))]
+
+    moved = full.root.rename(tmp_path / "moved")
+    monkeypatch.chdir(moved)
+    assert steps(moved / "open.sql") == [(12, ".")]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(duckdb.Error, match=re.escape(str(full.root))):
+        steps(moved / "open.sql")
+    assert query(RunLayout.open(moved), "SELECT count(*) FROM steps") == [(12,)], "our reader knows where it is"
+    done = command("fsck", "--repair", str(moved))
+    assert f"repaired  open.sql names {moved}" in done.stdout
+    assert steps(moved / "open.sql") == [(12, str(moved))]
+    assert "repaired" not in command("fsck", "--repair", str(moved)).stdout
+
+
+def test_an_open_sql_of_an_older_code_is_read_and_moved(full: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = fixed(full.open_sql.read_text(), Path("."))
+    assert RUN_LINE in older
+    full.open_sql.write_text(older)
+    assert query(full, "SELECT count(*) FROM steps") == [(12,)]
+    assert move(full) and quoted(full.root) in full.open_sql.read_text()
 
 
 def test_generation_overlap_is_the_covered_part_of_the_training_time(full: RunLayout) -> None:

@@ -34,7 +34,8 @@ from store.catalog.groups import insert_trajectories
 from store.catalog.stored import is_taken, rounds
 from store.exchange import export_selection, import_selection
 from store.reading.query import connect
-from store.stored import TakenSource, parse_source, take_sources
+from store.stored import take_sources
+from store.stored_source import TakenSource, parse_source
 from store.upkeep.compact import compact_once
 from store.upkeep.fsck import CONTENTS, check
 from store.upkeep.rebuild import rebuild
@@ -189,6 +190,21 @@ def test_what_cannot_be_taken_is_refused_and_nothing_is_imported(
         taken_from(target, text.format(run=source.root, target=target.root), order=order)
     with Catalog.open(target) as catalog:
         assert catalog.live_segments() == () and not catalog.stored.taken()
+
+
+def test_a_dataset_of_incomplete_groups_says_how_many_and_how_to_export_whole_ones(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    def exported(name: str, *, whole_groups: bool) -> str:
+        export_selection(source.root, tmp_path / name, where="won -- some", as_of=None, whole_groups=whole_groups)
+        return str(tmp_path / name)
+
+    hint = "`python -m store export --groups` exports whole groups"
+    with pytest.raises(StoreError, match=f"all: 3 groups, of which each lacks trajectories; {hint}"):
+        taken_from(target, exported("won", whole_groups=False))
+    (taken, partly) = taken_from(target, exported("groups", whole_groups=True), str(tmp_path / "won"))
+    assert (taken.n_groups, taken.n_incomplete) == (3, 0)
+    assert str(partly).endswith(f"3 incomplete ones left out ({hint})")
 
 
 def test_a_dataset_takes_no_condition_and_no_changed_file(tmp_path: Path, source: RunLayout, target: RunLayout) -> None:

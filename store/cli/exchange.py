@@ -1,4 +1,4 @@
-"""python -m store export RUN DIR [--where SQL] [--as-of LSN], and python -m store import RUN DIR"""
+"""python -m store export RUN DIR [--where SQL] [--groups] [--as-of LSN], and python -m store import RUN DIR"""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ The condition is SQL on the columns of the view `trajectories`, and of `groups` 
     --where "state = 'trained' AND version_min >= 10"
     --where "group_uid IN (SELECT group_uid FROM lineage WHERE learner_step BETWEEN 5 AND 9)"
 
+With --groups whole groups are written: all trajectories of each group in which the condition holds for one. Only whole groups
+can be trained on (train.py CONFIG source=DIR).
+
 DIR is a new directory, or a URI such as s3://bucket/name?region=eu-central-1."""
 IMPORT = """Takes a directory that `export` wrote into a run that nobody is writing. SQL sees its trajectories, under their own
 uids; they are never played, trained on or counted as outstanding. What the run has already stays as it is."""
@@ -26,6 +29,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     exporter.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
     exporter.add_argument("dest", metavar="DIR", help="a new directory, or a URI")
     exporter.add_argument("--where", metavar="SQL", help="which trajectories (default: all)")
+    exporter.add_argument("--groups", action="store_true", help="whole groups, in which the condition holds for a trajectory")
+    exporter.add_argument("--text-uids", action="store_true", help="uids as text, as in SQL; no run takes such a dataset in")
     exporter.add_argument("--as-of", type=whole(at_least=0), metavar="LSN", help="as the run was then (default: now)")
     exporter.set_defaults(run=run_export)
     importer = commands.add_parser("import", help="such a dataset into a run", description=IMPORT, formatter_class=form)
@@ -37,12 +42,23 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run_export(options: argparse.Namespace) -> int:
     from store.exchange import export_selection  # and with it Arrow
 
-    dataset = export_selection(options.run_dir, options.dest, where=options.where, as_of=options.as_of)
+    dataset = export_selection(
+        options.run_dir,
+        options.dest,
+        where=options.where,
+        as_of=options.as_of,
+        whole_groups=options.groups,
+        text_uids=options.text_uids,
+    )
     n_bytes = sum(part.n_bytes for part in dataset.parts)
     print(
         f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, {dataset.n_steps:,} steps: "
         f"{len(dataset.parts)} files, {n_bytes:,} bytes in {options.dest}"
     )
+    n_missing = sum(dataset.groups.values()) - dataset.n_trajectories
+    if n_missing:
+        why = "they were never played" if options.groups else "--groups exports whole groups"
+        print(f"{n_missing:,} more trajectories of these groups are not in it, and only whole groups can be trained on; {why}")
     return 0
 
 

@@ -24,6 +24,7 @@ from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunInfo, RunLayout
 from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
+from store.reading.open_sql import placed
 from store.reading.pins import oldest_pinned_lsn
 from store.storage import Storage, open_storage
 
@@ -65,7 +66,8 @@ def fetch(uri: str, dest: Path) -> RunLayout:
         write_once(layout.run_json, json.dumps(dataclasses.asdict(info), indent=1).encode(), mode=READ_ONLY)
     elif RunLayout.open(dest).info != info or layout.catalog.exists():
         raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
-    write_atomically(layout.open_sql, memoryview(storage.read("open.sql")), mode=READ_WRITE)
+    views = placed(layout, storage.read("open.sql").to_pybytes().decode())
+    write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE)
     with _turn(layout):
         _bring(storage, layout)
     return layout

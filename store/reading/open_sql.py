@@ -11,7 +11,15 @@ from store.layout import RunLayout
 
 SOURCES = Path(__file__).with_name("sources.sql")
 VIEWS = Path(__file__).with_name("views.sql")
-RUN_LINE = "SET VARIABLE run = '.';"
+RUN_LINE = "SET VARIABLE run = '.';"  # of sources.sql, and of runs that an older code started
+# The directory where duckdb was started, if it is this run, which may have been moved there; else where the run was started.
+PLACED = """SET VARIABLE here = (SELECT list(file) FROM glob('./run.json'));
+SET VARIABLE run = coalesce((SELECT if(getvariable('here') IS NOT NULL AND contains(content, '"run_id": "{run_id}"'), '.', NULL)
+    FROM read_text(coalesce(getvariable('here'), [{run_json}]))), {root});
+"""
+PLACE = re.compile(
+    rf"{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n    FROM read_text\(.*;\n", re.MULTILINE
+)
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
 BOUND = re.compile(r"SET VARIABLE max_staleness = (\d+);")
 CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d+)$", re.MULTILINE)
@@ -20,9 +28,10 @@ MACROS_MARK = "-- The macros."
 FORMAT_1_VIEWS_END = "GROUP BY t.learner_step, t.begin_us, t.end_us;\n"
 
 
-def compose(*, macros: Sequence[str], max_staleness: int) -> str:
+def compose(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> str:
     """The whole text. `macros` are statements, among them advantages(...), which this package knows nothing of."""
     sources = SOURCES.read_text().replace(STALENESS_LINE, f"SET VARIABLE max_staleness = {max_staleness};")
+    sources = placed(layout, sources)
     return "\n".join([sources, VIEWS_MARK, VIEWS.read_text(), MACROS_MARK, *macros])
 
 
@@ -33,6 +42,34 @@ def write(layout: RunLayout, text: str) -> None:
         layout.storage.write(layout.open_sql.name, text.encode())
 
 
+def placed(layout: RunLayout, text: str) -> str:
+    """Return the text with the run's directory as it is now."""
+    run_id = layout.info.run_id
+    place = PLACED.format(run_id=run_id, root=quoted(layout.root), run_json=quoted(layout.run_json))
+    return PLACE.sub(lambda _: place, text, count=1)
+
+
+def fixed(text: str, root: Path) -> str:
+    """Return the text for a connection of ours, which reads this directory wherever it was started."""
+    return PLACE.sub(lambda _: f"SET VARIABLE run = {quoted(root)};\n", text, count=1)
+
+
+def move(layout: RunLayout) -> bool:
+    """Write the run's directory into its open.sql. Return whether it was another one."""
+    if not is_whole(layout):
+        return False
+    text = layout.open_sql.read_text()
+    new = placed(layout, text)
+    if new != text:
+        write_atomically(layout.open_sql, new.encode(), mode=READ_WRITE)
+    return new != text
+
+
+def quoted(text: object) -> str:
+    """Return the text as an SQL literal."""
+    return "'" + str(text).replace("'", "''") + "'"
+
+
 def upgrade(layout: RunLayout) -> None:
     """Give a run of an older code today's views, with its own macros and bound; the catalog was upgraded already."""
     if not layout.open_sql.is_file():
@@ -40,7 +77,7 @@ def upgrade(layout: RunLayout) -> None:
     text = layout.open_sql.read_text()
     macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
     staleness = BOUND.search(text)
-    new = compose(macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0)
+    new = compose(layout, macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0)
     write(layout, new)
 
 
@@ -49,11 +86,11 @@ def is_whole(layout: RunLayout) -> bool:
     if not layout.open_sql.is_file():
         return False
     text = layout.open_sql.read_text(errors="replace")
-    return all(part in text for part in (RUN_LINE, VIEWS_MARK, MACROS_MARK))
+    return PLACE.search(text) is not None and VIEWS_MARK in text and MACROS_MARK in text
 
 
 def write_again(layout: RunLayout) -> None:
     """The views without macros, which only the run's next start knows; the bound is that of the run, if anything tells it."""
     left = layout.open_sql.read_text(errors="replace") if layout.open_sql.is_file() else ""
     staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
-    write(layout, compose(macros=(), max_staleness=int(staleness[1]) if staleness else 0))
+    write(layout, compose(layout, macros=(), max_staleness=int(staleness[1]) if staleness else 0))

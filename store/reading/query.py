@@ -13,14 +13,15 @@ from store.layout import RunLayout
 from store.reading import open_sql
 from store.reading.manifest import export_nothing
 from store.reading.mirror import mirror
-from store.reading.open_sql import RUN_LINE, VIEWS_MARK, compose
+from store.reading.open_sql import VIEWS_MARK, compose, fixed
+from store.reading.open_sql import quoted as _quoted
 
 
 def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
     """Writes `<run>/open.sql`, the views and then `macros`, and an empty manifest for it to read until the first commit."""
     if not layout.manifest.exists():
         export_nothing(layout)
-    open_sql.write(layout, compose(macros=macros, max_staleness=max_staleness))
+    open_sql.write(layout, compose(layout, macros=macros, max_staleness=max_staleness))
 
 
 def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
@@ -38,7 +39,7 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
         raise FormatError(f"{layout.root} is of format 1, without snapshots; python -m store compact {layout.root} upgrades it")
     connection = duckdb.connect()
     try:
-        connection.execute(sources.replace(RUN_LINE, f"SET VARIABLE run = {_quoted(layout.root)};"))
+        connection.execute(fixed(sources, layout.root))
         if as_of is not None:
             _show_as_of(connection, layout, as_of)
         try:
@@ -94,7 +95,3 @@ def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: i
         # A run that only older code has opened has no view of a newer table.
         connection.execute(f"DROP VIEW IF EXISTS exported.{name}; CREATE TABLE exported.{name} AS FROM arriving")
         connection.unregister("arriving")
-
-
-def _quoted(text: object) -> str:
-    return "'" + str(text).replace("'", "''") + "'"
