@@ -36,7 +36,17 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from envs import EnvironmentFailed
-from opening import check_gpus, check_run_dir, check_same_run, check_tasks, open_run, try_model, try_tasks
+from opening import (
+    FAILURE_LOG,
+    check_gpus,
+    check_run_dir,
+    check_same_run,
+    check_tasks,
+    check_writable,
+    open_run,
+    try_model,
+    try_tasks,
+)
 from parts import n_processes
 from progress import Progress
 from session import Session
@@ -151,6 +161,7 @@ def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
     check_run_dir(config)
+    check_writable(config)
     with runs.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left behind")
@@ -204,7 +215,8 @@ def make_base_policy(config: Config, console: Console) -> Path:
     )
     untrained = directory / "untrained"
     if not untrained.is_dir():
-        tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
+        log = Path(config.run_dir) / "logs" / FAILURE_LOG
+        tokenizer = train_tokenizer(sample_chats(config, log=log), vocabulary_size=config.model.tiny.vocabulary_size)
         make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     open_run(clone)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from envs.base import Environment
+from envs.failures import one_line
 
 if TYPE_CHECKING:
     from envs.programs import Program  # which finds its class here
@@ -64,11 +65,17 @@ def _class(name: str) -> type:
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"environment {name!r}: no module {error.name!r}; run from its folder, install it or put it on PYTHONPATH"
-        ) from error
+    except (Exception, SystemExit) as error:  # the border to a user's own code
+        raise ValueError(f"environment {name!r}: {_import_fault(module_name, error)}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         raise ValueError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
     return found
+
+
+def _import_fault(module_name: str, error: BaseException) -> str:
+    """Say why a module cannot be imported: nobody finds it, or it raises."""
+    above = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
+    if isinstance(error, ModuleNotFoundError) and error.name in above:
+        return f"no module {error.name!r}; run from its folder, install it or put it on PYTHONPATH"
+    return f"importing {module_name!r} failed: {one_line(error, called=None)}"
