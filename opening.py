@@ -199,11 +199,8 @@ def _check_program(config: Config) -> None:
         raise ConfigError(
             f"env.name={name} is an agent program, which calls its model by itself: endpoint.url is for environments only"
         )
-    if config.actors.scripted or not config.model.path:
-        raise ConfigError(
-            f"env.name={name} is an agent program: it needs a model that can chat, from its first episode on; "
-            "set model.path, and leave actors.scripted=false"
-        )
+    if config.actors.scripted:
+        raise ConfigError(f"env.name={name} is an agent program, which calls a model by itself; leave actors.scripted=false")
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from actors import sample_chats
 from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
-from envs import EnvironmentFailed
+from envs import EnvironmentFailed, is_program, list_tasks
 from opening import (
     FAILURE_LOG,
     check_gpus,
@@ -200,7 +200,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
 def make_base_policy(config: Config, console: Console) -> Path:
     """A tiny model that plays random but valid commands: cloned, in a run of its own, from a scripted player.
 
-    A run that trains from others has theirs.
+    For an agent program it is the untrained model itself. A run that trains from others has theirs.
     """
     from learner import copy_weights, make_tiny_model, train_tokenizer
 
@@ -209,6 +209,12 @@ def make_base_policy(config: Config, console: Console) -> Path:
     if config.source:
         return sources.base_policy(config, policy)
     if policy.is_dir():
+        return policy
+    if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
+        console.print(f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write first")
+        texts = (text for task in list_tasks(config.env.name, config.env.options)["train"] for text in task.data.values())
+        tokenizer = train_tokenizer(texts, vocabulary_size=config.model.tiny.vocabulary_size)
+        make_tiny_model(policy, tokenizer, config.model.tiny, seed=config.seed)
         return policy
     console.print(
         f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",

@@ -177,4 +177,4 @@ def _made_by(name: str) -> type[Environment] | type[Program]:
     try:
         return program_class(name) if is_program(name) else environment_class(name)
     except ValueError as error:
-        raise EnvironmentFailed(f"env.name: {error}") from error
+        raise EnvironmentFailed(f"env.name: {error}") from error.__cause__

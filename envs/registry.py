@@ -66,16 +66,17 @@ def _class(name: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the border to a user's own code
-        raise ValueError(f"environment {name!r}: {_import_fault(module_name, error)}") from error
+        if isinstance(error, ModuleNotFoundError) and _is_or_holds(str(error.name), module_name):
+            how = "run from its folder, install it or put it on PYTHONPATH"
+            raise ValueError(f"environment {name!r}: no module {error.name!r}; {how}") from None
+        why = one_line(error, called=None)
+        raise ValueError(f"environment {name!r}: importing {module_name!r} failed: {why}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         raise ValueError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
     return found
 
 
-def _import_fault(module_name: str, error: BaseException) -> str:
-    """Say why a module cannot be imported: nobody finds it, or it raises."""
-    above = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
-    if isinstance(error, ModuleNotFoundError) and error.name in above:
-        return f"no module {error.name!r}; run from its folder, install it or put it on PYTHONPATH"
-    return f"importing {module_name!r} failed: {one_line(error, called=None)}"
+def _is_or_holds(found: str, module_name: str) -> bool:
+    """Tell whether `found` is the module itself or a package around it, so not something that it imports."""
+    return f"{module_name}.".startswith(f"{found}.")
