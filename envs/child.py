@@ -80,6 +80,7 @@ class Child:
     def end_hung(self) -> None:
         """Have it write down where it is, then kill it and all it started."""
         self._process.send_signal(signal.SIGABRT)
+        self._process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first
         self.end(patience_s=DUMP_TIMEOUT_S)
 
     def dump(self) -> str:

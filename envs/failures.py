@@ -35,7 +35,8 @@ def one_line(error: BaseException, *, called: Callable[..., Any] | None) -> str:
     if len(text) > MAX_CHARACTERS:
         text = text[:MAX_CHARACTERS] + "..."
     place = where_raised(error, called=called)
-    return f"{type(error).__name__}: {text}" + (f", at {place}" if place else "")
+    said = f": {text}" if text else ""  # a bare assert has nothing to say
+    return f"{type(error).__name__}{said}" + (f", at {place}" if place else "")
 
 
 def where_raised(error: BaseException, *, called: Callable[..., Any] | None) -> str:

@@ -220,7 +220,7 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
                 environments[environment_id] = make(Options(options))
             called = getattr(environments[environment_id], method)
             answer = (request, checked_answer(method, called(argument)), None)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a process border: the parent raises it with this text
+        except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it with this text
             keep(None, full(error))
             if environment_id in environments:
                 close_safely(environments.pop(environment_id))
@@ -229,6 +229,9 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             break
+        except Exception as error:  # noqa: BLE001 - the same border: the answer holds what cannot be pickled
+            keep(None, full(error))
+            connection.send((request, None, one_line(error, called=called)))
     for environment in (*environments.values(), *spare):
         close_safely(environment)
 

@@ -207,7 +207,7 @@ def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
                 program = make(Options(options))
             called = program.run
             answer = {"outcome": asdict(_run(program, Task(**request["task"]), ClientSettings(**request["client"])))}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a process border: the parent raises it in one line
+        except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it in one line
             keep(None, full(error))
             answer = {"error": one_line(error, called=called)}
             program = None

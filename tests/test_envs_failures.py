@@ -76,6 +76,10 @@ class Broken:
         return Observation(text=task.id)
     def step(self, action):
         if action == "a tuple": return (Observation(text="x"), 0.0, False, {})
+        if action == "interrupt": raise KeyboardInterrupt
+        class Local(str): pass
+        if action == "unpicklable": return Transition(observation=Observation(text=Local()), reward=0.0, terminated=False,
+            truncated=False, won=False)
         trouble(action)
         return Transition(observation=Observation(text="x"), reward=0.0, terminated=False, truncated=False, won=False)
     def close(self): pass
@@ -196,6 +200,33 @@ def test_nonsense_is_said_to_be_of_the_method_that_returned_it(
     with pytest.raises(EnvironmentDied, match=words.format(file=re.escape(broken), line=line)) as failed:
         asyncio.run(play())
     assert str(failed.value).endswith(f"; log: {log}") and "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("interrupt", "failed in step 'interrupt' of task train/t: KeyboardInterrupt, at {raised} in step"),
+        ("unpicklable", "failed in step 'unpicklable' of task train/t: .*Can't pickle.*Local.*, at {method} in step"),
+    ],
+)
+def test_what_cannot_be_answered_costs_the_episode_and_not_the_process(
+    broken: str, tmp_path: Path, action: str, words: str
+) -> None:
+    async def play() -> None:
+        pool = EnvironmentPool("broken_world:Broken", {}, processes=1, answer_timeout_s=20.0, log=tmp_path / "a.log")
+        try:
+            async with pool.environment() as environment, pool.environment() as other:
+                await environment.reset(replace(TASK, id="t"))
+                await other.reset(replace(TASK, id="other"))
+                lines = {"raised": line_of('if action == "interrupt"'), "method": line_of("def step")}
+                places = {name: f"{re.escape(broken)}:{line}" for name, line in lines.items()}
+                with pytest.raises(EnvironmentDied, match=words.format(**places)):
+                    await environment.step(action)
+                assert (await other.step("go")).observation.text == "x"
+        finally:
+            pool.close()
+
+    asyncio.run(play())
 
 
 def test_each_trouble_of_a_program_is_one_line_with_its_place_task_and_log(broken: str, tmp_path: Path) -> None:
