@@ -48,6 +48,11 @@ def log_hint(log: Path) -> str:
     return f" (log: {log})" if log.exists() else ""
 
 
+def with_log(text: str, log: Path) -> str:
+    """Add the log to a message that does not name it yet."""
+    return text if str(log) in text else text + log_hint(log)
+
+
 def _raised_at_the_end(traceback: str) -> str:
     """What stands behind the last frame, whose own lines are indented; the type without its module."""
     lines = traceback.splitlines()

@@ -48,6 +48,7 @@ from opening import (
     check_run_dir,
     check_same_run,
     check_tasks,
+    check_writable,
     open_run,
     published,
     said_when_slow,
@@ -81,9 +82,11 @@ def main(arguments: list[str]) -> int:
             console.print(configs.to_yaml(config), markup=False)
             show_missing([*missing, *try_tasks(config, console)], console)
             return 0
+        check_writable(config)
         if options.overrides:
             evaluate_apart(published(config), options.weights, console)
         else:
+            check_tasks(config, console)
             play(config, console, apart=False)
         evaluation.show(Path(config.run_dir), console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed, EndpointFailed) as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +22,11 @@ import runs
 from actors import engine_fault, images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
-from envs import EnvironmentFailed, OptionsError, Task, is_program, list_tasks, missing_packages, planned_tasks, try_environment
+from envs import EnvironmentFailed, Task, is_program, list_tasks_apart, missing_packages, try_environment
 from store import RunLayout, check_unowned, write_open_sql
 
 SLOW_S, SAID_EVERY_S = 2.0, 30.0
+FAILURE_LOG = "environment.log"  # of the check before a start; a worker has a log of its own
 
 
 def published(config: Config) -> Config:
@@ -39,7 +41,10 @@ def published(config: Config) -> Config:
 def check_run_dir(config: Config) -> None:
     """The directory of a run is one, or is to be made, or has nothing else in it. Raises ConfigError."""
     root = Path(config.run_dir)
-    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long, or a folder that may not be looked into
+        raise ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; give another, e.g. run_dir=runs/mine") from error
     if not config.run_dir or not there.is_dir():
         why = f"{there} is no directory" if config.run_dir else "it is empty"
         raise ConfigError(f"run_dir={config.run_dir!r}: {why}; give a directory to be made, e.g. run_dir=runs/mine")
@@ -50,6 +55,22 @@ def check_run_dir(config: Config) -> None:
                 f"run_dir={config.run_dir!r} is no run and has other things in it ({', '.join(others[:3])}); "
                 "give a directory of its own, e.g. run_dir=runs/mine"
             )
+
+
+def check_writable(config: Config) -> None:
+    """Make sure that files can be made in the run directory, and leave it as it was. Raises ConfigError."""
+    root = Path(config.run_dir)
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        message = f"run_dir={config.run_dir!r} cannot be written: {why}; give another, e.g. run_dir=runs/mine"
+        raise ConfigError(message) from error
+    finally:
+        _remove_empty(made)
 
 
 def check_same_run(config: Config) -> None:
@@ -93,13 +114,15 @@ def check_tasks(config: Config, console: Console) -> None:
 
     Raises EnvironmentFailed; ConfigError if it shows images that the model is not shown.
     """
-    name = config.env.name
-    with said_when_slow(f"listing the tasks of {name} (games are made once and kept)", console):
-        splits = list_tasks(name, config.env.options)
-    if is_program(name):
-        _check_program(config)
-    with said_when_slow(f"starting {name} once", console):
-        seen = try_environment(name, config.env.options, splits["train"][0], answer_timeout_s=config.env.answer_timeout_s)
+    env, name = config.env, config.env.name
+    with _failure_log(Path(config.run_dir) / "logs" / FAILURE_LOG) as log:
+        with said_when_slow(f"listing the tasks of {name} (games are made once and kept)", console):
+            splits = list_tasks_apart(name, env.options, playable=True, log=log)
+        assert splits is not None  # as it is to be played
+        if is_program(name):
+            _check_program(config)
+        with said_when_slow(f"starting {name} once", console):
+            seen = try_environment(name, env.options, splits["train"][0], answer_timeout_s=env.answer_timeout_s, log=log)
     if seen is not None and seen.images and config.endpoint.url:
         raise ConfigError(f"env.name={name} shows images, which are not sent to endpoint.url; have the environment show text")
     if seen is not None and (fault := images_fault(seen, sees_images=_model_sees_images(config), style=config.prompt.style)):
@@ -209,10 +232,11 @@ def try_tasks(config: Config, console: Console) -> list[str]:
     name = config.env.name
     missing = [fault] if (fault := missing_packages(name)) else []
     try:
-        with said_when_slow(f"listing the tasks of {name}", console):
-            splits = planned_tasks(name, config.env.options)
+        log = Path(tempfile.mkdtemp(prefix="gigpo-dry-run-")) / FAILURE_LOG  # a dry run makes no run directory
+        with _failure_log(log), said_when_slow(f"listing the tasks of {name}", console):
+            splits = list_tasks_apart(name, config.env.options, playable=False, log=log)
     except EnvironmentFailed as error:
-        if error.__cause__ is None or isinstance(error.__cause__, OptionsError):
+        if not error.may_work_elsewhere:
             raise
         return [*missing, f"tasks: {error}"]
     if is_program(name):
@@ -220,6 +244,38 @@ def try_tasks(config: Config, console: Console) -> list[str]:
     made = f"{name}: its tasks are made when a run starts, so they are not counted here"
     console.print(made if splits is None else task_counts(name, splits), markup=False)
     return missing
+
+
+@contextmanager
+def _failure_log(log: Path) -> Iterator[Path]:
+    """Keep the log of an environment that fails within the block; remove it, and the folder made for it, otherwise.
+
+    Raises ConfigError if it cannot be written.
+    """
+    made = [log.parent, *(folder for folder in log.parents[1:] if not folder.exists())]
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)  # of an earlier start
+    except OSError as error:
+        raise ConfigError(f"cannot write {log}: {error.strerror}; give another run_dir") from error
+    try:
+        yield log
+    except EnvironmentFailed:
+        if not log.exists():  # the message has all there is to know
+            _remove_empty(made)
+        raise
+    except BaseException:
+        log.unlink(missing_ok=True)
+        _remove_empty(made)
+        raise
+    log.unlink(missing_ok=True)
+    _remove_empty(made)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):  # something else is in it by now
+        for folder in folders:
+            folder.rmdir()
 
 
 def task_counts(name: str, splits: Mapping[str, Sequence[Task]]) -> str:
@@ -237,11 +293,8 @@ def _check_program(config: Config) -> None:
         raise ConfigError(
             f"env.name={name} is an agent program, which calls its model by itself: endpoint.url is for environments only"
         )
-    if config.actors.scripted or not config.model.path:
-        raise ConfigError(
-            f"env.name={name} is an agent program: it needs a model that can chat, from its first episode on; "
-            "set model.path, and leave actors.scripted=false"
-        )
+    if config.actors.scripted:
+        raise ConfigError(f"env.name={name} is an agent program, which calls a model by itself; leave actors.scripted=false")
 
 
 @contextmanager

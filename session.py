@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import parts
 from actors import Component, EngineLostError, EngineMemoryError, EngineStartError, Status
-from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
+from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line, with_log
 from configs import Config, is_offline, n_workers
 from coordinator_calls import CoordinatorCalls
 from learner import RankError
@@ -229,7 +229,8 @@ class Session:
         elif isinstance(cause, RankError):  # as if the learner itself had died
             self._lost(part, f"lost a rank: {cause}")
         else:
-            raise ComponentFailed(f"{part.name} failed: {one_line(error)}{self._log(part.name)}") from error
+            message = with_log(f"{part.name} failed: {one_line(error)}", self.logs / f"{part.name}.log")
+            raise ComponentFailed(message) from error
 
     def _will_never_start(self, cause: EngineLostError) -> bool:
         """Return whether an engine that did not start is to blame on the config: engines have not been up before.

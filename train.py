@@ -42,12 +42,14 @@ from causes import ComponentFailed
 from cluster import ray_cluster
 from configs import Config, ConfigError
 from curves import tensorboard_files
-from envs import EnvironmentFailed
+from envs import EnvironmentFailed, is_program, list_tasks
 from opening import (
+    FAILURE_LOG,
     check_gpus,
     check_run_dir,
     check_same_run,
     check_tasks,
+    check_writable,
     disk_fault,
     open_run,
     show_missing,
@@ -164,6 +166,7 @@ def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
     check_run_dir(config)
+    check_writable(config)
     with runs.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left behind")
@@ -210,7 +213,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
 def make_base_policy(config: Config, console: Console) -> Path:
     """A tiny model that plays random but valid commands: cloned, in a run of its own, from a scripted player.
 
-    A run that trains from others has theirs.
+    For an agent program it is the untrained model itself. A run that trains from others has theirs.
     """
     with said_while(lambda: "loading libraries", partial(console.print, markup=False)):
         from learner import copy_weights, make_tiny_model, train_tokenizer
@@ -221,13 +224,21 @@ def make_base_policy(config: Config, console: Console) -> Path:
         return sources.base_policy(config, policy)
     if policy.is_dir():
         return policy
+    if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
+        console.print(f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write first")
+        texts = (text for task in list_tasks(config.env.name, config.env.options)["train"] for text in task.data.values())
+        tokenizer = train_tokenizer(texts, vocabulary_size=config.model.tiny.vocabulary_size)
+        make_tiny_model(policy, tokenizer, config.model.tiny, seed=config.seed)
+        return policy
     console.print(
         f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",
     )
     untrained = directory / "untrained"
     if not untrained.is_dir():
+        log = Path(config.run_dir) / "logs" / FAILURE_LOG
         with said_while(lambda: "making a tokenizer and a tiny model", partial(console.print, markup=False)):
-            tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
+            chats = sample_chats(config, log=log)
+            tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
             make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     layout = open_run(clone)

@@ -30,7 +30,9 @@ async def play_program(
         steps = recording.steps()
     if not steps:
         why = recording.cut_off or "it made none; give client.base_url and client.api_key to the client it calls its model with"
-        raise EnvironmentDied(f"program {pool.name!r} on task {task.id!r} got no chat completion: {why}", at_fault=True)
+        log = f"; log: {pool.log}" if pool.log else ""
+        message = f"program {pool.name!r} on task {task.split}/{task.id} got no chat completion: {why}{log}"
+        raise EnvironmentDied(message, at_fault=True)
     return trajectory_of(
         _finished(steps, outcome, rules=rules, ended_us=ended_us),
         task=task,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from actors.prompt import answer_text, turns_shown
 from actors.template import Turn, find_template, render, render_next
@@ -14,19 +15,19 @@ from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Observatio
 SAMPLED_TASKS = 1000  # more say hardly anything new, and each has to be reset once
 
 
-def sample_chats(config: Config) -> list[str]:
+def sample_chats(config: Config, *, log: Path | None = None) -> list[str]:
     """Message and answer of every step of one episode of each training task, of SAMPLED_TASKS at most, as the scripted player
     plays it.
 
-    Raises EnvironmentFailed. Not for an event loop: it has one of its own.
+    What the environment prints goes to `log`. Raises EnvironmentFailed. Not for an event loop: it has one of its own.
     """
-    return asyncio.run(_sampled(config))
+    return asyncio.run(_sampled(config, log))
 
 
-async def _sampled(config: Config) -> list[str]:
+async def _sampled(config: Config, log: Path | None) -> list[str]:
     env, found = config.env, []
     draw = random.Random(config.seed)
-    pool = EnvironmentPool(env.name, env.options, processes=1, answer_timeout_s=env.answer_timeout_s)
+    pool = EnvironmentPool(env.name, env.options, processes=1, answer_timeout_s=env.answer_timeout_s, log=log)
     try:
         for task in list_tasks(env.name, env.options)["train"][:SAMPLED_TASKS]:
             async with pool.environment() as environment:

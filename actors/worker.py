@@ -80,12 +80,14 @@ class Worker:
         else:
             tokenizer = load_tokenizer(setup.model_path, with_torch=not config.actors.scripted)
             self.form = PromptForm(tokenizer, config.prompt, images=load_image_form(setup.model_path))
-        env = config.env
-        self.environments = (
-            ProgramPool(env.name, env.options, processes=env.processes)
-            if is_program(env.name)
-            else EnvironmentPool(env.name, env.options, processes=env.processes, answer_timeout_s=env.answer_timeout_s)
-        )
+        env, log = config.env, self.layout.logs / f"{self.name}.log"
+        self.environments: ProgramPool | EnvironmentPool
+        if is_program(env.name):
+            self.environments = ProgramPool(env.name, env.options, processes=env.processes, log=log)
+        else:
+            self.environments = EnvironmentPool(
+                env.name, env.options, processes=env.processes, answer_timeout_s=env.answer_timeout_s, log=log
+            )
         self.endpoint: Endpoint | None = None  # of a ProgramPool
         self.engine: VLLMPolicy | None = None
         self.policy: Policy = self.chat or ScriptedPolicy(self.form.encode_answer)

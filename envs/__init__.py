@@ -5,13 +5,15 @@ over HTTP what `server.py` serves;
 `registry.py` finds a class by name, `check.py` refuses a broken one early, `pool.py` runs many, each `process.py` holding some.
 `options.py` checks what a world is given, `images.py` what it shows, `closing.py` closes what may be broken. `bm25/` is the
 search of two worlds.
+`listing.py` lists the tasks of a user's class in a child process. `failures.py` finds the author's line of an error.
 `programs.py` is for an agent that calls a chat model by itself instead of being stepped (docs/agent_programs.md). `child.py`
 starts and ends the processes of both, `waits.py` names what is waited for.
 Nothing here knows tokens, prompts or models. Worlds are reached by name, so that importing this package loads no engine.
 """
 
 from envs.base import Environment, Observation, Task, Transition
-from envs.check import EnvironmentFailed, list_tasks, planned_tasks
+from envs.check import EnvironmentFailed, list_tasks
+from envs.listing import list_tasks_apart
 from envs.options import OptionsError
 from envs.pool import EnvironmentPool, PooledEnvironment, try_environment
 from envs.process import EnvironmentDied
@@ -38,8 +40,8 @@ __all__ = [
     "environment_class",
     "is_program",
     "list_tasks",
+    "list_tasks_apart",
     "missing_packages",
-    "planned_tasks",
     "program_class",
     "try_environment",
 ]

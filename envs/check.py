@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from envs.base import Environment, Observation, Task, Transition
+from envs.failures import one_line
 from envs.images import check_images
-from envs.options import SPLITS
+from envs.options import SPLITS, Options, OptionsError
 from envs.registry import environment_class, is_program, program_class
 
 if TYPE_CHECKING:
     from envs.programs import Program  # whose process checks its answers with this file
 
 
+# Errors of files, packages and servers that may be present on the machine of the run. All others are mistakes in the code.
+OF_THIS_MACHINE = (OSError, ImportError, ValueError)
+
+
 class EnvironmentFailed(RuntimeError):
-    """An environment cannot be used; the message is one line that names it, what it did, and what to change."""
+    """An environment cannot be used; the message is one line that names it, what it did, and what to change.
+
+    `may_work_elsewhere`: something is missing that another machine may have, so a dry run only says it.
+    """
+
+    may_work_elsewhere = False
+
+    @classmethod
+    def because(cls, what: str, error: BaseException, *, called: Callable[..., Any] | None) -> EnvironmentFailed:
+        """Return the failure that an environment's own `error` is. `called` is the method that raised it."""
+        text = str(error) if isinstance(error, OptionsError) else one_line(error, called=called)
+        failed = cls(f"{what}: {text}")
+        failed.may_work_elsewhere = isinstance(error, OF_THIS_MACHINE) and not isinstance(error, OptionsError)
+        return failed
 
 
 def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]] | None:
@@ -27,23 +45,31 @@ def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequenc
     make = _made_by(name)
     if not getattr(make, "makes_tasks", False):
         return list_tasks(name, options)
-    try:
-        make(options)
-    except Exception as error:  # the border to a user's own code
-        raise EnvironmentFailed(f"env.name={name}: it cannot be made: {_line(error)}") from error
+    check_can_be_made(name, options)
     return None
+
+
+def check_can_be_made(name: str, options: Mapping[str, object]) -> None:
+    """Make one object of the class. Raises EnvironmentFailed."""
+    make = _made_by(name)
+    try:
+        make(Options(options))
+    except (Exception, SystemExit) as error:  # the border to a user's own code
+        raise EnvironmentFailed.because(f"env.name={name}: it cannot be made", error, called=make.__init__) from error
 
 
 def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]]:
     """The tasks of every split, made now where they are generated.
 
-    Raises EnvironmentFailed if the environment raises, if a split is empty, or if a task is there twice or in two splits.
+    Raises EnvironmentFailed if the environment raises, if something is no task, if a split is empty, or if a task is there
+    twice or in two splits.
     """
     make = _made_by(name)
     try:
-        splits = {split: make.tasks(split, options) for split in SPLITS}
-    except Exception as error:  # the border to a user's own code
-        raise EnvironmentFailed(f"env.name={name}: listing its tasks failed: {_line(error)}") from error
+        splits = {split: _checked_tasks(make.tasks(split, Options(options)), split=split) for split in SPLITS}
+    except (Exception, SystemExit) as error:  # the border to a user's own code
+        what = f"env.name={name}: listing its tasks failed"
+        raise EnvironmentFailed.because(what, error, called=make.tasks) from error
     for split, tasks in splits.items():
         if not tasks:
             raise EnvironmentFailed(f"env.name={name} lists no {split} tasks; check env.options={dict(options)}")
@@ -56,6 +82,32 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
             f"env.name={name}: task {min(both)!r} is in the train and in the heldout split; give each task one split"
         )
     return splits
+
+
+def _checked_tasks(answer: object, *, split: str) -> Sequence[Task]:
+    """Return the tasks that `tasks(split, options)` returned. Raises TypeError: what is wrong with them."""
+    if isinstance(answer, str | Mapping) or not hasattr(answer, "__iter__"):
+        raise TypeError(f"tasks({split!r}) returned {_shown(answer)}; it must return a list of Task")
+    # A sequence is kept: it may make its tasks when they are asked for.
+    tasks: Sequence[object] = answer if isinstance(answer, Sequence) else list(answer)
+    for number, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TypeError(f"tasks({split!r}) has {_shown(task)} at index {number}; each must be an envs.Task")
+        for field in ("id", "env_name", "split"):
+            if not isinstance(value := getattr(task, field), str):
+                raise TypeError(f"tasks({split!r}) has a task with {field}={value!r} at index {number}; it must be text")
+        if task.split != split:
+            raise TypeError(f"tasks({split!r}) has task {task.id!r} with split={task.split!r}; it must be {split!r}")
+        if isinstance(task.seed, bool) or not isinstance(task.seed, int):
+            raise TypeError(f"tasks({split!r}) has task {task.id!r} with seed={task.seed!r}; it must be an int")
+        if not isinstance(task.data, Mapping):
+            raise TypeError(f"tasks({split!r}) has task {task.id!r} with data={_shown(task.data)}; it must be a dict of text")
+        for key, value in task.data.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise TypeError(f"tasks({split!r}) has task {task.id!r} with data[{key!r}]={value!r}; it must be text")
+        for text in (task.id, task.env_name, *task.data.values()):
+            _check_encodable(text, what=f"tasks({split!r})")
+    return cast(Sequence[Task], tasks)
 
 
 def checked_answer(method: str, answer: object) -> Observation | Transition:
@@ -125,8 +177,4 @@ def _made_by(name: str) -> type[Environment] | type[Program]:
     try:
         return program_class(name) if is_program(name) else environment_class(name)
     except ValueError as error:
-        raise EnvironmentFailed(f"env.name: {error}") from None
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EnvironmentFailed(f"env.name: {error}") from error.__cause__

@@ -13,6 +13,21 @@ class OptionsError(ValueError):
     """An option is unknown or missing, or has a value that none could have, whatever is or is not on this machine."""
 
 
+class MissingOption(OptionsError, KeyError):
+    """An environment asked for an option that the config does not have. `except KeyError` still catches it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show its repr
+
+
+class Options(dict[str, Any]):
+    """Options as an environment gets them: a mapping whose missing keys are named in one line."""
+
+    def __missing__(self, option: str) -> object:
+        given = ", ".join(map(str, self)) or "no options"
+        raise MissingOption(f"option {option!r} is missing (given: {given}); set env.options.{option}=...")
+
+
 def check_options(name: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
     """All of `known`, and nothing else. Raises OptionsError, in one line that names what is missing or unknown."""
     if set(options) != set(known):

@@ -19,15 +19,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
 from envs.check import EnvironmentFailed, checked_answer
 from envs.closing import close_safely
-from envs.process import EnvironmentDied, EnvironmentProcess
-from envs.registry import environment_class, is_program, program_class
+from envs.failures import full, keep, log_hint, one_line, where_raised
+from envs.options import Options
+from envs.process import EnvironmentDied, EnvironmentProcess, asked
+from envs.registry import environment_class, is_program
 from envs.waits import Waits, request_name
 
 
@@ -54,17 +57,35 @@ class PooledEnvironment:
 
 
 class EnvironmentPool:
-    """Processes start when they are first needed, one after the other. `answer_timeout_s` bounds each `reset` and `step`."""
+    """Processes start when they are first needed, one after the other. `answer_timeout_s` bounds each `reset` and `step`.
 
-    def __init__(self, env_name: str, options: Mapping[str, object], *, processes: int, answer_timeout_s: float) -> None:
+    What environments print, and the traceback of every error, goes to `log`; without one, to where this process prints.
+    """
+
+    def __init__(
+        self,
+        env_name: str,
+        options: Mapping[str, object],
+        *,
+        processes: int,
+        answer_timeout_s: float,
+        log: Path | None = None,
+    ) -> None:
         self._hosts: list[_Host]
         self._waits = Waits()
         if inspect.iscoroutinefunction(environment_class(env_name).step):
-            self._hosts = [_OnThisLoop(env_name, options, answer_timeout_s=answer_timeout_s, waits=self._waits)]
+            here = _OnThisLoop(env_name, options, answer_timeout_s=answer_timeout_s, waits=self._waits, log=log)
+            self._hosts = [here]
         else:
             starts = asyncio.Lock()
             self._hosts = [
-                EnvironmentProcess(env_name, options, answer_timeout_s=answer_timeout_s, starts=starts, waits=self._waits)
+                EnvironmentProcess(
+                    *(env_name, options),
+                    answer_timeout_s=answer_timeout_s,
+                    starts=starts,
+                    waits=self._waits,
+                    log=log,
+                )
                 for _ in range(processes)
             ]
         self._idle: list[PooledEnvironment] = []
@@ -99,14 +120,16 @@ class EnvironmentPool:
             host.close()
 
 
-def try_environment(name: str, options: Mapping[str, object], task: Task, *, answer_timeout_s: float) -> Observation | None:
-    """Starts the environment once and resets it to `task`: what it shows then, None for an agent program.
+def try_environment(
+    name: str, options: Mapping[str, object], task: Task, *, answer_timeout_s: float, log: Path | None = None
+) -> Observation | None:
+    """Start the environment once and reset it to `task`. Return its first observation, None for an agent program.
 
     Raises EnvironmentFailed with its error, or if it hangs.
     """
 
     async def once() -> Observation:
-        pool = EnvironmentPool(name, options, processes=1, answer_timeout_s=answer_timeout_s)
+        pool = EnvironmentPool(name, options, processes=1, answer_timeout_s=answer_timeout_s, log=log)
         try:
             async with pool.environment() as environment:
                 return await environment.reset(task)
@@ -115,43 +138,58 @@ def try_environment(name: str, options: Mapping[str, object], task: Task, *, ans
 
     try:
         if is_program(name):
-            program_class(name)(options)  # to run it takes a model
-            return None
+            return None  # to run it takes a model
         return asyncio.run(once())
     except Exception as error:  # the border to a user's own code
         why = str(error) if isinstance(error, EnvironmentDied) else f"{type(error).__name__}: {error}"
-        raise EnvironmentFailed(f"env.name={name} does not start with task {task.id!r}: {' '.join(why.split())}") from error
+        raise EnvironmentFailed(
+            f"env.name={name} does not start with task {task.split}/{task.id}: {' '.join(why.split())}"
+        ) from error
 
 
 class _OnThisLoop:
     """Asynchronous environments, in the process and on the event loop of whoever awaits them."""
 
-    def __init__(self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float, waits: Waits) -> None:
+    def __init__(
+        self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float, waits: Waits, log: Path | None
+    ) -> None:
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
         self._environments: dict[int, Any] = {}
-        self._waits = waits
+        self._tasks: dict[int, Task] = {}  # of its newest reset
+        self._waits, self._log = waits, log
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
         self._waits.begin(environment_id, request_name(method, argument))
+        if isinstance(argument, Task):
+            self._tasks[environment_id] = argument
         deadline = asyncio.timeout(self._answer_timeout_s)
+        make = environment_class(self._env_name)
+        called: Callable[..., Any] = make.__init__
         try:
             if environment_id not in self._environments:
-                self._environments[environment_id] = environment_class(self._env_name)(self._options)
-            environment = self._environments[environment_id]
+                self._environments[environment_id] = make(Options(self._options))
+            called = getattr(self._environments[environment_id], method)
             async with deadline:
-                answer = await getattr(environment, method)(argument)
+                answer = await called(argument)
             return checked_answer(method, answer)
         except asyncio.CancelledError:  # half done: nobody knows what it would do next
             self._drop(environment_id)
             raise
-        except Exception as error:  # the border to a user's own code
+        except (Exception, SystemExit) as error:  # the border to a user's own code
             self._drop(environment_id)
-            raise EnvironmentDied(
-                f"environment {self._env_name!r} failed in {method}: {type(error).__name__}: {error}"
-                if not (isinstance(error, TimeoutError) and deadline.expired())  # it may raise one of its own
-                else f"environment {self._env_name!r} did not answer {method} within {self._answer_timeout_s:g} s",
-                at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
-            ) from error
+            what = asked(method, argument, self._tasks[environment_id])
+            if isinstance(error, TimeoutError) and deadline.expired():  # it may raise one of its own
+                stopped = error.__cause__ or error  # the cancelled call says where it waited
+                place = where_raised(stopped, called=called)
+                why = f"did not answer {what} within {self._answer_timeout_s:g} s, at {place}"
+            elif isinstance(error, EnvironmentDied):  # a server's, which has said where
+                why = f"failed in {what}: {error}"
+            else:
+                why = f"failed in {what}: {one_line(error, called=called)}"
+            keep(self._log, full(error))
+            at_fault = getattr(error, "at_fault", True)  # a server may say that it is not
+            message = f"environment {self._env_name!r} {why}{log_hint(self._log)}"
+            raise EnvironmentDied(message, at_fault=at_fault) from error
         finally:
             self._waits.end(environment_id)
 

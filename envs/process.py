@@ -11,18 +11,20 @@ import itertools
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from envs.answers import Answers
-from envs.base import Environment
+from envs.base import Environment, Task
 from envs.check import checked_answer
-from envs.child import end_child, end_with_parent, start_child
+from envs.child import Child, begin
 from envs.closing import close_safely
+from envs.failures import exit_text, full, keep, log_hint, one_line
+from envs.options import Options
 from envs.registry import environment_class
 from envs.waits import Waits, request_name
 
@@ -49,15 +51,22 @@ class EnvironmentProcess:
     """The parent's end: sends numbered requests, resolves one future per answer. Starts the process when it is needed.
 
     `starts` is held until a process is up, as loading an engine is work for a core; whoever shares it starts when the one
-    before is done.
+    before is done. What the process prints, and the traceback of every error, goes to `log`.
     """
 
     def __init__(
-        self, env_name: str, options: Mapping[str, object], *, answer_timeout_s: float, starts: asyncio.Lock, waits: Waits
+        self,
+        env_name: str,
+        options: Mapping[str, object],
+        *,
+        answer_timeout_s: float,
+        starts: asyncio.Lock,
+        waits: Waits,
+        log: Path | None,
     ) -> None:
-        self._starts, self._waits = starts, waits
+        self._starts, self._waits, self._log = starts, waits, log
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._channel: socket.socket
         self._answers: Answers  # that come through it
         self._connection: Connection[Any, Any]  # through which requests go
@@ -65,13 +74,17 @@ class EnvironmentProcess:
         self._futures: dict[int, asyncio.Future[object]] = {}  # the first is the one it is working on
         self._unsent: deque[tuple[int, int, str, object]] = deque()  # the last of them
         self._here: set[int] = set()  # environments that were reset in the process of now
+        self._asked: dict[int, str] = {}  # per unanswered request: "step 'go' of task train/7"
+        self._tasks: dict[int, Task] = {}  # per environment, the task of its newest reset
         self._timer: asyncio.TimerHandle | None = None
         self._is_up: asyncio.Future[None]
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
         if method != "reset" and environment_id not in self._here:
             message = f"the process of {self._env_name!r} that held this environment is gone, through another episode's request"
-            raise EnvironmentDied(message, at_fault=False)
+            raise EnvironmentDied(message + log_hint(self._log), at_fault=False)
+        if isinstance(argument, Task):
+            self._tasks[environment_id] = argument
         if self._process is None:
             async with self._starts:
                 if self._process is None:
@@ -81,13 +94,14 @@ class EnvironmentProcess:
 
     def close(self) -> None:
         if self._process is not None:
-            end_child(self._forget(), patience_s=CLOSE_TIMEOUT_S)
+            self._forget().end(patience_s=CLOSE_TIMEOUT_S)
 
     async def _ask(self, environment_id: int, method: str, argument: object) -> object:
         self._here.add(environment_id)
         request = next(self._requests)
         future = self._futures[request] = asyncio.get_running_loop().create_future()
         self._waits.begin(future, request_name(method, argument))
+        self._asked[request] = asked(method, argument, self._tasks[environment_id])
         self._unsent.append((request, environment_id, method, argument))
         self._send()
         if len(self._futures) == 1:
@@ -103,7 +117,7 @@ class EnvironmentProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name, json.dumps(dict(self._options))]
-            self._process = start_child(arguments, channel=theirs)
+            self._process = Child(arguments, channel=theirs, log=self._log)
         self._channel, self._answers = ours, Answers(ours)
         self._connection = Connection(os.dup(ours.fileno()), readable=False)
         loop = asyncio.get_running_loop()
@@ -125,20 +139,22 @@ class EnvironmentProcess:
 
     def _hangs(self, patience_s: float) -> None:
         assert self._process is not None
-        has_ended = self._process.poll() is not None  # and something it started keeps the socket open
+        has_ended = self._process.has_ended()  # and something it started keeps the socket open
         self._fail_all("" if has_ended else f"did not answer within {patience_s:g} s and was killed")
 
     def _read(self) -> None:
         try:
             for request, result, error in self._answers.arrived():
                 future = self._is_up if request == IS_UP else self._futures.pop(request)
+                what = self._asked.pop(request, "")
                 self._waits.end(future)
                 self._send()
                 if not future.done():  # else its episode was cancelled
                     if error is None:
                         future.set_result(result)
                     else:
-                        future.set_exception(EnvironmentDied(error, at_fault=True))
+                        message = f"environment {self._env_name!r} failed in {what}: {error}{log_hint(self._log)}"
+                        future.set_exception(EnvironmentDied(message, at_fault=True))
                 self._watch()
         except EOFError:
             self._fail_all("")
@@ -146,18 +162,23 @@ class EnvironmentProcess:
     def _fail_all(self, hung: str) -> None:
         """Ends the process. The first request is to blame, as it was the one being answered."""
         futures: list[asyncio.Future[Any]] = [*([] if self._is_up.done() else [self._is_up]), *self._futures.values()]
-        self._futures = {}
+        doing = next(iter(self._asked.values()), "") if self._is_up.done() else "its start"
+        self._futures, self._asked = {}, {}
         self._unsent.clear()
         process = self._forget()
-        code = end_child(process, patience_s=0.0 if hung else EXIT_TIMEOUT_S)
-        what = hung or f"ended with exit code {code}; the worker's log may say why"
+        if hung:
+            process.end_hung()
+            what = hung
+        else:
+            what = f"ended with {exit_text(process.end(patience_s=EXIT_TIMEOUT_S))}"
+        message = f"environment process {process.pid} of {self._env_name!r} {what}, in {doing}{process.place()}"
+        keep(self._log, f"{message}\n{process.dump()}")
         for place, future in enumerate(futures):
             self._waits.end(future)
             if not future.done():
-                message = f"environment process {process.pid} of {self._env_name!r} {what}"
-                future.set_exception(EnvironmentDied(message, at_fault=place == 0))
+                future.set_exception(EnvironmentDied(message + log_hint(self._log), at_fault=place == 0))
 
-    def _forget(self) -> subprocess.Popen[bytes]:
+    def _forget(self) -> Child:
         """The next request starts another process."""
         assert self._process is not None
         process, self._process = self._process, None
@@ -170,13 +191,18 @@ class EnvironmentProcess:
         return process
 
 
+def asked(method: str, argument: object, task: Task) -> str:
+    """Name a request with its task: "reset of task train/7", "step 'go' of task train/7"."""
+    request = method if isinstance(argument, Task) else request_name(method, argument)
+    return f"{request} of task {task.split}/{task.id}"
+
+
 def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str, object]) -> None:
     """The child's loop: consumes requests, produces answers, ends when the parent closes or dies."""
-    make = environment_class(env_name)
     environments: dict[int, Environment] = {}
     spare: list[Environment] = []
-    with contextlib.suppress(Exception):  # the first request makes one too, and is told what is wrong
-        spare.append(make(options))
+    with contextlib.suppress(Exception, SystemExit):  # the first request makes one too, and is told what is wrong
+        spare.append(environment_class(env_name)(Options(options)))
     connection.send((IS_UP, None, None))
     while True:
         try:
@@ -184,25 +210,34 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
         except (EOFError, ConnectionResetError):
             break
         answer: tuple[int, object, str | None]
+        called: Callable[..., object] | None = None
         try:
-            if environment_id not in environments:
-                environments[environment_id] = spare.pop() if spare else make(options)
-            answer = (request, checked_answer(method, getattr(environments[environment_id], method)(argument)), None)
-        except Exception as error:  # noqa: BLE001 - a process border: the parent raises it with this text
+            if environment_id not in environments and spare:
+                environments[environment_id] = spare.pop()
+            elif environment_id not in environments:
+                make = environment_class(env_name)
+                called = make.__init__
+                environments[environment_id] = make(Options(options))
+            called = getattr(environments[environment_id], method)
+            answer = (request, checked_answer(method, called(argument)), None)
+        except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it with this text
+            keep(None, full(error))
             if environment_id in environments:
                 close_safely(environments.pop(environment_id))
-            given = repr(argument) if isinstance(argument, str) else ""
-            answer = (request, None, f"environment {env_name!r} failed in {method}({given}): {type(error).__name__}: {error}")
+            answer = (request, None, one_line(error, called=called))
         try:
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             break
+        except Exception as error:  # noqa: BLE001 - the same border: the answer holds what cannot be pickled
+            keep(None, full(error))
+            connection.send((request, None, one_line(error, called=called)))
     for environment in (*environments.values(), *spare):
         close_safely(environment)
 
 
 def main() -> None:
-    """The child: descriptor of its socket, environment, options as JSON."""
-    descriptor, env_name, options = sys.argv[1:4]
-    end_with_parent()
+    """The child: descriptor of its socket, environment, options as JSON, descriptor for the dump of a crash."""
+    descriptor, env_name, options, dump = sys.argv[1:5]
+    begin(dump)
     serve(Connection(int(descriptor)), env_name, json.loads(options))

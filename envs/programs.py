@@ -26,22 +26,23 @@ import math
 import os
 import socket
 import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from envs.base import Task
-from envs.child import end_child, end_with_parent, start_child
+from envs.child import Child, begin
+from envs.failures import exit_text, full, keep, log_hint, one_line
+from envs.options import Options
 from envs.process import EnvironmentDied
 from envs.registry import program_class
 from envs.waits import Waits
 
 CLOSE_TIMEOUT_S = 1.0  # an idle program ends at once; a dead one's socket closes a moment before it has an exit code
 MAX_LINE_BYTES = 64 * 2**20  # of a task or an outcome
-MAX_ERROR_CHARACTERS = 500
 CHILD = "from envs.programs import main; main()"  # with -m all classes would exist twice
 
 
@@ -77,10 +78,13 @@ class Program(Protocol):
 
 
 class ProgramPool:
-    """At most `processes` programs at once; further ones wait for their turn. A process starts when it is first needed."""
+    """At most `processes` programs at once; further ones wait for their turn. A process starts when it is first needed.
 
-    def __init__(self, name: str, options: Mapping[str, object], *, processes: int) -> None:
-        self.name, self._options = name, options
+    What programs print, and the traceback of every error, goes to `log`.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, object], *, processes: int, log: Path | None = None) -> None:
+        self.name, self._options, self.log = name, options, log
         self._turns = asyncio.Semaphore(processes)
         self._idle: list[_ProgramProcess] = []
         self._busy: set[_ProgramProcess] = set()
@@ -91,21 +95,25 @@ class ProgramPool:
 
         The deadline begins when the program does. Cancelled, it kills the program.
         """
-        what = f"program {self.name!r} on task {task.id!r}"
+        what = f"program {self.name!r} on task {task.split}/{task.id}"
         async with self._turns:
             with self._process(what) as process:
                 try:
                     async with asyncio.timeout(deadline_s):
                         answer = await process.ask({"task": asdict(task), "client": asdict(client)})
                 except TimeoutError:
-                    raise EnvironmentDied(
-                        f"{what} had not ended after {deadline_s:g} s and was killed", at_fault=True
-                    ) from None
+                    where = process.end_hung()
+                    raise self._died(f"{what} had not ended after {deadline_s:g} s and was killed{where}", process) from None
                 except EOFError as error:
-                    raise EnvironmentDied(f"{what}: its process {error}", at_fault=True) from None
+                    raise self._died(f"{what}: its process {error}", process) from None
         if "error" in answer:
-            raise EnvironmentDied(f"{what} failed: {answer['error']}", at_fault=True)
+            raise EnvironmentDied(f"{what} failed: {answer['error']}{log_hint(self.log)}", at_fault=True)
         return Outcome(**answer["outcome"])
+
+    def _died(self, why: str, process: _ProgramProcess) -> EnvironmentDied:
+        """Return the error of a process that has ended, and write it to the log."""
+        keep(self.log, f"{why}\n{process.dump()}")
+        return EnvironmentDied(why + log_hint(self.log), at_fault=True)
 
     def close(self) -> None:
         for process in self._busy:
@@ -122,7 +130,7 @@ class ProgramPool:
     @contextmanager
     def _process(self, what: str) -> Iterator[_ProgramProcess]:
         """An idle process or a new one; one that was left in the middle of a task is killed."""
-        process = self._idle.pop() if self._idle else _ProgramProcess(self.name, self._options)
+        process = self._idle.pop() if self._idle else _ProgramProcess(self.name, self._options, log=self.log)
         self._busy.add(process)
         self._waits.begin(process, what)
         try:
@@ -139,15 +147,15 @@ class ProgramPool:
 class _ProgramProcess:
     """The parent's end: one line of JSON with a task, one with its outcome."""
 
-    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+    def __init__(self, name: str, options: Mapping[str, object], *, log: Path | None) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             arguments = ["-c", CHILD, str(theirs.fileno()), name, json.dumps(dict(options))]
-            self._process = start_child(arguments, channel=theirs)
+            self._process = Child(arguments, channel=theirs, log=log)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """Raises EOFError, with the exit code, if the process has ended."""
+        """Send a task, return the answer. Raises EOFError, with the exit code, if the process has ended."""
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(sock=self._socket, limit=MAX_LINE_BYTES)
         reader, writer = self._streams
@@ -156,8 +164,8 @@ class _ProgramProcess:
         with suppress(ConnectionError):
             line = await reader.readline()
         if not line:
-            code = end_child(self._process, patience_s=CLOSE_TIMEOUT_S)
-            raise EOFError(f"ended with exit code {code}; the worker's log may say why")
+            code = self._process.end(patience_s=CLOSE_TIMEOUT_S)
+            raise EOFError(f"ended with {exit_text(code)}{self._process.place()}")
         return dict(json.loads(line))
 
     def disconnect(self) -> None:
@@ -169,11 +177,20 @@ class _ProgramProcess:
     def close(self) -> None:
         """Lets it end by itself, and kills it if it does not."""
         self.disconnect()
-        end_child(self._process, patience_s=CLOSE_TIMEOUT_S)
+        self._process.end(patience_s=CLOSE_TIMEOUT_S)
 
     def kill(self) -> None:
         self.disconnect()
-        end_child(self._process, patience_s=0.0)
+        self._process.end(patience_s=0.0)
+
+    def end_hung(self) -> str:
+        """Kill it, and return where it was: ", at FILE:LINE in FUNCTION", or ""."""
+        self._process.end_hung()
+        return self._process.place()
+
+    def dump(self) -> str:
+        """Return the stacks that it wrote when it crashed or was killed; "" if it wrote none."""
+        return self._process.dump()
 
 
 def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
@@ -182,12 +199,17 @@ def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
     for line in stream:
         request = json.loads(line)
         answer: dict[str, object]
+        called: Callable[..., object] | None = None
         try:
-            program = program or program_class(name)(options)
+            if program is None:
+                make = program_class(name)
+                called = make.__init__
+                program = make(Options(options))
+            called = program.run
             answer = {"outcome": asdict(_run(program, Task(**request["task"]), ClientSettings(**request["client"])))}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a process border: the parent raises it in one line
-            traceback.print_exc()  # for the worker's log
-            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR_CHARACTERS]}
+        except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it in one line
+            keep(None, full(error))
+            answer = {"error": one_line(error, called=called)}
             program = None
         with suppress(BrokenPipeError):
             stream.write(json.dumps(answer) + "\n")
@@ -212,9 +234,9 @@ def _run(program: Program, task: Task, client: ClientSettings) -> Outcome:
 
 
 def main() -> None:
-    """The child: descriptor of its socket, program, options as JSON."""
-    descriptor, name, options = sys.argv[1:4]
-    end_with_parent()
+    """The child: descriptor of its socket, program, options as JSON, descriptor for the dump of a crash."""
+    descriptor, name, options, dump = sys.argv[1:5]
+    begin(dump)
     for variable in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine, whatever proxy leads to the others
         os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
     with suppress(ConnectionError):  # it was closed before an answer was read

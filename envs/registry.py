@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from envs.base import Environment
+from envs.failures import one_line
 
 if TYPE_CHECKING:
     from envs.programs import Program  # which finds its class here
@@ -79,11 +80,18 @@ def _class(name: str) -> type:
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"environment {name!r}: no module {error.name!r}; run from its folder, install it or put it on PYTHONPATH"
-        ) from error
+    except (Exception, SystemExit) as error:  # the border to a user's own code
+        if isinstance(error, ModuleNotFoundError) and _is_or_holds(str(error.name), module_name):
+            how = "run from its folder, install it or put it on PYTHONPATH"
+            raise ValueError(f"environment {name!r}: no module {error.name!r}; {how}") from None
+        why = one_line(error, called=None)
+        raise ValueError(f"environment {name!r}: importing {module_name!r} failed: {why}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         raise ValueError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
     return found
+
+
+def _is_or_holds(found: str, module_name: str) -> bool:
+    """Tell whether `found` is the module itself or a package around it, so not something that it imports."""
+    return f"{module_name}.".startswith(f"{found}.")

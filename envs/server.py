@@ -168,7 +168,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except EnvironmentDied as error:
-        raise _refused(500, str(error), at_fault=error.at_fault) from error
+        raise _refused(500, f"{error}; the server printed the traceback", at_fault=error.at_fault) from error
 
 
 async def serve(server: Server, *, host: str, port: int) -> None:

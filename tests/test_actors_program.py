@@ -159,9 +159,9 @@ def test_a_process_and_its_program_are_used_again(odd: str) -> None:
 
 FAILURES = {
     "says_nothing": "got no chat completion: it made none; give client.base_url and client.api_key",
-    "raises": "failed: RuntimeError: no such door$",
-    "exits": "failed: SystemExit: enough",
-    "returns_nothing": "failed: TypeError: run returned NoneType; it must return an envs.Outcome",
+    "raises": "failed: RuntimeError: no such door, at .*odd_agent.py:34 in raises$",
+    "exits": "failed: SystemExit: enough, at .*odd_agent.py:35 in exits$",
+    "returns_nothing": "failed: TypeError: run returned NoneType; it must return an envs.Outcome, at .*odd_agent.py:17 in run$",
     "returns_nan": "failed: ValueError: run returned reward=nan; it must be a finite number",
     "returns_a_word": "failed: TypeError: run returned won='maybe'",
     "no_such_method": "failed: AttributeError",
@@ -172,7 +172,7 @@ FAILURES = {
 def test_a_failure_names_program_and_task_and_the_next_task_is_played(odd: str) -> None:
     async def body(play: Play) -> Trajectory:
         for name, says in FAILURES.items():
-            with pytest.raises(EnvironmentDied, match=rf"^program 'odd_agent:Odd' on task '{name}'.*{says}") as failed:
+            with pytest.raises(EnvironmentDied, match=rf"^program 'odd_agent:Odd' on task train/{name}.*{says}") as failed:
                 await play(task(name))
             assert failed.value.at_fault
         return await play(task("win"))
@@ -185,7 +185,7 @@ def test_a_program_that_hangs_is_killed_with_what_it_started(odd: str) -> None:
 
     async def body(play: Play) -> Trajectory:
         await play(task("win"))  # its process is up: a start may take longer than 2 s
-        with pytest.raises(EnvironmentDied, match="on task 'hangs' had not ended after 2 s and was killed"):
+        with pytest.raises(EnvironmentDied, match="task train/hangs had not ended after 2 s and was killed, at .*:46 in hangs"):
             await play(task("hangs"), episode_timeout_s=2.0)
         wait_until_gone(spoken_number(policy))
         return await play(task("win"))
@@ -227,7 +227,7 @@ def test_the_program_that_runs_longest_is_named(odd: str) -> None:
     before, named, after = asyncio.run(run())
     assert before is None and after is None
     assert named is not None
-    assert named[0] == "program 'odd_agent:Odd' on task 'stays'" and named[1] > 0
+    assert named[0] == "program 'odd_agent:Odd' on task train/stays" and named[1] > 0
 
 
 def test_an_episode_that_is_given_up_ends_its_program_and_frees_its_turn(odd: str) -> None:

@@ -272,7 +272,7 @@ def test_a_reset_that_hangs_in_a_new_process_has_the_time_of_an_answer_not_of_a_
 
 def test_an_environment_that_hangs_is_found_before_anything_is_started(counted: str) -> None:
     try_environment(counted, OPTIONS, TASK, answer_timeout_s=60.0)
-    with pytest.raises(EnvironmentFailed, match=r"does not start with task 'hang'.*did not answer within 0\.5 s"):
+    with pytest.raises(EnvironmentFailed, match=r"does not start with task train/hang: .*did not answer within 0\.5 s"):
         try_environment(counted, OPTIONS, replace(TASK, id="hang"), answer_timeout_s=0.5)
 
 

@@ -129,7 +129,8 @@ def test_an_error_there_is_the_episodes_error_here(tmp_path: Path, monkeypatch: 
         try:
             async with pool.environment() as environment:
                 await environment.reset(task)
-                with pytest.raises(EnvironmentDied, match=r"'remote' failed in step: .*500: .*no such door: open"):
+                said = r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step"
+                with pytest.raises(EnvironmentDied, match=said):
                     await environment.step("open")
             async with pool.environment() as environment:  # and the next episode is none the worse for it
                 assert (await environment.reset(task)).text == "start"

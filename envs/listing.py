@@ -1,0 +1,97 @@
+"""List the tasks of an environment before a run starts, where the author's code can do no harm to the driver.
+
+splits = list_tasks_apart("lamps:Lamps", options, playable=True, log=log)
+
+A user's class is imported and asked for its tasks in a child process, because it may end or crash the process it is in.
+The environments of this project are asked in the caller's process.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from envs.base import Task
+from envs.check import EnvironmentFailed, check_can_be_made, list_tasks, planned_tasks
+from envs.child import Child, begin
+from envs.failures import exit_text, full, keep, log_hint
+from envs.registry import is_program
+
+CHILD = "from envs.listing import main; main()"  # with -m all classes would exist twice
+EXIT_TIMEOUT_S = 1.0  # its socket closes a moment before it has an exit code
+
+Splits = dict[str, Sequence[Task]]
+
+
+def list_tasks_apart(name: str, options: Mapping[str, object], *, playable: bool, log: Path) -> Splits | None:
+    """Return the tasks of every split; None where listing would make them, and `playable` is false.
+
+    `playable`: a run starts now, so tasks are made where they are missing, and a program's class is tried. Raises
+    EnvironmentFailed, whose traceback is in `log`.
+    """
+    if ":" not in name:
+        return _listed(name, options, playable=playable, log=log)
+    answer = _asked_apart(name, options, playable=playable, log=log)
+    if isinstance(answer, EnvironmentFailed):
+        raise answer
+    return answer[0]
+
+
+def _listed(name: str, options: Mapping[str, object], *, playable: bool, log: Path) -> Splits | None:
+    try:
+        splits = list_tasks(name, options) if playable else planned_tasks(name, options)
+        if playable and is_program(name):
+            check_can_be_made(name, options)
+        return splits
+    except EnvironmentFailed as error:
+        if error.__cause__ is None:  # the message has all there is to know
+            raise
+        keep(log, full(error.__cause__))
+        named = EnvironmentFailed(f"{error}{log_hint(log)}")
+        named.may_work_elsewhere = error.may_work_elsewhere
+        raise named from error.__cause__
+
+
+def _asked_apart(
+    name: str, options: Mapping[str, object], *, playable: bool, log: Path
+) -> tuple[Splits | None] | EnvironmentFailed:
+    """Ask a child for the tasks. Return them, or its error."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = ["-c", CHILD, str(theirs.fileno()), name, json.dumps(dict(options)), json.dumps(playable), str(log)]
+        child = Child(arguments, channel=theirs, log=None)  # what it prints is progress, for the terminal
+    try:
+        with Connection(ours.detach()) as connection, suppress(EOFError, ConnectionResetError):
+            answer: tuple[Splits | None] | EnvironmentFailed = pickle.loads(connection.recv_bytes())
+            return answer
+        code = child.end(patience_s=EXIT_TIMEOUT_S)
+        message = f"env.name={name}: listing its tasks ended the process with {exit_text(code)}{child.place()}"
+        keep(log, f"{message}\n{child.dump()}")
+        return EnvironmentFailed(message + log_hint(log))
+    finally:
+        child.end(patience_s=0.0)
+
+
+def _plain(task: Task) -> Task:
+    """Return the task without anything that only the author's module knows, so that the parent need not import that."""
+    return Task(id=task.id, env_name=task.env_name, split=task.split, seed=task.seed, data=dict(task.data))
+
+
+def main() -> None:
+    """The child: descriptor of its socket, environment, options as JSON, playable, log, descriptor for the dump of a crash."""
+    descriptor, name, options, playable, log, dump = sys.argv[1:7]
+    begin(dump)
+    answer: tuple[Splits | None] | EnvironmentFailed
+    try:
+        splits = _listed(name, json.loads(options), playable=json.loads(playable), log=Path(log))
+        answer = (splits and {split: list(map(_plain, tasks)) for split, tasks in splits.items()},)
+    except EnvironmentFailed as error:
+        answer = error
+    with Connection(int(descriptor)) as connection, suppress(BrokenPipeError):
+        connection.send_bytes(pickle.dumps(answer))
