@@ -118,6 +118,8 @@ def _where(standing: Standing, config: Config, *, is_driven: bool) -> str:
     at = f"learner step {step} of {steps}, newest version {standing.version}"
     played = standing.round_groups - standing.round_to_play
     evaluation = f"{played} of {standing.round_groups} held-out tasks played"
+    if standing.version is None:
+        return f"{'starting' if is_driven else 'stopped'}: there are no weights yet, so no learner step of {steps}"
     if not standing.learns and standing.round_groups:
         return f"evaluation: {evaluation}"
     if step < steps:

@@ -116,7 +116,7 @@ class SimulatedWorker:
     async def _beat(self) -> None:
         """Like `Heartbeat`, but for thousands: nothing where it would say what is known: leases and commits are beats."""
         every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
-        said: str | None = "the start"
+        said: str | None = "its own start"
         while True:
             waiting_on, waits_s = self.player.waiting() or (None, 0.0)
             if said != waiting_on or self.coordinator.quiet_s() > every_s / 2:

@@ -37,7 +37,7 @@ class Heartbeat:
 
     def __init__(self, send: Callable[[str | None, float], object]) -> None:
         self._send = send
-        self._promise = _Promise(waiting_on="the start", since_s=time.monotonic(), due_at_s=float("inf"))
+        self._promise = _Promise(waiting_on="its own start", since_s=time.monotonic(), due_at_s=float("inf"))
         self._changed, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()

@@ -26,9 +26,11 @@ class Run:
         self.layout = RunLayout.create(root, config_yaml=config_yaml)
         write_open_sql(self.layout, macros=(), max_staleness=9)
         self.catalog = Catalog.open(self.layout)
-        self.catalog.record_version(version=0, path="w0", digest="d", learner_step=None)
         self.catalog.heartbeats({"learner": "groups"})
         self.step = 0
+
+    def publish_base(self) -> None:
+        self.catalog.record_version(version=0, path="w0", digest="d", learner_step=None)
 
     def train(self, *, step_s: float, success: float) -> None:
         self.now_us += round(step_s * 1e6)
@@ -65,6 +67,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_it_says_the_step_of_how_many_the_success_and_the_time_left(run: Run) -> None:
+    assert run.lines(is_driven=True)[0] == "starting: there are no weights yet, so no learner step of 10"
+    run.publish_base()
     assert run.lines(is_driven=True) == [
         "training: learner step 0 of 10, newest version 0; time left: not known yet",
         "success: not known before the first learner step",
@@ -136,6 +140,7 @@ def test_a_run_that_only_evaluates_has_no_learner_steps(tmp_path: Path) -> None:
     with run.catalog._database.transaction() as tx:
         tx.run("DELETE FROM component")
         tx.touch("component")
+    run.publish_base()
     run.evaluate(["a", "b"], n_played=1)
     assert run.lines(is_driven=True)[0] == "evaluation: 1 of 2 held-out tasks played"
     run.catalog.close()
