@@ -1,7 +1,8 @@
 """Actors make data; they are never the network being trained.
 
 `prompt.py` (observation to token ids and back, by `tokenizer.py`, `template.py`, `chat.py`, `images.py` and `parsing.py`),
-`rollout.py` (one episode), `group.py` (all of a group) and `attempts.py` (what came to nothing) know no Ray; `policy.py` is what an agent needs of a model,
+`rollout.py` (one episode), `group.py` (all of a group) and `attempts.py` (attempts without a trajectory) know no Ray;
+`policy.py` is what an agent needs of a model,
 `vllm_policy.py` the real one with `vllm_images.py`, `weight_transfer.py`, `weight_broadcast.py` and, for CPU engines,
 `engine_server.py`, `chat_policy.py` (with `characters.py`) anybody's model behind an OpenAI-compatible server; `worker.py`
 (Ray) plays leased groups, `coordinator.py` (Ray) owns the catalog and hands them out as `admission.py` allows, knowing which
