@@ -50,7 +50,10 @@ class Attempts:
         self._failed.append(self._unfinished(number, self._open.pop(number), why="failed"))
 
     def give_up(self, why: str) -> list[Unfinished]:
-        """Return every attempt that gave no trajectory, and forget them. Those still open end now, for `why`."""
+        """Return every attempt that gave no trajectory, and forget them.
+
+        Attempts that are still open end now, for the reason `why`.
+        """
         rest = [self._unfinished(number, progress, why=why) for number, progress in self._open.items()]
         rows = self._failed + rest
         self._open, self._failed = {}, []

@@ -118,7 +118,7 @@ class Coordinator:
             self.catalog.import_surplus(segment, task_id=task_id, of_group=group_uid)
 
     def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], epoch: int) -> None:
-        """Enter episodes that gave no trajectory. Another owner's leases are void, and so is what came of them."""
+        """Enter episodes that gave no trajectory, unless their lease is another owner's."""
         if epoch == self.catalog.epoch:
             self.catalog.record_unfinished(self._plays.reported(worker, episodes), worker=worker)
 

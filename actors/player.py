@@ -163,7 +163,10 @@ class Player:
             raise
 
     async def record_unfinished(self, lease: Lease, attempts: Attempts, *, why: str) -> None:
-        """Report the attempts that gave no trajectory. Before the group is given up: it may be leased again then."""
+        """Report the attempts that gave no trajectory.
+
+        Comes before the group is given up, as another worker may lease it from then on.
+        """
         if episodes := attempts.give_up(why):
             await self.coordinator.record_unfinished(lease, episodes)
 

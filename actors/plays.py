@@ -50,7 +50,10 @@ class Plays:
         self._plays[lease.group.group_uid] = Play(lease=lease, begun_us=now_us(), numbers=numbers)
 
     def committed(self, segment: SegmentMeta) -> None:
-        """Note episodes that ended. A spare that took a member's number leaves its own, so that their count is right."""
+        """Note the episodes that ended as trajectories.
+
+        A spare that took a member's number leaves its own behind. The count of the others is right.
+        """
         for trajectory in segment.trajectories:
             if trajectory.group_uid in self._plays:
                 self._plays[trajectory.group_uid].numbers.discard(trajectory.member)
@@ -67,7 +70,7 @@ class Plays:
         return episodes
 
     def lose(self, worker: str) -> list[Unfinished]:
-        """End all groups of a worker that is gone; return the episodes that it played, of which it reported nothing."""
+        """End all groups of a worker that is gone. Return the episodes that it played and did not report."""
         lost = [play for play in self._plays.values() if play.lease.worker == worker]
         for play in lost:
             self.end(play.lease.group.group_uid)

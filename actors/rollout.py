@@ -42,7 +42,7 @@ class EpisodeIds:
 
     @classmethod
     def of(cls, group_uid: bytes, member: int, *, progress: Progress | None = None) -> EpisodeIds:
-        """Return the ids of a member. Its steps are counted in `progress`, where somebody asks for them."""
+        """Return the ids of a member. `progress` counts its steps, where the caller needs them."""
         return cls(
             group_uid=group_uid,
             traj_uid=uid(group_uid, member),
