@@ -35,6 +35,8 @@ def one_line(error: BaseException, *, called: Callable[..., Any] | None) -> str:
     if len(text) > MAX_CHARACTERS:
         text = text[:MAX_CHARACTERS] + "..."
     place = where_raised(error, called=called)
+    if isinstance(error, ValueError | OSError) and _is_ours(place):
+        place = ""  # our environments say in these errors what to change
     said = f": {text}" if text else ""  # a bare assert has nothing to say
     return f"{type(error).__name__}{said}" + (f", at {place}" if place else "")
 
@@ -90,12 +92,18 @@ def full(error: BaseException) -> str:
 
 
 def _place(frames: Iterable[Frame]) -> str:
-    """Return the first frame, newest first, that is the author's; else the first that is not a caller's."""
+    """Return the first frame, newest first, that is the author's; else one of this folder, else of a library."""
     called = [frame for frame in frames if not _is_caller(frame[0])]
     authors = [frame for frame in called if not _is_library(frame[0])]
-    for file, line, name in authors or called:
+    users = [frame for frame in authors if not _is_ours(frame[0])]
+    for file, line, name in users or authors or called:
         return f"{file}:{line} in {name}"
     return ""
+
+
+def _is_ours(file: str) -> bool:
+    """Tell whether a file is of this project's environments. A user's class may be made of them."""
+    return file.startswith(f"{FOLDER}/")
 
 
 def _is_caller(file: str) -> bool:

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -24,6 +25,7 @@ from aiohttp import web
 
 from envs.base import Task
 from envs.check import EnvironmentFailed, list_tasks
+from envs.failures import full
 from envs.images import observation_to_json
 from envs.pool import EnvironmentPool, PooledEnvironment
 from envs.process import EnvironmentDied
@@ -203,6 +205,8 @@ def main() -> None:
         server = Server(given.name, given.options, processes=given.processes, answer_timeout_s=given.answer_timeout_s)
         asyncio.run(serve(server, host=given.host, port=given.port))
     except EnvironmentFailed as error:
+        if error.__cause__ is not None:  # this process has no log but what it prints
+            print(full(error.__cause__), end="", file=sys.stderr)
         parser.exit(2, f"error: {error}\n")
     except (OSError, OverflowError) as error:
         parser.exit(2, f"error: cannot listen on {given.host}:{given.port} ({error}); take another port, or 0 for a free one\n")

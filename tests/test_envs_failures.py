@@ -376,6 +376,22 @@ def test_a_dry_run_refuses_mistakes_and_only_says_what_may_be_elsewhere(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_authors_line_is_named_also_where_our_code_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment may be made of ours. An error that ours raise on purpose says what to change, and no line."""
+    lines = (
+        "from envs.key_room import KeyRoomEnv",
+        "class Mine(KeyRoomEnv):",
+        " def reset(self, task):",
+        "  return super().reset(3)",
+    )
+    (tmp_path / "my_rooms.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EnvironmentFailed, match=rf"AttributeError: .*, at {re.escape(str(tmp_path))}/my_rooms.py:4 in reset$"):
+        try_environment("my_rooms:Mine", {}, TASK, answer_timeout_s=20.0)
+    with pytest.raises(EnvironmentFailed, match=r"gives no tasks: .*is it up\?$"):
+        list_tasks("remote", {"url": "http://127.0.0.1:1"})
+
+
 def test_a_missing_option_may_still_be_caught_as_a_missing_key(broken: str) -> None:
     options = Options({"door": 1})
     for kind in (OptionsError, KeyError):

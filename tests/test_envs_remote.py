@@ -129,7 +129,7 @@ def test_an_error_there_is_the_episodes_error_here(tmp_path: Path, monkeypatch: 
         try:
             async with pool.environment() as environment:
                 await environment.reset(task)
-                said = r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step"
+                said = r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step; the server printed"
                 with pytest.raises(EnvironmentDied, match=said):
                     await environment.step("open")
             async with pool.environment() as environment:  # and the next episode is none the worse for it
@@ -274,6 +274,19 @@ class Agent:
     def tasks(cls, split, options): return [Task(id=f"a-{split}", env_name="a", split=split, seed=0)]
     def run(self, task, client): pass
 """
+
+
+def test_a_start_that_fails_prints_the_traceback_before_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_late_agent.py").write_text(AGENT.replace("return [Task", "raise KeyError(split); [Task"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["server", "a_late_agent:Agent", "{}", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last.startswith("error: env.name=a_late_agent:Agent: listing its tasks failed: KeyError: 'train', at ")
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_a_server_that_is_not_there_is_named_with_what_to_do(unused_url: str) ->
     assert f"no retrieval server at {unused_url} " in str(failure.value)
     assert "start it: python -m envs.search.server --corpus FILE, or change env.options.retriever" in str(failure.value)
     assert "\n" not in str(failure.value)
-    with pytest.raises(EnvironmentFailed, match="env.name=search does not start with task 'nq-test_0'.*no retrieval server at"):
+    with pytest.raises(
+        EnvironmentFailed, match="env.name=search does not start with task heldout/nq-test_0: .*no retrieval server at"
+    ):
         try_environment("search", remote(unused_url), a_task("q?", ["a"]), answer_timeout_s=30.0)
 
 
