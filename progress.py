@@ -19,6 +19,7 @@ from rich.text import Text
 from actors import Status
 from configs import Config, is_offline
 from learner import LEARNER_STEP
+from standing import duration
 
 LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal, or nothing else is shown
 FIRST_LINE_S = 3.0  # what takes less needs no line
@@ -95,7 +96,7 @@ class Progress:
         metrics, counts = status.metrics, status.counts
         rows = [
             ("step", f"{status.learner_step}/{self.config.learner.steps}"),
-            ("elapsed", f"{time.monotonic() - self.started:.0f} s"),
+            ("elapsed", duration(time.monotonic() - self.started)),
             ("left", self.time_left(status)),
             ("version", str(status.version)),
             ("success", shown(metrics, "stored/success" if is_offline(self.config) else "train/success", "{:.2f}")),
@@ -115,8 +116,8 @@ class Progress:
         elapsed_s = time.monotonic() - self.started
         return [
             ("held-out tasks", f"{done}/{self.heldout_groups} played"),
-            ("elapsed", f"{elapsed_s:.0f} s"),
-            ("left", f"{elapsed_s / done * status.heldout_open:.0f} s" if done else "?"),
+            ("elapsed", duration(elapsed_s)),
+            ("left", duration(elapsed_s / done * status.heldout_open) if done else "?"),
             ("model", self.config.endpoint.model) if self.config.endpoint.url else ("version", str(status.version)),
             ("episodes of each", str(self.config.evaluation.final_episodes_per_task)),
         ]
@@ -127,7 +128,7 @@ class Progress:
         if done <= 0:
             return "?"
         left_s = (time.monotonic() - self.started) / done * (self.config.learner.steps - status.learner_step)
-        return f"{left_s:.0f} s"
+        return duration(left_s)
 
 
 @contextmanager
