@@ -247,7 +247,7 @@ def test_a_dry_run_looks_at_the_run_that_is_there(tmp_path: Path, capsys: pytest
 
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rich would make an emoji of `:coffee:` and a colour of `[red]`."""
-    name = str(tmp_path / ":coffee: [red]")
+    name = str(tmp_path / ":coffee:[red]")  # without a space, at which YAML breaks lines
     assert train.main([KEY_ROOM, "--dry-run", f"run_dir='{name}'"]) == 0
     assert name in capsys.readouterr().out
     out = io.StringIO()
