@@ -173,7 +173,7 @@ def _check_possible(config: Config, *, explains: bool) -> None:
             "the run's learner had no GPU (learner.gpus_per_rank=0); hide this one: CUDA_VISIBLE_DEVICES= python ..."
         )
     if learner.gpus_per_rank and not has_gpu:
-        raise ReplayError(f"the run's learner had GPUs (learner.gpus_per_rank={learner.gpus_per_rank}), there is none here")
+        raise ReplayError(f"the run's learner had GPUs (learner.gpus_per_rank={learner.gpus_per_rank:g}), there is none here")
     if learner.gpus_per_rank and learner.ranks > 1:
         raise ReplayError(f"learner.ranks={learner.ranks} on GPUs cannot be replayed; on CPUs they can")
     if explains and learner.zero_stage >= PARTITIONED:

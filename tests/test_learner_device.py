@@ -14,6 +14,7 @@ from configs import LearnerConfig, ModelConfig
 from learner import device
 from learner.deepspeed_setup import accelerator
 from learner.device import adapters_in_tf32, check_device, described, device_type, prepare_device, reservation
+from learner.process import LearnerProcess, RankError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,3 +115,16 @@ def test_adapters_multiply_in_tf32_on_a_gpu_beside_a_bfloat16_base_only() -> Non
     assert not adapters_in_tf32(LearnerConfig(), bf16)
     assert not adapters_in_tf32(gpu, ModelConfig())
     assert not adapters_in_tf32(gpu, ModelConfig(dtype="bfloat16", lora_tf32=False))
+
+
+def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again() -> None:
+    """Its memory may be that of the learner before it, which was killed a second ago."""
+
+    class Full:
+        def start(self) -> str:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    process = LearnerProcess.__new__(LearnerProcess)
+    process._learner = Full()
+    with pytest.raises(RankError, match="no room for its start: CUDA out of memory. Tried to allocate 2 GiB"):
+        process.start()
