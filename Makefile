@@ -10,7 +10,7 @@ EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-faults test-crash check format bench clean
+.PHONY: help setup train test test-slow test-faults test-crash check format bench gpu-proof gpu-proof-wheels clean
 
 help:
 	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
@@ -19,6 +19,8 @@ help:
 	@echo "make test-faults  every component killed, stopped or answering nonsense, in real runs"
 	@echo "make test-crash the store's crash tests at full length: kills, power losses, live readers"
 	@echo "make bench      every benchmark, the quick form"
+	@echo "make gpu-proof  what one GPU can prove without vLLM; tiny shapes where there is none (docs/gpu.md)"
+	@echo "make gpu-proof-wheels  packages to carry to a GPU machine without network, into gpu_wheels/"
 
 setup: $(VENV)/ready
 
@@ -61,6 +63,12 @@ format: setup
 
 bench: setup
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done
+
+gpu-proof: setup
+	$(PY) benchmarks/gpu_proof all
+
+gpu-proof-wheels: setup
+	$(PY) benchmarks/gpu_proof/wheels.py gpu_wheels
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
