@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import configs
 import evaluate
 import opening
 import train
@@ -357,6 +358,18 @@ def test_a_start_that_fails_keeps_its_log_and_the_next_one_removes_it(
     config = replace(Config(), run_dir=str(run), env=EnvConfig(name="broken_world:Broken"))
     opening.check_tasks(config, Console(quiet=True))
     assert not list(run.iterdir())
+
+
+def test_a_run_that_is_evaluated_tries_its_environment_before_anything_starts(
+    broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["env.name=broken_world:Broken", "env.options.how=init-exit", f"run_dir={tmp_path / 'run'}"]
+    opening.open_run(opening.published(configs.load(KEY_ROOM, asked)))
+    assert evaluate.main([str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    log = tmp_path / "run" / "logs" / FAILURE_LOG
+    assert "does not start with task train/train-0" in line and line.endswith(f"with exit code 3, in its start; log: {log}")
+    check_log(log, "exit")
 
 
 def test_a_dry_run_refuses_mistakes_and_only_says_what_may_be_elsewhere(

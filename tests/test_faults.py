@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def test_an_environment_process_that_is_killed_or_stopped_costs_its_episodes_an_
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("raise", ["step('", "the door fell on the agent"]),
+        ("raise", ["in step '", "the door fell on the agent"]),
         ("hang", ["did not answer within 3 s"]),
         ("nonsense", ["step returned dict", "it must return a Transition"]),
         ("nan", ["reward=nan", "finite"]),
@@ -188,6 +189,10 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_error(tmp_path: 
         code, line = run.ended(within_s=120.0)
     assert code == 2
     assert "10 groups in a row were abandoned" in line and "the door fell on the agent" in line, run.said()
+    log = run.run / "logs" / "worker-0.log"
+    found = re.search(r"task train/key_room-train-\d+: .*, at .*/faulty_world.py:\d+ in \w+; log: (\S*)$", line)
+    assert found and found[1] == str(log), run.said()
+    assert "Traceback" in log.read_text() and line.count(str(log)) == 1
     assert processes_of(run.run) == []
 
 
