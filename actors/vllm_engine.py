@@ -78,28 +78,6 @@ def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_reque
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    placement: dict[str, Any]
-    if actors.gpus_per_worker:
-        placement = {
-            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
-            # What must be free at the start: after a kill, memory of the engine before this one may not be yet.
-            "gpu_memory_utilization": actors.gpu_memory_utilization * min(1.0, actors.gpus_per_worker),
-        }
-        if actors.gpus_per_worker < 1:
-            # vLLM would measure what is left for its cache, and take for its own what another process allocates meanwhile.
-            placement["kv_cache_memory_bytes"] = int(actors.kv_cache_gib * 2**30)
-    else:
-        placement = {
-            "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),
-            # A seeded request whose prompt is prefilled in two pieces kills a CPU engine: "CPU Generator does not use
-            # offset". A batch must then hold at least one whole prompt.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
-            "enforce_eager": True,  # compiling takes longer than a small model gains
-            "block_size": 32,  # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
-        }
-    if actors.gpus_per_worker <= 1:
-        placement["distributed_executor_backend"] = "uni"  # scheduler and model in one process: one fewer to die
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,
@@ -110,8 +88,35 @@ def engine_args(*, model_path: Path, dtype: str, actors: ActorsConfig, max_reque
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **(TEXT_ARGUMENTS | image_arguments(model_path)),
-        **placement,
+        **placement(actors),
     )
+
+
+def placement(actors: ActorsConfig) -> dict[str, Any]:
+    """Return the engine arguments that say where it computes and how much memory it takes."""
+    arguments: dict[str, Any]
+    if actors.gpus_per_worker:
+        arguments = {
+            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
+            # What must be free at the start: after a kill, memory of the engine before this one may not be yet.
+            "gpu_memory_utilization": actors.gpu_memory_utilization * min(1.0, actors.gpus_per_worker),
+        }
+        if actors.gpus_per_worker < 1:
+            # vLLM would measure what is left for its cache, and take for its own what another process allocates meanwhile.
+            arguments["kv_cache_memory_bytes"] = int(actors.kv_cache_gib * 2**30)
+    else:
+        arguments = {
+            "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),
+            # A seeded request whose prompt is prefilled in two pieces kills a CPU engine: "CPU Generator does not use
+            # offset". A batch must then hold at least one whole prompt.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
+            "enforce_eager": True,  # compiling takes longer than a small model gains
+            "block_size": 32,  # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
+        }
+    if actors.gpus_per_worker <= 1:
+        arguments["distributed_executor_backend"] = "uni"  # scheduler and model in one process: one fewer to die
+    return arguments
 
 
 def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:

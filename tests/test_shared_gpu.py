@@ -12,7 +12,7 @@ import torch
 import configs
 import opening
 from actors import engine_environment, engine_fault
-from actors.vllm_engine import engine_args
+from actors.vllm_engine import placement
 from configs import ActorsConfig, Config, ConfigError, LearnerConfig
 from learner import device
 from learner.device import prepare_device
@@ -81,14 +81,11 @@ def test_what_cannot_start_is_refused_before_anything_does(
     ("gpus", "parallel", "utilization", "cache"),
     [(1.0, 1, 0.8, None), (2.0, 2, 0.8, None), (0.5, 1, 0.4, 3 * GIB)],
 )
-def test_an_engine_takes_its_part_of_the_gpu(
-    vision_base: Path, gpus: float, parallel: int, utilization: float, cache: int | None
-) -> None:
-    actors = ActorsConfig(gpus_per_worker=gpus, gpu_memory_utilization=0.8, kv_cache_gib=3)
-    args = engine_args(model_path=vision_base, dtype="bfloat16", actors=actors, max_requests=4)
-    assert isinstance(args.tensor_parallel_size, int)
-    assert (args.tensor_parallel_size, args.kv_cache_memory_bytes) == (parallel, cache)
-    assert args.gpu_memory_utilization == pytest.approx(utilization)
+def test_an_engine_takes_its_part_of_the_gpu(gpus: float, parallel: int, utilization: float, cache: int | None) -> None:
+    arguments = placement(ActorsConfig(gpus_per_worker=gpus, gpu_memory_utilization=0.8, kv_cache_gib=3))
+    assert isinstance(arguments["tensor_parallel_size"], int)  # a setting of 2 is read as 2.0, which vLLM refuses
+    assert (arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")) == (parallel, cache)
+    assert arguments["gpu_memory_utilization"] == pytest.approx(utilization)
 
 
 def test_a_learner_that_shares_a_gpu_is_kept_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
