@@ -64,6 +64,7 @@ def test_all_sections_pass_on_a_cpu_and_none_claims_what_needs_a_gpu(tmp_path: P
             "variable-length kernel",
             "memory against the plan",
             "TF32",
+            "deterministic mode",
             "copy from the device, pageable and pinned",
             "CUDA IPC",
             "captured CUDA graph",

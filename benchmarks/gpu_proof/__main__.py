@@ -43,14 +43,15 @@ from gpu_proof.shapes import ON_CPU, ON_GPU, Proof  # noqa: E402
 COMMANDS = {
     "correctness": {"environment": 90, "attention": 110, "output_layer": 80, "training": 260},
     "speed": {
-        "throughput.zero1": 100,
-        "throughput.plain": 50,
-        "throughput.zero2": 50,
-        "throughput.zero3": 60,
-        "throughput.reference": 60,
-        "adapters": 120,
-        "mismatch": 50,
-        "publishing": 50,
+        "throughput.zero1": 90,
+        "throughput.plain": 40,
+        "throughput.zero2": 45,
+        "throughput.zero3": 50,
+        "throughput.reference": 50,
+        "adapters.tf32": 110,
+        "adapters.float32": 80,
+        "mismatch": 45,
+        "publishing": 45,
     },
     "sharing": {"sharing": 180},
 }

@@ -1,42 +1,32 @@
-"""Measure updates of adapters on a 7B model, with and without TF32 for their float32 matrices."""
+"""Measure updates of adapters on a 7B model, with and without TF32 for the adapters' products."""
 
 from __future__ import annotations
-
-import torch
 
 from gpu_proof.engines import make_engine
 from gpu_proof.models import make_batches
 from gpu_proof.shapes import Proof
-from gpu_proof.throughput import OUT_OF_MEMORY, measured
+from gpu_proof.throughput import measured
 
-# Of torch.set_float32_matmul_precision: "highest" is plain float32, "high" lets TF32 in.
-PRECISIONS = ("highest", "high")
+# By the case of the command line: the setting model.lora_tf32, which acts on a GPU only.
+TF32 = {"tf32": True, "float32": False}
 
 
 def run(proof: Proof) -> None:
     shapes, report = proof.shapes, proof.report
+    settings = {"lora_tf32": TF32[proof.case]} if proof.on_gpu else {}
+    if not proof.on_gpu:
+        report.needs_cuda("TF32")
     engine = make_engine(
         proof,
         shapes.adapted,
         zero_stage=1,
         gradient_checkpointing=True,
         lora_rank=shapes.adapter_rank,
+        **settings,
     )
     budget = shapes.adapted_tokens
     batches = make_batches(proof, shapes.adapted, budget_tokens=budget, total_tokens=budget)
-    if not proof.on_gpu:
-        report.needs_cuda("TF32")
-    before = torch.get_float32_matmul_precision()
-    report.figure("precision as the learner sets it", before)
-    try:
-        for precision in PRECISIONS if proof.on_gpu else PRECISIONS[:1]:
-            with report.case(precision):
-                torch.set_float32_matmul_precision(precision)
-                figures = measured(proof, engine, batches, shape=shapes.adapted, frozen=True)
-                report.figure(f"float32 matmul precision {precision}", figures)
-                if OUT_OF_MEMORY in figures:
-                    break
-    finally:
-        torch.set_float32_matmul_precision(before)
+    figures = measured(proof, engine, batches, shape=shapes.adapted, frozen=True)
+    report.figure(f"LoRA {shapes.adapter_rank}, {budget} tokens", settings | figures)
     report.is_true("adapters were updated", engine.n_updates > 0)
     engine.close()

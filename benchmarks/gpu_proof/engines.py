@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,10 +24,7 @@ WARM_UP_UPDATES = 1
 
 
 def make_engine(proof: Proof, shape: ModelShape, **settings: Any) -> Engine:
-    """Return the learner's engine on the proof's device, with some settings of its config.
-
-    `dtype`, `gradient_checkpointing`, `lora_rank` and `kl_coef` go to their parts of the config.
-    """
+    """Return the learner's engine on the proof's device, with some settings of its config."""
     model, learner, loss = engine_configs(proof, **settings)
     return Engine(
         model_path=model_directory(proof, shape),
@@ -38,24 +36,24 @@ def make_engine(proof: Proof, shape: ModelShape, **settings: Any) -> Engine:
     )
 
 
-def engine_configs(
-    proof: Proof,
-    *,
-    dtype: str = "bfloat16",
-    gradient_checkpointing: bool = False,
-    lora_rank: int = 0,
-    kl_coef: float = 0.0,
-    **learner: Any,
-) -> tuple[ModelConfig, LearnerConfig, LossConfig]:
-    """Return the three parts of a config that an engine is made of."""
+def engine_configs(proof: Proof, **settings: Any) -> tuple[ModelConfig, LearnerConfig, LossConfig]:
+    """Return the three parts of a config that an engine is made of.
+
+    A setting goes to the part that has one of its name, in the order of the result.
+    """
+    given = {
+        "dtype": "bfloat16",
+        "learning_rate": LEARNING_RATE,
+        "gpus_per_rank": int(proof.on_gpu),
+        **settings,
+    }
+    of_model = {item.name for item in fields(ModelConfig)} & given.keys()
+    of_learner = {item.name for item in fields(LearnerConfig)} & given.keys() - of_model
+    of_loss = given.keys() - of_model - of_learner
     return (
-        ModelConfig(
-            dtype=dtype, gradient_checkpointing=gradient_checkpointing, lora_rank=lora_rank
-        ),
-        LearnerConfig(
-            learning_rate=LEARNING_RATE, gpus_per_rank=int(proof.on_gpu), threads=1, **learner
-        ),
-        LossConfig(kl_coef=kl_coef),
+        ModelConfig(**{name: given[name] for name in of_model}),
+        LearnerConfig(**{name: given[name] for name in of_learner}),
+        LossConfig(**{name: given[name] for name in of_loss}),
     )
 
 
