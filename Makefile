@@ -34,6 +34,11 @@ train: setup
 # Tests and benchmarks download no model; `make train` does if the config names one of the Hugging Face Hub.
 test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1
 
+ifeq ($(EXTRA),cuda)
+# Tests and benchmarks start CPU engines, which vLLM's CUDA build does not have.
+test test-slow test-faults test-crash bench:
+	$(MAKE) $@ EXTRA=cpu VENV=$(VENV)-cpu
+else
 # By file, in two processes; whole runs and engines after all others, as they want most of the machine.
 test: setup check
 	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "not (slow or faults or run or engine)"
@@ -52,6 +57,11 @@ test-crash: setup
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 $(PY) -m pytest -s tests/test_store_machine.py \
 		tests/test_store_crash.py tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py
 
+bench: setup
+	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done
+
+endif
+
 check: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -60,9 +70,6 @@ check: setup
 format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-
-bench: setup
-	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done
 
 gpu-proof: setup
 	$(PY) benchmarks/gpu_proof all

@@ -101,3 +101,13 @@ def test_set_up_checks_before_it_installs_anything(tmp_path: Path, extra: str, c
     done = subprocess.run(["/bin/sh", "setup.sh"], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == (1 if checked else 7)
     assert ("driver is 470.1" in done.stderr) == checked and ("makes " in done.stderr) != checked
+
+
+@pytest.mark.parametrize("target", ["test", "test-slow", "test-faults", "test-crash", "bench"])
+def test_on_a_gpu_machine_tests_and_benchmarks_have_the_cpu_build(target: str, machine: Machine) -> None:
+    """They start CPU engines, which vLLM's CUDA build does not have."""
+    environ = {**os.environ, "PATH": f"{machine.bin}:{os.environ['PATH']}"}
+    command = ["make", "--dry-run", target, "VENV=elsewhere"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert "VENV=elsewhere-cpu EXTRA=cpu sh setup.sh" in done.stdout
+    assert "EXTRA=cuda" not in done.stdout and "elsewhere/bin" not in done.stdout
