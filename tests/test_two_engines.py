@@ -119,6 +119,12 @@ def check_whole(run: FaultRun, *, seen: set[object], workers: Sequence[str]) -> 
     check_logprobs(run)
 
 
+def loads_of_worker_1(run: FaultRun) -> int:
+    """Return how often an engine of worker-1 has loaded weights: an engine that starts has loaded none."""
+    ((n,),) = run.sql("SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'weights loaded'")
+    return int(n)
+
+
 def workers_that_played(run: FaultRun) -> list[str]:
     """Return the workers that committed rows; only the catalog knows whose a file was."""
     with contextlib.closing(sqlite3.connect(run.run / "catalog.sqlite")) as catalog:
@@ -149,10 +155,11 @@ def test_left_alone_it_is_whole(alone: FaultRun) -> None:
 
 def test_killed_three_times_it_is_whole(start: Start, tmp_path: Path, alone: FaultRun) -> None:
     killed = start(tmp_path / "killed", base_of(alone), "learner.transfer=broadcast")
+    n_loads = 0
     for step in KILL_AFTER_STEPS:
         wait_for_step(killed, step)
         before = len(killed.events("started again"))
-        killed.wait(lambda: killed.find("worker-1 engine") is not None, what="an engine", within_s=LONGEST_S)
+        killed.wait(lambda n=n_loads: loads_of_worker_1(killed) > n, what="an engine that serves", within_s=LONGEST_S)  # type: ignore[misc]
         killed.part("worker-1 engine").send_signal(signal.SIGKILL)
         killed.wait(
             lambda before=before: len(killed.events("started again")) > before,  # type: ignore[misc]
@@ -160,6 +167,7 @@ def test_killed_three_times_it_is_whole(start: Start, tmp_path: Path, alone: Fau
             within_s=NAMED_WITHIN_S,
         )
         seen = seen_now(killed)
+        n_loads = loads_of_worker_1(killed)
     check_whole(killed, seen=seen, workers=("worker-0", "worker-1"))
     received = "SELECT count(DISTINCT component) FROM events WHERE what = 'weights loaded' AND (detail ->> 'received')::BOOLEAN"
     assert killed.sql(received) == [(2,)], "also the engines that came later were sent weights"
