@@ -237,7 +237,14 @@ class Held(Ranks):
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=100_000_000)
+    repository = str(Path(__file__).resolve().parent.parent)  # Ray's processes import `Held` from this module
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        object_store_memory=100_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": repository}},
+    )
     yield
     ray.shutdown()
 
