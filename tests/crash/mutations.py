@@ -235,7 +235,7 @@ CHECKS = [
                 "False:",
                 "fetch_notices_changed_bytes",
             ),
-            ("an import", "exchange.py", "file_digest(data) != part.digest:", "False:", "import_notices_changed_bytes"),
+            ("an import", "dataset.py", "file_digest(data) != part.digest:", "False:", "import_notices_changed_bytes"),
             (
                 "a rebuild",
                 "upkeep/rebuild.py",
@@ -293,6 +293,7 @@ NO_SAFEGUARD = {  # lines that look like one
     "event_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
     "batch_id INTEGER PRIMARY KEY AUTOINCREMENT,": "SQLite's own row number",
     "PRIMARY KEY (traj_uid, lsn)": "of `lost_trajectory`: history, for people",
+    "unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,": "of `unfinished`: its order, for readers",
 }
 
 

@@ -8,6 +8,7 @@ not permitted, `why_not()` says so and the tests are skipped with that reason.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -100,7 +101,11 @@ def run(
     tracee = None
     if watched is not None:
         tracee = _Tracee(pid=pid, memory=-1, watched=f"{watched}", marks=f"{marks}", kill_at=kill_at)
-    status = _wait(pid, tracee)
+    try:
+        status = _wait(pid, tracee)
+    except BaseException:
+        _end(pid)
+        raise
     with open(readable) as errors:
         return Trace(status=status, error=errors.read(), calls=tuple(tracee.calls) if tracee is not None else ())
 
@@ -174,6 +179,14 @@ def _wait(pid: int, tracee: _Tracee | None) -> int:
         elif not event and signal_number != signal.SIGSTOP:  # SIGSTOP is how a new thread begins
             deliver = signal_number
         LIBC.ptrace(resume, thread, None, deliver)
+
+
+def _end(pid: int) -> None:
+    """Kill a process that nobody follows any more. Left stopped, it would be waited for by the next run, for ever."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, ALL_THREADS)
 
 
 def _on_entry(tracee: _Tracee, thread: int) -> bool:
