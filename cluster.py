@@ -92,7 +92,8 @@ def on_the_drivers_node() -> NodeAffinitySchedulingStrategy:
 def _join(variables: dict[str, str]) -> None:
     """Join the cluster that RAY_ADDRESS names, or keep the connection that this process has.
 
-    Every process of the run gets `variables`, and starts in the driver's working directory.
+    Every process of the run gets `variables`, and starts in the driver's working directory. A
+    connection that is there keeps the variables that it was made with.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if "://" in address:
@@ -122,7 +123,8 @@ def _join(variables: dict[str, str]) -> None:
 def _enter_directory() -> None:
     """Enter the driver's working directory, in a process of a joined cluster.
 
-    Does nothing on a node that lacks the directory: an actor that needs a file there names its path.
+    Does nothing on a node that lacks the directory. An actor there that reads a relative path fails
+    with an error that names the path.
     """
     directory = Path(os.environ[DRIVER_DIRECTORY])
     if directory.is_dir():
@@ -135,7 +137,7 @@ def _why_not_joined(address: str, error: Exception) -> str:
     start = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: "
     if isinstance(error, AuthenticationError) or any("InvalidAuthToken" in text for text in texts):
         return f"{start}its token authentication refuses this command; {AUTHENTICATION_HINT}"
-    reason = next(line for line in str(error).splitlines() if line.strip())
+    reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
     return f"{start}{reason}; check the address, and that `ray status` on this machine shows the cluster"
 
 

@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
         if options.overrides:
             evaluate_apart(published(config), options.weights, console)
         else:
+            config = with_model(config, console)  # the run's own commit, where the cache has lost it
             check_tasks(config, console)
             play(config, console, apart=False)
         evaluation.show(Path(config.run_dir), console)

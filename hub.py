@@ -96,11 +96,11 @@ def directory(repository: Repository) -> Path:
 def find(repository: Repository) -> Path | None:
     """Return the directory of a model whose files are all in the cache. Never ask the Hub."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         path = snapshot_download(**_asked(repository), local_files_only=True)
-    except LocalEntryNotFoundError:  # also an incomplete one
+    except (LocalEntryNotFoundError, HFValidationError):  # also an incomplete one; a name that the Hub cannot have
         return None
     return Path(path) if lacks(Path(path)) is None else None
 
@@ -125,7 +125,8 @@ def asked_once(repository: Repository) -> Iterator[tuple[Answer, Callable[[], An
     The bar of huggingface_hub shows the progress in a terminal. Leaving the context ends the process that talks to the Hub.
     """
     command = [sys.executable, __file__, json.dumps(_asked(repository))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    # A session of its own: Ctrl-C is for this process, which then ends that one.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         said, stdin = process.stdout, process.stdin
 
@@ -256,8 +257,10 @@ def _fetch(name: str, asked: dict[str, Any]) -> None:
         if whole.exists():
             partial.unlink(missing_ok=True)
             return
+        file.seek(0, os.SEEK_END)  # the other run has written since this file was opened
         if file.tell() > known.size:
             file.truncate(0)
+            file.seek(0)
         http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=known.size)
         file.flush()
         os.fsync(file.fileno())

@@ -56,7 +56,7 @@ def start_failures(log_path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_call() -> Iterator[None]:
-    """Raise EngineLostError for whatever a call to the engine raises, with the engine's own words.
+    """Raise EngineLostError for an error of a call to the engine, with the engine's own words.
 
     An engine that failed once, for example because it had no memory, may fail again or answer
     wrongly. A refused argument (ValueError, TypeError) is the caller's fault and passes unchanged.

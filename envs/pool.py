@@ -163,9 +163,10 @@ class _OnThisLoop:
         if isinstance(argument, Task):
             self._tasks[environment_id] = argument
         deadline = asyncio.timeout(self._answer_timeout_s)
-        make = environment_class(self._env_name)
-        called: Callable[..., Any] = make.__init__
+        called: Callable[..., Any] | None = None
         try:
+            make = environment_class(self._env_name)
+            called = make.__init__
             if environment_id not in self._environments:
                 self._environments[environment_id] = make(Options(self._options))
             called = getattr(self._environments[environment_id], method)
@@ -181,7 +182,7 @@ class _OnThisLoop:
             if isinstance(error, TimeoutError) and deadline.expired():  # it may raise one of its own
                 stopped = error.__cause__ or error  # the cancelled call says where it waited
                 place = where_raised(stopped, called=called)
-                why = f"did not answer {what} within {self._answer_timeout_s:g} s, at {place}"
+                why = f"did not answer {what} within {self._answer_timeout_s:g} s" + (f", at {place}" if place else "")
             elif isinstance(error, EnvironmentDied):  # a server's, which has said where
                 why = f"failed in {what}: {error}"
             else:

@@ -88,7 +88,7 @@ def split_updates(rows: pa.Table, *, updates: int, rows_per_update: int, seed: i
 
 
 def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
-    """Return the weight of an update of `n_rows` rows: a row's weight does not depend on the update it is in.
+    """Return the weight of an update of `n_rows` rows, its share of a full one.
 
     88 rows with rows_per_update=256 weigh 88 / 256, as verl's last mini-batch. Updates that are not sized weigh 1.
     """

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -172,6 +174,50 @@ def test_a_file_that_was_damaged_on_the_way_is_not_used(server: Hub, tmp_path: P
     with pytest.raises(ConfigError, match="damaged on the way; the same command downloads it again"):
         with_model(asking())
     assert not list(blobs.glob("*.partial"))
+
+
+def test_a_partial_file_that_is_too_long_is_begun_anew(server: Hub, tmp_path: Path) -> None:
+    blobs = tmp_path / "cache" / "models--org--Tiny-1B" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{oid(WEIGHTS)}.partial").write_bytes(WEIGHTS + b"more")
+    config, _ = with_model(asking())
+    assert (Path(config.model.path) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_download_that_waited_for_another_goes_on_behind_its_bytes(server: Hub, tmp_path: Path) -> None:
+    """The other one is killed while it holds the lock: what it wrote until then is not fetched again."""
+    waits = f"""
+import fcntl, hub, pathlib
+partial = pathlib.Path({str(tmp_path)!r}, "cache/models--org--Tiny-1B/blobs/{oid(WEIGHTS)}.partial")
+fcntl.flock = lambda *_: partial.write_bytes(pathlib.Path({str(tmp_path)!r}, "first").read_bytes())
+hub._fetch("model.safetensors", hub._asked(hub.Repository(name={NAME!r}, commit={OLD!r})))
+"""
+    (tmp_path / "first").write_bytes(WEIGHTS[:1000])
+    subprocess.run([sys.executable, "-c", waits], cwd=ROOT, check=True)
+    assert server.asked[-1] == f"GET /{NAME}/resolve/{OLD}/model.safetensors bytes=1000-"
+    (blob,) = (tmp_path / "cache" / "models--org--Tiny-1B" / "blobs").iterdir()
+    assert blob.read_bytes() == WEIGHTS
+
+
+def test_ctrl_c_is_not_for_the_process_that_talks_to_the_hub(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    begin = subprocess.Popen
+
+    def noted(*command: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(begin(*command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    with hub.asked_once(Repository(name=NAME, commit=None)):
+        (process,) = started
+        assert os.getsid(process.pid) == process.pid, "a terminal sends it nothing"
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize("path", ["models/my--model", "models/my..model"])
+def test_a_name_that_the_hub_cannot_have_is_refused_in_a_line(path: str, server: Hub) -> None:
+    with pytest.raises(ConfigError, match="is no directory here, and the Hugging Face Hub refuses it"):
+        with_model(Config(run_dir="run", model=ModelConfig(path=path)))
 
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:

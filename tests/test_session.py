@@ -25,7 +25,7 @@ import stopping
 import train
 from actors import Component, Coordinator, EngineLostError, EngineMemoryError, EngineStartError, PromptForm
 from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
-from cluster import ray_cluster
+from cluster import DRIVER_DIRECTORY, ray_cluster
 from configs import PromptConfig
 from learner import RAY_HIDES_GPUS, RankError
 from learner.process import RankMemoryError
@@ -552,7 +552,7 @@ def test_a_cluster_that_is_joined_hides_gpus_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
     with ray_cluster("runs/x", processes=1):
         variables = asked["runtime_env"]["env_vars"]
-    assert variables.keys() == {RUN_MARK, *RAY_HIDES_GPUS}
+    assert variables.keys() == {RUN_MARK, DRIVER_DIRECTORY, *RAY_HIDES_GPUS}
 
 
 def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
