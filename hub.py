@@ -50,7 +50,7 @@ class Repository:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the Hub says of a repository, or why it says nothing."""
+    """Answer of the Hub about a repository, or the reason why there is none."""
 
     commit: str | None = None
     n_files: int = 0  # to be downloaded

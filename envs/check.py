@@ -41,7 +41,7 @@ class EnvironmentFailed(RuntimeError):
 
 
 def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]] | None:
-    """As `list_tasks`, but None where that would make the tasks: then the options are only looked at."""
+    """Return the tasks of every split; None where listing would make them, and then only check the options."""
     make = _made_by(name)
     if not getattr(make, "makes_tasks", False):
         return list_tasks(name, options)

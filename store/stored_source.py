@@ -1,4 +1,4 @@
-"""What a run trains from, `source=RUN[@where]`, and what was found there."""
+"""Name the stored groups that a run trains on, `source=RUN[@where]`, and count those that were found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoredSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenSource:
-    """What was found at a source."""
+    """Count of the groups that were found at a source."""
 
     source: StoredSource
     run_id: str
@@ -34,7 +34,10 @@ class TakenSource:
 
 
 def parse_source(text: str) -> StoredSource:
-    """ "RUN" or "RUN@where": RUN ends at the last "@" (or the end) before which there is a directory, else at the first."""
+    """Split "RUN" or "RUN@where".
+
+    RUN ends at the last "@", or at the end, before which there is a directory; else at the first "@".
+    """
     parts = text.split("@")
     n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
     return StoredSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)

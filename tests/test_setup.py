@@ -1,4 +1,4 @@
-"""What set-up says of a GPU machine that lacks something, before it installs 10 GB and after."""
+"""Check that set-up names what a GPU machine lacks, before it installs 10 GB and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `train.py --status` says of how far a run is."""
+"""Check how far `train.py --status` says that a run is."""
 
 from __future__ import annotations
 
