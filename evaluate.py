@@ -224,7 +224,7 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
             ray.enter_context(ray_cluster(config.run_dir, processes=n_processes(config, learns=False)))
         check_gpus(config, learns=False)
         with (
-            tensorboard_files(RunLayout.open(run)) as curves,
+            tensorboard_files(RunLayout.open(run), partial(console.print, markup=False)) as curves,
             Session(
                 config,
                 model_path,

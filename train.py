@@ -197,7 +197,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
     if config.source:
         sources.take(config, console)
     with (
-        tensorboard_files(layout) as curves,
+        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
         session_of(config, model_path, config, console) as session,
         Progress(config, "training", console) as progress,
     ):
@@ -243,7 +243,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     layout = open_run(clone)
     with (
-        tensorboard_files(layout) as curves,
+        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
         session_of(clone, str(untrained), config, console) as session,
         Progress(clone, "cloning", console) as progress,
     ):
