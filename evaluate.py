@@ -51,14 +51,13 @@ from opening import (
     check_writable,
     open_run,
     published,
-    said_when_slow,
     show_missing,
     try_model,
     try_tasks,
     with_model,
 )
 from parts import n_processes
-from progress import Progress, said_while
+from progress import Progress, said_while, said_with_spinner
 from session import Session
 from stopping import Interrupt
 from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest
@@ -210,7 +209,7 @@ def check_endpoint(config: Config, console: Console) -> None:
         finally:
             await policy.close()
 
-    with said_when_slow(f"asking {config.endpoint.url} once", console):
+    with said_with_spinner(f"asking {config.endpoint.url} once", console):
         asyncio.run(ask())
     console.print(f"{config.endpoint.model} answers at {config.endpoint.url}", markup=False)
 

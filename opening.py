@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 import configs
 import hub
@@ -23,9 +20,9 @@ from actors import engine_fault, images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, Task, is_program, list_tasks_apart, missing_packages, try_environment
+from progress import said_with_spinner
 from store import RunLayout, check_unowned, write_open_sql
 
-SLOW_S, SAID_EVERY_S = 2.0, 30.0
 FAILURE_LOG = "environment.log"  # of the check before a start; a worker has a log of its own
 
 
@@ -116,12 +113,12 @@ def check_tasks(config: Config, console: Console) -> None:
     """
     env, name = config.env, config.env.name
     with _failure_log(Path(config.run_dir) / "logs" / FAILURE_LOG) as log:
-        with said_when_slow(f"listing the tasks of {name} (games are made once and kept)", console):
+        with said_with_spinner(f"listing the tasks of {name} (games are made once and kept)", console):
             splits = list_tasks_apart(name, env.options, playable=True, log=log)
         assert splits is not None  # as it is to be played
         if is_program(name):
             _check_program(config)
-        with said_when_slow(f"starting {name} once", console):
+        with said_with_spinner(f"starting {name} once", console):
             seen = try_environment(name, env.options, splits["train"][0], answer_timeout_s=env.answer_timeout_s, log=log)
     if seen is not None and seen.images and config.endpoint.url:
         raise ConfigError(f"env.name={name} shows images, which are not sent to endpoint.url; have the environment show text")
@@ -161,7 +158,7 @@ def _download(repository: hub.Repository, console: Console) -> Path:
         repository = replace(repository, commit=answer.commit)
         what = f"downloading {repository}, {answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB, to {hub.cache()}"
         console.print(f"{what}; if it is stopped, the same command goes on", markup=False)
-        with nullcontext() if console.is_terminal else said_when_slow(what, console):
+        with nullcontext() if console.is_terminal else said_with_spinner(what, console):
             answer = download()
     if answer.fault:
         raise ConfigError(hub.unreachable(repository, answer))
@@ -233,7 +230,7 @@ def try_tasks(config: Config, console: Console) -> list[str]:
     missing = [fault] if (fault := missing_packages(name)) else []
     try:
         log = Path(tempfile.mkdtemp(prefix="gigpo-dry-run-")) / FAILURE_LOG  # a dry run makes no run directory
-        with _failure_log(log), said_when_slow(f"listing the tasks of {name}", console):
+        with _failure_log(log), said_with_spinner(f"listing the tasks of {name}", console):
             splits = list_tasks_apart(name, config.env.options, playable=False, log=log)
     except EnvironmentFailed as error:
         if not error.may_work_elsewhere:
@@ -295,27 +292,6 @@ def _check_program(config: Config) -> None:
         )
     if config.actors.scripted:
         raise ConfigError(f"env.name={name} is an agent program, which calls a model by itself; leave actors.scripted=false")
-
-
-@contextmanager
-def said_when_slow(what: str, console: Console) -> Iterator[None]:
-    """A line after SLOW_S, and again now and then: where the output is no terminal nothing else would be seen."""
-    started, ended = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        pause_s = SLOW_S
-        while not ended.wait(pause_s):
-            console.print(f"{what}: {time.monotonic() - started:.0f} s so far", markup=False)
-            pause_s = SAID_EVERY_S
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        with console.status(Text(what)):  # rich reads markup and emoji in a plain string here
-            yield
-    finally:
-        ended.set()
-        teller.join()
 
 
 def check_gpus(config: Config, *, learns: bool) -> None:
