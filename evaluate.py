@@ -49,6 +49,7 @@ from opening import (
     check_same_run,
     check_tasks,
     check_writable,
+    disk_faults,
     open_run,
     published,
     show_missing,
@@ -77,9 +78,9 @@ def main(arguments: list[str]) -> int:
         check_endpoint(config, console)
         if options.dry_run:
             # the weights of a run are taken when its evaluation starts
-            config, missing = try_model(config) if is_config(options.weights) else (config, [])
+            config, missing, needs = try_model(config) if is_config(options.weights) else (config, [], [])
             console.print(configs.to_yaml(config), markup=False)
-            show_missing([*missing, *try_tasks(config, console)], console)
+            show_missing([*missing, *disk_faults(needs), *try_tasks(config, console)], console)
             return 0
         check_writable(config)
         if options.overrides:

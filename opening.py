@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -153,10 +153,10 @@ def _download(repository: hub.Repository, console: Console) -> Path:
     with hub.asked_once(repository) as (answer, download):
         if answer.fault:
             raise ConfigError(hub.unreachable(repository, answer))
-        if fault := hub.disk_fault(answer):
-            raise ConfigError(f"model.path={repository.name}: {fault}")
+        if faults := disk_faults([download_need(answer.n_bytes)]):
+            raise ConfigError(f"model.path={repository.name}: {faults[0]}")
         repository = replace(repository, commit=answer.commit)
-        what = f"downloading {repository}, {answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB, to {hub.cache()}"
+        what = f"downloading {repository}, {answer.n_files} files, {answer.n_bytes / configs.GIB:.1f} GiB, to {hub.cache()}"
         console.print(f"{what}; if it is stopped, the same command goes on", markup=False)
         with nullcontext() if console.is_terminal else said_with_spinner(what, console):
             answer = download()
@@ -169,23 +169,24 @@ def _download(repository: hub.Repository, console: Console) -> Path:
     return found
 
 
-def try_model(config: Config) -> tuple[Config, list[str]]:
-    """Look at the model for a dry run. Return the config with its directory if it is here, else a line on what is missing.
+def try_model(config: Config) -> tuple[Config, list[str], list[DiskNeed]]:
+    """Look at the model for a dry run. Return the config with its directory if it is here.
 
+    Otherwise return also a line on what is missing, and the disk space that its download needs.
     Raises ConfigError for a directory that is no model, and for a repository that the Hub does not give.
     """
     path = config.model.path
     repository = _repository(config)
     if repository is None:
         if path and not Path(path).exists():
-            return config, [f"model.path={path}: there is no such directory here"]
+            return config, [f"model.path={path}: there is no such directory here"], []
         configs.check_model_path(config)
-        return config, []
+        return config, [], []
     found = hub.find(repository)
     if found is not None:
         config = replace(config, model=replace(config.model, path=str(found)))
         configs.check_model_path(config)
-        return config, []
+        return config, [], []
     if repository.commit is not None:  # the run recorded it, so it is no other model
         recorded = hub.directory(repository)
         config = replace(config, model=replace(config.model, path=str(recorded)))
@@ -193,24 +194,74 @@ def try_model(config: Config) -> tuple[Config, list[str]]:
     if answer.is_refused:
         raise ConfigError(hub.unreachable(repository, answer))
     if answer.fault:
-        return config, [hub.unreachable(repository, answer)]
-    size = f"{answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB"
+        return config, [hub.unreachable(repository, answer)], []
+    size = f"{answer.n_files} files, {answer.n_bytes / configs.GIB:.1f} GiB"
     missing = [f"model.path={repository.name} is not downloaded; a start downloads it ({size}, to {hub.cache()})"]
-    fault = hub.disk_fault(answer)
-    return config, [*missing, fault] if fault else missing
+    return config, missing, [download_need(answer.n_bytes)]
 
 
-def disk_fault(config: Config) -> str | None:
-    """Return in one line that the disk of the run directory is too small for its weights and checkpoints."""
-    root = Path(config.run_dir).absolute()
-    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
-    needed = configs.disk_bytes(config)
-    if needed <= free:
-        return None
-    return (
-        f"run_dir={config.run_dir}: its disk has {free / configs.GIB:.1f} GiB free and the run needs "
-        f"{needed / configs.GIB:.1f} GiB; free some, or keep less (learner.keep_checkpoints, learner.keep_versions)"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskNeed:
+    """Disk space that a start needs."""
+
+    name: str  # the user of the space
+    place: str  # the directory, in the words of the user
+    directory: Path  # need not exist yet
+    n_bytes: float
+    remedy: str
+
+
+def run_need(config: Config) -> DiskNeed:
+    """Return the space that the weights and checkpoints of a run need."""
+    return DiskNeed(
+        name="the run",
+        place=f"run_dir={config.run_dir}",
+        directory=Path(config.run_dir),
+        n_bytes=configs.disk_bytes(config),
+        remedy="keep less (learner.keep_checkpoints, learner.keep_versions)",
     )
+
+
+def download_need(n_bytes: int) -> DiskNeed:
+    """Return the space that a download of `n_bytes` into the Hub's cache needs."""
+    return DiskNeed(
+        name="the download of the model",
+        place=str(hub.cache()),
+        directory=hub.cache(),
+        n_bytes=n_bytes,
+        remedy="set HF_HUB_CACHE to a directory on a larger disk",
+    )
+
+
+def disk_faults(needs: Sequence[DiskNeed]) -> list[str]:
+    """Return a line for each disk that is too small for all its needs together."""
+    on_disk: dict[int, list[DiskNeed]] = {}
+    for need in needs:
+        on_disk.setdefault(_device(need.directory), []).append(need)
+    return [fault for group in on_disk.values() if (fault := _disk_fault(group))]
+
+
+def _disk_fault(needs: Sequence[DiskNeed]) -> str | None:
+    """Return in one line that one disk is too small for these needs together."""
+    free_bytes = shutil.disk_usage(_existing(needs[0].directory)).free
+    if sum(need.n_bytes for need in needs) <= free_bytes:
+        return None
+    places = " and ".join(need.place for need in needs)
+    wanted = " and ".join(f"{need.name} needs {need.n_bytes / configs.GIB:.1f} GiB" for need in needs)
+    remedies = ", or ".join(need.remedy for need in needs)
+    free = f"{free_bytes / configs.GIB:.1f} GiB free"
+    return f"the disk of {places} has {free} and {wanted}; free some, or {remedies}"
+
+
+def _device(directory: Path) -> int:
+    """Return the number of the disk that a directory is on, or will be on."""
+    return _existing(directory).stat().st_dev
+
+
+def _existing(directory: Path) -> Path:
+    """Return the directory, or its nearest parent that exists."""
+    path = directory.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def show_missing(missing: Sequence[str], console: Console) -> None:

@@ -50,8 +50,9 @@ from opening import (
     check_same_run,
     check_tasks,
     check_writable,
-    disk_fault,
+    disk_faults,
     open_run,
+    run_need,
     show_missing,
     try_model,
     try_tasks,
@@ -145,11 +146,10 @@ def dry_run(config: Config, console: Console) -> None:
     Raises what a start would raise, as far as that is known here.
     """
     check_run_dir(config)
-    config, missing = try_model(config)
+    config, missing, needs = try_model(config)
     check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
-    if fault := disk_fault(config):
-        missing.append(fault)
+    missing += disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
     check_new_sources(config, console)
