@@ -75,10 +75,10 @@ def main(arguments: list[str]) -> int:
         from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
 
         config = with_published(asked_config(options))
+        check_run_dir(config)  # before a download, which may take an hour
         if options.dry_run:
             dry_run(config, console)
             return 0
-        check_run_dir(config)  # before a download, which may take an hour
         config = with_model(config, console)
         if options.fork:
             forking.make(options.fork, config)
@@ -145,7 +145,6 @@ def dry_run(config: Config, console: Console) -> None:
 
     Raises what a start would raise, as far as that is known here.
     """
-    check_run_dir(config)
     config, missing, needs = try_model(config)
     check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
@@ -165,7 +164,6 @@ def check_new_sources(config: Config, console: Console) -> None:
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
-    check_run_dir(config)
     check_writable(config)
     with runs.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
