@@ -28,7 +28,6 @@ from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
 from cluster import ray_cluster
 from configs import PromptConfig
 from learner import RAY_HIDES_GPUS, RankError
-from learner.process import RankMemoryError
 from parts import LEARNER, Part
 from runs import RUN_MARK
 from session import Session
@@ -205,7 +204,7 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [EngineLostError("it left")])), "lost its engine: it left"),
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [RayActorError()])), "lost touch with the coordinator"),
         (LEARNER, as_ray_passes_it_on(RankError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
-        (LEARNER, as_ray_passes_it_on(RankMemoryError("its GPU is full")), "lost a rank: its GPU is full"),
+        (LEARNER, as_ray_passes_it_on(RankError("its GPU is full")), "lost a rank: its GPU is full"),
         ("worker-0", as_ray_passes_it_on(EngineMemoryError("no room")), "lost its engine: no room"),
     ],
 )
