@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ray.exceptions import RayActorError, RayTaskError
 
 DIED = "died: its process was killed, ran out of memory, or crashed"
@@ -29,8 +27,11 @@ def cause_of(error: BaseException) -> BaseException:
             return error
 
 
-def one_line(error: BaseException) -> str:
-    """The bottom cause's type and whole message. Of an actor that could not be made, Ray passes on only the traceback."""
+def describe_cause(error: BaseException) -> str:
+    """Return the type and the whole message of the bottom cause, in one line.
+
+    Ray passes on only the traceback of an actor that could not be made.
+    """
     cause = cause_of(error)
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return DIED
@@ -41,16 +42,6 @@ def one_line(error: BaseException) -> str:
     text = " ".join(text.split())
     half = CAUSE_CHARACTERS // 2
     return text if len(text) <= CAUSE_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
-
-
-def log_hint(log: Path) -> str:
-    """Where to read on; "" if the process ended before it had a log."""
-    return f" (log: {log})" if log.exists() else ""
-
-
-def with_log(text: str, log: Path) -> str:
-    """Add the log to a message that does not name it yet."""
-    return text if str(log) in text else text + log_hint(log)
 
 
 def _raised_at_the_end(traceback: str) -> str:

@@ -9,9 +9,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from actors import CoordinatorActor, Status
-from causes import DIED, ComponentFailed, cause_of, log_hint, one_line
+from causes import DIED, ComponentFailed, cause_of, describe_cause
 from cluster import on_the_drivers_node
 from configs import Config
+from envs import log_hint
 from store import CheckpointRecord, VersionRecord
 
 START_TIMEOUT_S = 600.0  # it may have games to make
@@ -74,7 +75,7 @@ class CoordinatorCalls:
             self.lost = isinstance(cause, RayActorError)
             if isinstance(cause, RayActorError) and not cause.actor_init_failed:
                 raise ComponentFailed(f"coordinator {DIED}{self._goes_on()}") from error
-            raise ComponentFailed(f"coordinator failed: {one_line(error)}{log_hint(self.log)}") from error
+            raise ComponentFailed(f"coordinator failed: {describe_cause(error)}{log_hint(self.log)}") from error
 
     def _goes_on(self) -> str:
         return f"{log_hint(self.log)}. Nothing that was committed is lost; the same command goes on"

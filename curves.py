@@ -1,10 +1,11 @@
 """Writes a run's metrics as TensorBoard files: each row of the metrics table once, at its learner step.
 
-    with tensorboard_files(layout) as curves:
+    with tensorboard_files(layout, say) as curves:
         session.train(curves.beside(progress.show))      # at every look writes what is new
 
 The table is the truth, the files are a picture of it. A start writes them anew, and so does a roll-back: then they show
-what the table shows, whatever was killed when. Only the `tensorboard` package is imported, and not before the first row.
+what the table shows, whatever was killed when. Files that cannot be written never end a run. Only the `tensorboard`
+package is imported, and not before the first row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from actors import Status
-from store import Metric, RunLayout, StoreError, metrics_since
+from store import Metric, RunLayout, metrics_since
 
 DIRECTORY = "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"  # the names that TensorBoard reads
@@ -28,43 +29,61 @@ _number = itertools.count()
 
 
 @contextmanager
-def tensorboard_files(layout: RunLayout) -> Iterator[Curves]:
-    """Give the curves of a run. At the end they take in what its processes recorded while they stopped."""
-    curves = Curves(layout)
+def tensorboard_files(layout: RunLayout, say: Callable[[str], None]) -> Iterator[Curves]:
+    """Give the curves of a run. At the end, add the metrics that its processes recorded while they stopped."""
+    curves = Curves(layout, say)
     try:
-        yield curves
-    finally:
+        try:
+            yield curves
+        except BaseException:
+            curves.follow_a_last_time()
+            raise
         if curves.follows:
             curves.follow()
+    finally:
         curves.close()
 
 
 class Curves:
     """The TensorBoard files of one run, written by the one process that drives it."""
 
-    def __init__(self, layout: RunLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: RunLayout, say: Callable[[str], None]) -> None:
+        self.layout, self.say = layout, say
         self.directory = layout.root / DIRECTORY
         self.follows = False  # the catalog was read once, so its owner has opened it
         self._lsn = 0  # of the catalog: metrics up to here are written
         self._file: BinaryIO | None = None
+        self._failed = False  # the files could not be written: this start writes no more of them
 
     def follow(self) -> None:
-        """Write the metrics that are new. Raises StoreError if they cannot be read or written."""
+        """Write the new metrics. Raises StoreError if they cannot be read.
+
+        If they cannot be written, say so once and write no more.
+        """
+        if self._failed:
+            return
         changes = metrics_since(self.layout, self._lsn)
         self.follows = True
+        file = self._file if changes.is_append else None
+        if file is None and self._lsn:
+            changes = metrics_since(self.layout, 0)
         try:
-            if self._file is None or not changes.is_append:
-                changes = changes if self._lsn == 0 else metrics_since(self.layout, 0)
-                if changes.rows or not changes.is_append:
-                    self._begin_anew(changes.rows)
-            elif changes.rows:
-                _write_metrics(self._file, changes.rows)
+            if file is not None:
+                _write_metrics(file, changes.rows)
+            elif changes.rows or not changes.is_append:
+                self._begin_anew(changes.rows)
         except OSError as error:
-            raise StoreError(
-                f"{self.directory} cannot be written: {error.strerror}; make room there, then give the same command"
-            ) from error
+            self._give_up(error)
         self._lsn = changes.lsn
+
+    def follow_a_last_time(self) -> None:
+        """Write the new metrics beside an error that ends the run. That error is the one to show."""
+        if not self.follows:
+            return
+        try:
+            self.follow()
+        except Exception as error:  # noqa: BLE001  # nothing may take the place of the error in flight
+            self.say(f"{self.directory} lacks the last metrics: {' '.join(str(error).split())}")
 
     def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
         """Return a `show` that also follows the metrics."""
@@ -76,10 +95,25 @@ class Curves:
         return show_and_follow
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file. Idempotent. If its last bytes cannot be written, say so once."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()  # closes it also where it raises
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Say once that the files cannot be written, and write no more of them."""
+        if self._failed:
+            return
+        self._failed = True
+        self.say(
+            f"{self.directory} cannot be written: {error.strerror or error}; no more curves are written in this start. "
+            "The store has all metrics, and the next start writes the files anew"
+        )
+        self.close()
 
     def _begin_anew(self, rows: Sequence[Metric]) -> None:
         """Put one file with these rows in the place of all files. A kill at any moment leaves the old or the new."""

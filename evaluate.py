@@ -49,16 +49,16 @@ from opening import (
     check_same_run,
     check_tasks,
     check_writable,
+    disk_faults,
     open_run,
     published,
-    said_when_slow,
     show_missing,
     try_model,
     try_tasks,
     with_model,
 )
 from parts import n_processes
-from progress import Progress, said_while
+from progress import Progress, said_while, said_with_spinner
 from session import Session
 from stopping import Interrupt
 from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest
@@ -78,9 +78,9 @@ def main(arguments: list[str]) -> int:
         check_endpoint(config, console)
         if options.dry_run:
             # the weights of a run are taken when its evaluation starts
-            config, missing = try_model(config) if is_config(options.weights) else (config, [])
+            config, missing, needs = try_model(config) if is_config(options.weights) else (config, [], [])
             console.print(configs.to_yaml(config), markup=False)
-            show_missing([*missing, *try_tasks(config, console)], console)
+            show_missing([*missing, *disk_faults(needs), *try_tasks(config, console)], console)
             return 0
         check_writable(config)
         if options.overrides:
@@ -211,7 +211,7 @@ def check_endpoint(config: Config, console: Console) -> None:
         finally:
             await policy.close()
 
-    with said_when_slow(f"asking {config.endpoint.url} once", console):
+    with said_with_spinner(f"asking {config.endpoint.url} once", console):
         asyncio.run(ask())
     console.print(f"{config.endpoint.model} answers at {config.endpoint.url}", markup=False)
 
@@ -225,7 +225,7 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
             ray.enter_context(ray_cluster(config.run_dir, processes=n_processes(config, learns=False)))
         check_gpus(config, learns=False)
         with (
-            tensorboard_files(RunLayout.open(run)) as curves,
+            tensorboard_files(RunLayout.open(run), partial(console.print, markup=False)) as curves,
             Session(
                 config,
                 model_path,

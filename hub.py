@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-GB = 1e9
 # What the learner and vLLM read. Repositories also hold the weights in other formats, and in folders.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 OTHERS = ["*/*", "consolidated*"]
@@ -165,18 +163,6 @@ def unreachable(repository: Repository, answer: Answer) -> str:
         f"model.path={repository.name!r} is not downloaded and the Hugging Face Hub cannot be reached ({answer.fault}); where "
         f"there is a network, run `hf download {repository.name}{commit} --local-dir {place}`, bring the directory here, "
         f"and give model.path={place}"
-    )
-
-
-def disk_fault(answer: Answer) -> str | None:
-    """Return in one line that the cache's disk is too small for the download, None if it is not."""
-    place = cache()
-    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
-    if answer.n_bytes <= free:
-        return None
-    return (
-        f"the model needs {answer.n_bytes / GB:.1f} GB of disk and {place} has {free / GB:.1f} GB free; free some, or set "
-        "HF_HUB_CACHE to a directory on a larger disk"
     )
 
 

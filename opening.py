@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 import configs
 import hub
@@ -23,9 +20,9 @@ from actors import engine_fault, images_fault, sees_images
 from cluster import available_gpus
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, Task, is_program, list_tasks_apart, missing_packages, try_environment
+from progress import said_with_spinner
 from store import RunLayout, check_unowned, write_open_sql
 
-SLOW_S, SAID_EVERY_S = 2.0, 30.0
 FAILURE_LOG = "environment.log"  # of the check before a start; a worker has a log of its own
 
 
@@ -116,12 +113,12 @@ def check_tasks(config: Config, console: Console) -> None:
     """
     env, name = config.env, config.env.name
     with _failure_log(Path(config.run_dir) / "logs" / FAILURE_LOG) as log:
-        with said_when_slow(f"listing the tasks of {name} (games are made once and kept)", console):
+        with said_with_spinner(f"listing the tasks of {name} (games are made once and kept)", console):
             splits = list_tasks_apart(name, env.options, playable=True, log=log)
         assert splits is not None  # as it is to be played
         if is_program(name):
             _check_program(config)
-        with said_when_slow(f"starting {name} once", console):
+        with said_with_spinner(f"starting {name} once", console):
             seen = try_environment(name, env.options, splits["train"][0], answer_timeout_s=env.answer_timeout_s, log=log)
     if seen is not None and seen.images and config.endpoint.url:
         raise ConfigError(f"env.name={name} shows images, which are not sent to endpoint.url; have the environment show text")
@@ -156,12 +153,12 @@ def _download(repository: hub.Repository, console: Console) -> Path:
     with hub.asked_once(repository) as (answer, download):
         if answer.fault:
             raise ConfigError(hub.unreachable(repository, answer))
-        if fault := hub.disk_fault(answer):
-            raise ConfigError(f"model.path={repository.name}: {fault}")
+        if faults := disk_faults([download_need(answer.n_bytes)]):
+            raise ConfigError(f"model.path={repository.name}: {faults[0]}")
         repository = replace(repository, commit=answer.commit)
-        what = f"downloading {repository}, {answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB, to {hub.cache()}"
+        what = f"downloading {repository}, {answer.n_files} files, {answer.n_bytes / configs.GIB:.1f} GiB, to {hub.cache()}"
         console.print(f"{what}; if it is stopped, the same command goes on", markup=False)
-        with nullcontext() if console.is_terminal else said_when_slow(what, console):
+        with nullcontext() if console.is_terminal else said_with_spinner(what, console):
             answer = download()
     if answer.fault:
         raise ConfigError(hub.unreachable(repository, answer))
@@ -172,23 +169,24 @@ def _download(repository: hub.Repository, console: Console) -> Path:
     return found
 
 
-def try_model(config: Config) -> tuple[Config, list[str]]:
-    """Look at the model for a dry run. Return the config with its directory if it is here, else a line on what is missing.
+def try_model(config: Config) -> tuple[Config, list[str], list[DiskNeed]]:
+    """Look at the model for a dry run. Return the config with its directory if it is here.
 
+    Otherwise return also a line on what is missing, and the disk space that its download needs.
     Raises ConfigError for a directory that is no model, and for a repository that the Hub does not give.
     """
     path = config.model.path
     repository = _repository(config)
     if repository is None:
         if path and not Path(path).exists():
-            return config, [f"model.path={path}: there is no such directory here"]
+            return config, [f"model.path={path}: there is no such directory here"], []
         configs.check_model_path(config)
-        return config, []
+        return config, [], []
     found = hub.find(repository)
     if found is not None:
         config = replace(config, model=replace(config.model, path=str(found)))
         configs.check_model_path(config)
-        return config, []
+        return config, [], []
     if repository.commit is not None:  # the run recorded it, so it is no other model
         recorded = hub.directory(repository)
         config = replace(config, model=replace(config.model, path=str(recorded)))
@@ -196,24 +194,74 @@ def try_model(config: Config) -> tuple[Config, list[str]]:
     if answer.is_refused:
         raise ConfigError(hub.unreachable(repository, answer))
     if answer.fault:
-        return config, [hub.unreachable(repository, answer)]
-    size = f"{answer.n_files} files, {answer.n_bytes / hub.GB:.1f} GB"
+        return config, [hub.unreachable(repository, answer)], []
+    size = f"{answer.n_files} files, {answer.n_bytes / configs.GIB:.1f} GiB"
     missing = [f"model.path={repository.name} is not downloaded; a start downloads it ({size}, to {hub.cache()})"]
-    fault = hub.disk_fault(answer)
-    return config, [*missing, fault] if fault else missing
+    return config, missing, [download_need(answer.n_bytes)]
 
 
-def disk_fault(config: Config) -> str | None:
-    """Return in one line that the disk of the run directory is too small for its weights and checkpoints."""
-    root = Path(config.run_dir).absolute()
-    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
-    needed = configs.disk_bytes(config)
-    if needed <= free:
-        return None
-    return (
-        f"run_dir={config.run_dir}: its disk has {free / configs.GIB:.1f} GiB free and the run needs "
-        f"{needed / configs.GIB:.1f} GiB; free some, or keep less (learner.keep_checkpoints, learner.keep_versions)"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskNeed:
+    """Disk space that a start needs."""
+
+    name: str  # the user of the space
+    place: str  # the directory, in the words of the user
+    directory: Path  # need not exist yet
+    n_bytes: float
+    remedy: str
+
+
+def run_need(config: Config) -> DiskNeed:
+    """Return the space that the weights and checkpoints of a run need."""
+    return DiskNeed(
+        name="the run",
+        place=f"run_dir={config.run_dir}",
+        directory=Path(config.run_dir),
+        n_bytes=configs.disk_bytes(config),
+        remedy="keep less (learner.keep_checkpoints, learner.keep_versions)",
     )
+
+
+def download_need(n_bytes: int) -> DiskNeed:
+    """Return the space that a download of `n_bytes` into the Hub's cache needs."""
+    return DiskNeed(
+        name="the download of the model",
+        place=str(hub.cache()),
+        directory=hub.cache(),
+        n_bytes=n_bytes,
+        remedy="set HF_HUB_CACHE to a directory on a larger disk",
+    )
+
+
+def disk_faults(needs: Sequence[DiskNeed]) -> list[str]:
+    """Return a line for each disk that is too small for all its needs together."""
+    on_disk: dict[int, list[DiskNeed]] = {}
+    for need in needs:
+        on_disk.setdefault(_device(need.directory), []).append(need)
+    return [fault for group in on_disk.values() if (fault := _disk_fault(group))]
+
+
+def _disk_fault(needs: Sequence[DiskNeed]) -> str | None:
+    """Return in one line that one disk is too small for these needs together."""
+    free_bytes = shutil.disk_usage(_existing(needs[0].directory)).free
+    if sum(need.n_bytes for need in needs) <= free_bytes:
+        return None
+    places = " and ".join(need.place for need in needs)
+    wanted = " and ".join(f"{need.name} needs {need.n_bytes / configs.GIB:.1f} GiB" for need in needs)
+    remedies = ", or ".join(need.remedy for need in needs)
+    free = f"{free_bytes / configs.GIB:.1f} GiB free"
+    return f"the disk of {places} has {free} and {wanted}; free some, or {remedies}"
+
+
+def _device(directory: Path) -> int:
+    """Return the number of the disk that a directory is on, or will be on."""
+    return _existing(directory).stat().st_dev
+
+
+def _existing(directory: Path) -> Path:
+    """Return the directory, or its nearest parent that exists."""
+    path = directory.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def show_missing(missing: Sequence[str], console: Console) -> None:
@@ -233,7 +281,7 @@ def try_tasks(config: Config, console: Console) -> list[str]:
     missing = [fault] if (fault := missing_packages(name)) else []
     try:
         log = Path(tempfile.mkdtemp(prefix="gigpo-dry-run-")) / FAILURE_LOG  # a dry run makes no run directory
-        with _failure_log(log), said_when_slow(f"listing the tasks of {name}", console):
+        with _failure_log(log), said_with_spinner(f"listing the tasks of {name}", console):
             splits = list_tasks_apart(name, config.env.options, playable=False, log=log)
     except EnvironmentFailed as error:
         if not error.may_work_elsewhere:
@@ -295,27 +343,6 @@ def _check_program(config: Config) -> None:
         )
     if config.actors.scripted:
         raise ConfigError(f"env.name={name} is an agent program, which calls a model by itself; leave actors.scripted=false")
-
-
-@contextmanager
-def said_when_slow(what: str, console: Console) -> Iterator[None]:
-    """A line after SLOW_S, and again now and then: where the output is no terminal nothing else would be seen."""
-    started, ended = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        pause_s = SLOW_S
-        while not ended.wait(pause_s):
-            console.print(f"{what}: {time.monotonic() - started:.0f} s so far", markup=False)
-            pause_s = SAID_EVERY_S
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        with console.status(Text(what)):  # rich reads markup and emoji in a plain string here
-            yield
-    finally:
-        ended.set()
-        teller.join()
 
 
 def check_gpus(config: Config, *, learns: bool) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 
 from rich.console import Console
@@ -132,8 +133,11 @@ class Progress:
 
 
 @contextmanager
-def said_while(line: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-    """Say `line()` and the seconds so far, after FIRST_LINE_S and then every LINE_EVERY_S, until the block ends."""
+def said_while(line: Callable[[], str], say: Callable[[str], None], *, spinner: Console | None = None) -> Iterator[None]:
+    """Say `line()` and the seconds so far, after FIRST_LINE_S and then every LINE_EVERY_S, until the block ends.
+
+    With a console as `spinner`, a terminal also shows the first line beside a spinner.
+    """
     started, ended = time.monotonic(), threading.Event()
 
     def tell() -> None:
@@ -145,10 +149,17 @@ def said_while(line: Callable[[], str], say: Callable[[str], None]) -> Iterator[
     teller = threading.Thread(target=tell, name="said_while", daemon=True)
     teller.start()
     try:
-        yield
+        # Text: rich would read markup and emoji in a plain string
+        with spinner.status(Text(line())) if spinner else nullcontext():
+            yield
     finally:
         ended.set()
         teller.join()
+
+
+def said_with_spinner(what: str, console: Console) -> AbstractContextManager[None]:
+    """Say on the console what is waited for, beside a spinner in a terminal."""
+    return said_while(lambda: what, partial(console.print, markup=False), spinner=console)
 
 
 def shown(metrics: object, name: str, form: str) -> str:

@@ -25,9 +25,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import parts
 from actors import Component, EngineLostError, EngineMemoryError, EngineStartError, Status
-from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line, with_log
+from causes import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from configs import Config, is_offline, n_workers
 from coordinator_calls import CoordinatorCalls
+from envs import log_hint
 from learner import RankError
 from parts import LEARNER, Part
 from progress import said_while
@@ -229,7 +230,10 @@ class Session:
         elif isinstance(cause, RankError):  # as if the learner itself had died
             self._lost(part, f"lost a rank: {cause}")
         else:
-            message = with_log(f"{part.name} failed: {one_line(error)}", self.logs / f"{part.name}.log")
+            message = f"{part.name} failed: {describe_cause(error)}"
+            log = self.logs / f"{part.name}.log"
+            if str(log) not in message:  # an environment's error names it already
+                message += log_hint(log)
             raise ComponentFailed(message) from error
 
     def _will_never_start(self, cause: EngineLostError) -> bool:

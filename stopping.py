@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors import Status
-from causes import one_line
+from causes import describe_cause
 from configs import Config
 from parts import LEARNER, Part
 from progress import said_while
@@ -87,7 +87,7 @@ def stop_in_order(parts: Collection[Part], *, status: Callable[[], Status], conf
             try:
                 ray.get(call)
             except RayError as error:
-                unstopped[part.name] = one_line(error)
+                unstopped[part.name] = describe_cause(error)
     idle = [part for part in parts if part.call is None and part.started]
     closing = [part.handle.close.remote() for part in [*running.values(), *idle] if part.name not in unstopped]
     if closing:

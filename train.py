@@ -50,8 +50,9 @@ from opening import (
     check_same_run,
     check_tasks,
     check_writable,
-    disk_fault,
+    disk_faults,
     open_run,
+    run_need,
     show_missing,
     try_model,
     try_tasks,
@@ -74,10 +75,10 @@ def main(arguments: list[str]) -> int:
         from learner import with_published  # here, as torch comes with it: who only asks about a run needs none of it
 
         config = with_published(asked_config(options))
+        check_run_dir(config)  # before a download, which may take an hour
         if options.dry_run:
             dry_run(config, console)
             return 0
-        check_run_dir(config)  # before a download, which may take an hour
         config = with_model(config, console)
         if options.fork:
             forking.make(options.fork, config)
@@ -144,12 +145,10 @@ def dry_run(config: Config, console: Console) -> None:
 
     Raises what a start would raise, as far as that is known here.
     """
-    check_run_dir(config)
-    config, missing = try_model(config)
+    config, missing, needs = try_model(config)
     check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
-    if fault := disk_fault(config):
-        missing.append(fault)
+    missing += disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
     check_new_sources(config, console)
@@ -165,7 +164,6 @@ def check_new_sources(config: Config, console: Console) -> None:
 def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
-    check_run_dir(config)
     check_writable(config)
     with runs.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
@@ -197,7 +195,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
     if config.source:
         sources.take(config, console)
     with (
-        tensorboard_files(layout) as curves,
+        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
         session_of(config, model_path, config, console) as session,
         Progress(config, "training", console) as progress,
     ):
@@ -243,7 +241,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     clone = replace(configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri=""))
     layout = open_run(clone)
     with (
-        tensorboard_files(layout) as curves,
+        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
         session_of(clone, str(untrained), config, console) as session,
         Progress(clone, "cloning", console) as progress,
     ):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from actors.endpoint import Endpoint, Recording
 from actors.rollout import EpisodeIds, EpisodeRules, trajectory_of
-from envs import EnvironmentDied, Outcome, ProgramPool, Task
+from envs import EnvironmentDied, Outcome, ProgramPool, Task, log_hint
 from store import Step, Trajectory, now_us
 
 
@@ -30,8 +30,7 @@ async def play_program(
         steps = recording.steps()
     if not steps:
         why = recording.cut_off or "it made none; give client.base_url and client.api_key to the client it calls its model with"
-        log = f"; log: {pool.log}" if pool.log else ""
-        message = f"program {pool.name!r} on task {task.split}/{task.id} got no chat completion: {why}{log}"
+        message = f"program {pool.name!r} on task {task.split}/{task.id} got no chat completion: {why}{log_hint(pool.log)}"
         raise EnvironmentDied(message, at_fault=True)
     return trajectory_of(
         _finished(steps, outcome, rules=rules, ended_us=ended_us),

@@ -13,6 +13,7 @@ Nothing here knows tokens, prompts or models. Worlds are reached by name, so tha
 
 from envs.base import Environment, Observation, Task, Transition
 from envs.check import EnvironmentFailed, list_tasks
+from envs.failures import log_hint
 from envs.listing import list_tasks_apart
 from envs.options import OptionsError
 from envs.pool import EnvironmentPool, PooledEnvironment, try_environment
@@ -41,6 +42,7 @@ __all__ = [
     "is_program",
     "list_tasks",
     "list_tasks_apart",
+    "log_hint",
     "missing_packages",
     "program_class",
     "try_environment",

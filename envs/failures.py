@@ -82,8 +82,8 @@ def keep(log: Path | None, text: str) -> None:
 
 
 def log_hint(log: Path | None) -> str:
-    """Return the end of a message that says where its traceback is."""
-    return "" if log is None else f"; log: {log}"
+    """Return the end of a message that says where to read on. Return "" without a log, or before it is written."""
+    return "" if log is None or not log.exists() else f"; log: {log}"
 
 
 def full(error: BaseException) -> str:

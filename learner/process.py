@@ -24,11 +24,11 @@ LEARNER_STEP = "learner step"  # what the learner is said to be at while it trai
 
 
 class RankError(RuntimeError):
-    """One of the learner's other ranks died or failed; the message says which one, why, and where its log is."""
+    """A rank of the learner is lost, and a restart may help. The message says which one and why.
 
-
-class RankMemoryError(RankError):
-    """A GPU had no room for the learner at its start: a killed process may not have given back its memory yet."""
+    Another rank died or failed, or the learner's own GPU was full at its start: a killed process
+    may not have given back its memory yet.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +54,13 @@ class LearnerProcess:
         return socket.gethostname(), os.getpid()
 
     def start(self) -> str:
-        """Start the learner. Raises RankMemoryError where a GPU is full, which a restart may find free."""
+        """Start the learner. Raises RankError where a GPU is full, which a restart may find free."""
         from torch import OutOfMemoryError
 
         try:
             return self._learner.start()
         except OutOfMemoryError as error:
-            raise RankMemoryError(f"the learner's GPU has no room for its start: {error}") from error
+            raise RankError(f"the learner's GPU has no room for its start: {error}") from error
 
     def run(self) -> int:
         return self._learner.run()

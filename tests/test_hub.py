@@ -141,7 +141,7 @@ def test_a_repository_is_downloaded_once_and_only_what_is_needed(server: Hub, tm
     assert model == tmp_path / "cache" / "models--org--Tiny-1B" / "snapshots" / OLD
     assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
     assert (model / "model.safetensors").read_bytes() == WEIGHTS
-    assert f"downloading {NAME} at commit aaaaaaaa, 3 files, 0.0 GB" in said and "the same command goes on" in said
+    assert f"downloading {NAME} at commit aaaaaaaa, 3 files, 0.0 GiB" in said and "the same command goes on" in said
     server.asked.clear()
     assert with_model(asking()) == (config, "")
     assert not server.asked, "the cache has it"
@@ -273,7 +273,7 @@ def test_a_dry_run_lists_what_is_missing(server: Hub, tmp_path: Path, capsys: py
         return capsys.readouterr().out
 
     shown = said(f"model.path={NAME}")
-    assert f"model.path={NAME} is not downloaded; a start downloads it (3 files, 0.0 GB" in shown.partition("missing here:")[2]
+    assert f"model.path={NAME} is not downloaded; a start downloads it (3 files, 0.0 GiB" in shown.partition("missing here:")[2]
     assert not any("resolve" in asked and asked.startswith("GET") for asked in server.asked), "nothing is downloaded"
     with_model(asking())
     assert said(f"model.path={NAME}").endswith("nothing is missing here\n")
@@ -304,10 +304,29 @@ def test_a_repository_without_weights_that_we_read_is_refused(server: Hub, monke
 
 def test_a_disk_that_is_too_small_is_named_before_the_download(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     full = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr("hub.shutil.disk_usage", lambda path: full)
-    with pytest.raises(ConfigError, match=r"the model needs 0\.0 GB of disk .* set HF_HUB_CACHE"):
+    monkeypatch.setattr("opening.shutil.disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match=r"the download of the model needs 0\.0 GiB; .* set HF_HUB_CACHE"):
         with_model(asking())
     assert not any("resolve" in asked and asked.startswith("GET") for asked in server.asked)
+
+
+@pytest.mark.parametrize("disks_differ", [False, True])
+def test_a_download_and_a_run_that_fit_one_disk_only_one_by_one_are_named(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], disks_differ: bool
+) -> None:
+    """The cache and the run directory are on one disk. A disk of its own would hold each of them."""
+    config = configs.load(KEY_ROOM, [f"model.path={NAME}"])
+    run_bytes = int(configs.disk_bytes(config))
+    enough = shutil.disk_usage("/")._replace(free=run_bytes + len(WEIGHTS) // 2)
+    monkeypatch.setattr("opening.shutil.disk_usage", lambda path: enough)
+    if disks_differ:
+        monkeypatch.setattr("opening._device", lambda path: hash(path))
+    assert train.main([KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
+    missing = capsys.readouterr().out.partition("missing here:")[2]
+    fault = re.search(r"the disk of run_dir=run and .* has .* GiB free and the run needs .*", missing)
+    assert (fault is None) == disks_differ
+    if fault:
+        assert " GiB and the download of the model needs 0.0 GiB; free some, or keep less" in fault[0]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -88,6 +88,32 @@ def test_the_public_list_is_sorted_and_importable(folder: str) -> None:
     assert all(hasattr(package, name) for name in package.__all__)
 
 
+def lazy_names(package: str) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Return the three lists of names in a package that loads its modules when they are asked for.
+
+    The first maps names that type checkers see to their module, the second those found when the
+    program runs, the third is `__all__`.
+    """
+    seen: dict[str, str] = {}
+    lists: dict[str, ast.expr] = {}
+    for node in ast.walk(ast.parse((ROOT / package / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
+            module = (node.module or "").partition(".")[2]
+            seen |= {alias.asname or alias.name: module for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            lists[node.targets[0].id] = node.value
+    found = ast.literal_eval(lists["_MODULE_OF"])
+    return seen, found, ast.literal_eval(lists["__all__"])
+
+
+@pytest.mark.parametrize(("package", "submodules"), [("store", {"broadcast"}), ("learner", set())])
+def test_the_three_lists_of_a_lazy_package_agree(package: str, submodules: set[str]) -> None:
+    seen, found, public = lazy_names(package)
+    assert sorted(seen) == sorted(public)
+    assert {name for name, module in seen.items() if not module} == submodules
+    assert {name: module for name, module in seen.items() if module} == found
+
+
 def test_what_is_shown_is_never_read_as_markup() -> None:
     """A task named `coffee:` would become an emoji, one named `[red]` a colour."""
     wiring = [ROOT / f"{name}.py" for name in WIRING]

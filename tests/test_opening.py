@@ -18,8 +18,8 @@ import train
 from actors import Status
 from configs import Config, ConfigError, EnvConfig
 from envs.textworld_games import ensure_compiled
-from opening import said_when_slow, show_missing, try_tasks
-from progress import Progress
+from opening import show_missing, try_tasks
+from progress import Progress, said_with_spinner
 from store import Counts
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -144,10 +144,10 @@ def test_every_config_has_an_environment_with_its_options(path: Path) -> None:
 
 
 def test_who_waits_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SLOW_S", 0.01)
-    monkeypatch.setattr(opening, "SAID_EVERY_S", 0.01)
+    monkeypatch.setattr("progress.FIRST_LINE_S", 0.01)
+    monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
     out = io.StringIO()
-    with said_when_slow("listing the tasks of [a] world", Console(file=out, width=200)):
+    with said_with_spinner("listing the tasks of [a] world", Console(file=out, width=200)):
         while out.getvalue().count("so far") < 2:  # again, as long as it lasts
             time.sleep(0.005)
     assert out.getvalue().startswith("listing the tasks of [a] world: 0 s so far\n")
@@ -155,7 +155,7 @@ def test_who_waits_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_quick_is_not_talked_about() -> None:
     out = io.StringIO()
-    with said_when_slow("listing", Console(file=out)):
+    with said_with_spinner("listing", Console(file=out)):
         pass
     assert out.getvalue() == ""
 
@@ -251,6 +251,6 @@ def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert train.main([KEY_ROOM, "--dry-run", f"run_dir='{name}'"]) == 0
     assert name in capsys.readouterr().out
     out = io.StringIO()
-    with said_when_slow("starting :coffee:[red]Env once", Console(file=out, width=200, force_terminal=True)):
+    with said_with_spinner("starting :coffee:[red]Env once", Console(file=out, width=200, force_terminal=True)):
         pass
     assert "starting :coffee:[red]Env once" in out.getvalue()

@@ -24,11 +24,11 @@ import session as session_module
 import stopping
 import train
 from actors import Component, Coordinator, EngineLostError, EngineMemoryError, EngineStartError, PromptForm
-from causes import DIED, ComponentFailed, Stopped, cause_of, log_hint, one_line
+from causes import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from cluster import DRIVER_DIRECTORY, ray_cluster
 from configs import PromptConfig
+from envs import log_hint
 from learner import RAY_HIDES_GPUS, RankError
-from learner.process import RankMemoryError
 from parts import LEARNER, Part
 from runs import RUN_MARK
 from session import Session
@@ -108,26 +108,26 @@ def test_what_an_actor_refuses_at_its_making_is_the_cause(
     tmp_path: Path, refusal: Callable[[Path], Callable[[], object]], words: list[str]
 ) -> None:
     error = raised_by(refusal(tmp_path))
-    line = one_line(of_init(error))
+    line = describe_cause(of_init(error))
     assert line == " ".join(f"{type(error).__name__}: {error}".split())
     assert all(word in line for word in words), line
-    assert line == one_line(as_ray_passes_it_on(error))
+    assert line == describe_cause(as_ray_passes_it_on(error))
 
 
 def test_a_cause_is_found_through_processes_and_groups_and_kept_whole() -> None:
     cause = ValueError("line one\n  line two: use y")
     wrapped = as_ray_passes_it_on(ExceptionGroup("loops", [as_ray_passes_it_on(cause), KeyError()]))
     assert cause_of(wrapped) is cause
-    assert one_line(as_ray_passes_it_on(ActorDiedError())) == one_line(ActorDiedError()) == DIED
-    assert one_line(wrapped) == "ValueError: line one line two: use y"
-    long = one_line(ValueError("start " + "x" * 5000 + " remedy"))
+    assert describe_cause(as_ray_passes_it_on(ActorDiedError())) == describe_cause(ActorDiedError()) == DIED
+    assert describe_cause(wrapped) == "ValueError: line one line two: use y"
+    long = describe_cause(ValueError("start " + "x" * 5000 + " remedy"))
     assert long.startswith("ValueError: start") and long.endswith("remedy") and len(long) < 1100
 
 
 def test_a_log_that_is_not_there_is_not_named(tmp_path: Path) -> None:
     assert log_hint(tmp_path / "a.log") == ""
     (tmp_path / "a.log").write_text("")
-    assert log_hint(tmp_path / "a.log") == f" (log: {tmp_path / 'a.log'})"
+    assert log_hint(tmp_path / "a.log") == f"; log: {tmp_path / 'a.log'}"
 
 
 # who is to blame
@@ -205,7 +205,7 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [EngineLostError("it left")])), "lost its engine: it left"),
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [RayActorError()])), "lost touch with the coordinator"),
         (LEARNER, as_ray_passes_it_on(RankError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
-        (LEARNER, as_ray_passes_it_on(RankMemoryError("its GPU is full")), "lost a rank: its GPU is full"),
+        (LEARNER, as_ray_passes_it_on(RankError("its GPU is full")), "lost a rank: its GPU is full"),
         ("worker-0", as_ray_passes_it_on(EngineMemoryError("no room")), "lost its engine: no room"),
     ],
 )
@@ -245,6 +245,16 @@ def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_the
     with pytest.raises(ComponentFailed) as failed:
         session._failed(Part(name="worker-0", due_at_s=0.0), of_init(raised_by(lambda: int("seven"))))
     assert str(failed.value) == "worker-0 failed: ValueError: invalid literal for int() with base 10: 'seven'"
+
+
+def test_a_failed_part_names_its_log_once(session: Session) -> None:
+    log = session.logs / "worker-0.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    for error in (ValueError("no lamp"), ValueError(f"no lamp; log: {log}")):
+        with pytest.raises(ComponentFailed) as failed:
+            session._failed(Part(name="worker-0", due_at_s=0.0), as_ray_passes_it_on(error))
+        assert str(failed.value) == f"worker-0 failed: ValueError: no lamp; log: {log}"
 
 
 def test_a_rank_that_is_lost_too_often_ends_the_run(session: Session) -> None:
@@ -566,7 +576,7 @@ def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
     with pytest.raises(ActorDiedError) as died:
         ray.get(refused.where.remote())
     assert died.value.actor_init_failed
-    assert one_line(died.value) == "ValueError: the value is 7; use 8"
+    assert describe_cause(died.value) == "ValueError: the value is 7; use 8"
 
 
 def test_a_process_without_a_place_is_named_with_what_it_asks_for(cluster: None, session: Session, said: list[str]) -> None:
