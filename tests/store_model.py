@@ -15,7 +15,7 @@ from unittest import mock
 import duckdb
 
 from store import Catalog, Counts, GroupRecord, RunLayout, Trajectory, TrajectoryMeta, now_us, uid_text, write_open_sql
-from store.reading.open_sql import RUN_LINE
+from store.reading.open_sql import fixed
 
 TRAIN_STATES = ("open", "complete", "claimed", "trained", "stale", "no_signal")
 WANTED = ("open", "claimed", "complete")  # the learner may still ask for the rows; held-out ones it never does
@@ -284,5 +284,5 @@ def dies_within(catalog: Catalog, *, n_writes: int) -> Iterator[None]:
 
 def look_at(shell: duckdb.DuckDBPyConnection, layout: RunLayout, *, also_views: bool) -> None:
     """What a shell runs to see a run. The views are the same for all runs, and most of the work."""
-    text = layout.open_sql.read_text().replace(RUN_LINE, f"SET VARIABLE run = '{layout.root}';")
+    text = fixed(layout.open_sql.read_text(), layout.root)
     shell.execute(text if also_views else text.partition(VIEWS_BEGIN)[0])

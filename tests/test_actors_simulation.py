@@ -33,6 +33,7 @@ from actors.virtual_time import VirtualTimeLoop
 from configs import Config
 from envs import environment_class, list_tasks
 from store import Batch, RunLayout, SegmentMeta, Trajectory, TrajectoryMeta, write_open_sql, write_segment
+from store.reading.open_sql import fixed
 
 N_RUNS = 300
 GROUP_SIZE, LEARNER_STEPS = 2, 3
@@ -190,7 +191,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         make_config(empty, max_staleness=0, stragglers="drop", groups_per_step=1, groups_in_flight=1, spare_members=0),
         learns=True,
     ).close()
-    statements = the_views(layout.open_sql.read_text())
+    statements = the_views(fixed(layout.open_sql.read_text(), empty))
     duck = duckdb.connect(config={"threads": 1})  # the tables are tiny
     monkeypatch.setattr("actors.maintenance.EXPORT_INTERVAL_S", float("inf"))  # at the end is often enough
     monkeypatch.setattr("actors.group.COMMIT_EVERY_S", 0.2)  # so that groups are committed in parts
@@ -207,7 +208,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
                 monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
             runner.run(asyncio.wait_for(world.play(), timeout=LONGEST_S))
         for statement in statements:
-            duck.execute(statement.replace("SET VARIABLE run = '.'", f"SET VARIABLE run = '{world.run_dir}'"))
+            duck.execute(statement.replace(f"SET VARIABLE run = '{empty}'", f"SET VARIABLE run = '{world.run_dir}'"))
         duck.execute(f"SET VARIABLE max_staleness = {world.max_staleness}")
         violations = duck.sql("FROM staleness_violations").fetchall()
         check_batches(world)

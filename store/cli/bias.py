@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from store.catalog.records import WHY_UNFINISHED
 from store.cli._arguments import whole
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ def _conclusions(report: BiasReport) -> list[str]:
 
 
 def _sentence(row: Comparison) -> str:
+    from store.catalog.records import WHY_UNFINISHED  # here: Arrow comes with it
+
     dropped, kept = row.difference.dropped, row.difference.kept
     size = _number(row.measure, abs(dropped - kept))
     if row.kind in WHY_UNFINISHED:

@@ -267,5 +267,6 @@ def _path_at(tracee: _Tracee, directory: int, address: int) -> str:
     if b"\0" not in data:
         data += os.pread(tracee.memory, PATH_BYTES, address + page_rest)
     path = data.partition(b"\0")[0].decode()
+    directory = ctypes.c_int(directory).value  # an int in a register of 64 bits: -100 may be 4294967196 there
     here = "" if path.startswith("/") else os.readlink(f"/proc/{tracee.pid}/{'cwd' if directory == CWD else f'fd/{directory}'}")
     return os.path.normpath(os.path.join(here, path))
