@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import ray._private.node
 import ray._private.utils
+from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -155,6 +156,14 @@ def _as_we_need_it() -> Iterator[None]:
     finally:
         for (owner, name), function in theirs.items():
             setattr(owner, name, function)
+
+
+def gpus_of_this_machine() -> int:
+    """Return how many GPUs a Ray started here would have. Starts nothing."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    there: int = manager.get_current_node_num_accelerators()
+    return there if visible is None else min(there, len(visible))
 
 
 def available_gpus() -> int:

@@ -29,6 +29,7 @@ from typing import Any
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 OTHERS = ["*/*", "consolidated*"]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NO_OWNERS = ("datasets", "models", "runs", "spaces")  # pages of the Hub itself, and usual directories
 SNAPSHOT = re.compile(r".*models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 GO = "go"
 PARTIAL = ".partial"
@@ -67,7 +68,9 @@ def named(path: str) -> Repository | None:
         return None
     if found := SNAPSHOT.fullmatch(path):
         return Repository(name=f"{found['owner']}/{found['name']}", commit=found["commit"])
-    return Repository(name=path, commit=None) if NAME.fullmatch(path) else None
+    if not NAME.fullmatch(path) or path.partition("/")[0] in NO_OWNERS:
+        return None
+    return Repository(name=path, commit=None)
 
 
 def pinned(repository: Repository, recorded: str) -> Repository:

@@ -17,7 +17,7 @@ import hub
 import resume
 import runs
 from actors import engine_fault, images_fault, sees_images
-from cluster import available_gpus
+from cluster import available_gpus, gpus_of_this_machine
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, Task, is_program, list_tasks_apart, missing_packages, try_environment
 from progress import said_with_spinner
@@ -343,6 +343,14 @@ def _check_program(config: Config) -> None:
         )
     if config.actors.scripted:
         raise ConfigError(f"env.name={name} is an agent program, which calls a model by itself; leave actors.scripted=false")
+
+
+def missing_gpus(config: Config) -> list[str]:
+    """Return a line if a start here would lack GPUs. A cluster that RAY_ADDRESS names is not asked."""
+    wanted, there = configs.gpus_needed(config, learns=True), gpus_of_this_machine()
+    if wanted <= there or os.environ.get("RAY_ADDRESS"):
+        return []
+    return [f"GPUs: the config asks for {wanted}, this machine has {there}; RAY_ADDRESS joins a cluster"]
 
 
 def check_gpus(config: Config, *, learns: bool) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 
@@ -33,7 +34,7 @@ from learner import RankError
 from parts import LEARNER, Part
 from progress import said_while
 from runs import wanted_workers
-from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
+from stopping import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_held_back, stop_in_order
 from store import VersionRecord
 from supervision import Restarts, Watch
 
@@ -115,12 +116,15 @@ class Session:
         self.say_stopping(f"stopping {self.config.run_dir}")
         if isinstance(error, ComponentFailed) and not self.coordinator.lost:
             self.say(f"stopping the others, as {error}")
+        how = AT_ONCE
         try:
-            how = self._stopped_in_order()
+            # A first Ctrl-C during an end that came by itself asks for what happens anyway.
+            with nullcontext() if interrupted else stop_held_back():
+                how = self._stopped_in_order()
         except ComponentFailed as failure:  # the coordinator: there is nobody to stop for
             how = f"not stopped in order, as the {failure}"
         except KeyboardInterrupt:
-            how, interrupted = AT_ONCE, True
+            interrupted = True
         for part in self.parts.values():
             if part.handle is not None:
                 parts.kill(part)

@@ -16,6 +16,9 @@ fail() {
     exit 1
 }
 [ "$EXTRA" = cpu ] || sh gpu_check.sh before
+if [ "$EXTRA" = cpu ] && command -v nvidia-smi >/dev/null 2>&1 && ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "nvidia-smi is here but does not run, so the CPU build is set up; for the GPU mend its driver, then make clean setup"
+fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 echo "setting up $VENV ($EXTRA build of vLLM; about 4 GB, a few minutes; log: $log)"
 : >"$log"

@@ -51,6 +51,7 @@ from opening import (
     check_tasks,
     check_writable,
     disk_faults,
+    missing_gpus,
     open_run,
     run_need,
     show_missing,
@@ -148,7 +149,7 @@ def dry_run(config: Config, console: Console) -> None:
     config, missing, needs = try_model(config)
     check_same_run(config)
     console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
-    missing += disk_faults([run_need(config), *needs])
+    missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
     check_new_sources(config, console)

@@ -68,13 +68,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a missing file, an unknown key (with the nearest match), a wrong type, or a combination that
     `check` refuses.
     """
+    if Path(path).is_dir():
+        raise ConfigError(f"{path} is a directory, not a config file; give a YAML file, e.g. configs/key_room.yaml")
     if not Path(path).is_file():
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
     try:
         layers = [_with_new_names(OmegaConf.load(path))]
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    if not isinstance(layers[0], DictConfig):
+        raise ConfigError(f"{path} holds a list, not settings; give `key: value` lines, as configs/key_room.yaml has them")
     layers.append(_overrides([_checked_override(text) for text in overrides]))
     if any(text.startswith("env.options=") for text in overrides):  # another environment's options are not added to
         OmegaConf.update(layers[0], "env.options", {}, merge=False)
@@ -171,6 +175,11 @@ def _checked_override(text: str) -> str:
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError(f"argument {text!r} is not key=value")
+    is_text = isinstance(dict(flat(Config())).get(key), str)
+    if is_text and value != "null" and not value.startswith(("'", '"')):
+        # Quoted, because YAML would make 202611221855 of the run_dir 20261122_1855, and a section of `a: b`.
+        value = value.replace("'", "''")
+        return f"{key}='{value}'"
     return text if value else f"{key}=''"  # OmegaConf would read null
 
 

@@ -374,3 +374,22 @@ def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> N
 def test_nothing_behind_the_sign_is_an_empty_text() -> None:
     path = FILES[0].parent / "webshop_qwen2.5_1.5b.yaml"
     assert configs.load(path, ["model.path="]).model.path == ""
+
+
+@pytest.mark.parametrize("name", ["20261122_1855", "12:30", "0010", "1e3", "yes", "runs/a #5", ":coffee:", "runs/a: b", "it's"])
+def test_a_text_is_taken_as_it_is_given(empty: Path, name: str) -> None:
+    """YAML reads a number, a truth value, a section or a comment in each of them."""
+    assert configs.load(empty, [f"run_dir={name}"]).run_dir == name
+    assert configs.load(empty, ["run_dir='quoted'", "model.path="]).run_dir == "quoted"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"- a\n", "holds a list, not settings"), (b"\xff\xfe", "not readable as YAML")]
+)
+def test_a_file_that_is_no_config_is_one_line(empty: Path, content: bytes, words: str) -> None:
+    empty.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as problem:
+        configs.load(empty)
+    assert "\n" not in str(problem.value)
+    with pytest.raises(ConfigError, match="is a directory, not a config file"):
+        configs.load(empty.parent)

@@ -214,7 +214,7 @@ def test_ctrl_c_is_not_for_the_process_that_talks_to_the_hub(server: Hub, monkey
     assert process.returncode is not None
 
 
-@pytest.mark.parametrize("path", ["models/my--model", "models/my..model"])
+@pytest.mark.parametrize("path", ["mine/my--model", "mine/my..model"])
 def test_a_name_that_the_hub_cannot_have_is_refused_in_a_line(path: str, server: Hub) -> None:
     with pytest.raises(ConfigError, match="is no directory here, and the Hugging Face Hub refuses it"):
         with_model(Config(run_dir="run", model=ModelConfig(path=path)))
@@ -244,7 +244,7 @@ def test_a_directory_wins(server: Hub, tmp_path: Path) -> None:
     [
         ("Qwen/Qwen2.5-1.5B-Instruct", ("Qwen/Qwen2.5-1.5B-Instruct", None)),
         (f"/home/me/hub/models--a-b--c--d/snapshots/{OLD}", ("a-b/c--d", OLD)),
-        *((path, None) for path in ("", "gpt2", "/models/a", "./a/b", "../a", "a/b/c", "~/a")),
+        *((path, None) for path in ("", "gpt2", "/models/a", "./a/b", "../a", "a/b/c", "~/a", "models/a", "runs/a")),
     ],
 )
 def test_names_of_repositories(path: str, expected: tuple[str, str | None] | None) -> None:
@@ -291,9 +291,9 @@ WEBSHOP = (
 
 def test_a_repository_that_is_not_there_is_refused_also_by_a_dry_run(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--dry-run"]):
-        assert train.main([KEY_ROOM, "model.path=models/Tyni-1B", "run_dir=run", *more]) == 2
+        assert train.main([KEY_ROOM, "model.path=mine/Tyni-1B", "run_dir=run", *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "model.path='models/Tyni-1B' is no directory here, and the Hugging Face Hub refuses it" in line
+        assert "model.path='mine/Tyni-1B' is no directory here, and the Hugging Face Hub refuses it" in line
 
 
 def test_a_repository_without_weights_that_we_read_is_refused(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,3 +254,18 @@ def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixtu
     with said_with_spinner("starting :coffee:[red]Env once", Console(file=out, width=200, force_terminal=True)):
         pass
     assert "starting :coffee:[red]Env once" in out.getvalue()
+
+
+def test_a_dry_run_says_which_gpus_are_missing_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"]
+    command = [KEY_ROOM, "--dry-run", *shared]
+    monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 0)
+    assert train.main(command) == 0
+    assert "missing here:\n  GPUs: the config asks for 1, this machine has 0" in capsys.readouterr().out
+    monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 1)
+    assert train.main(command) == 0
+    assert "GPUs:" not in capsys.readouterr().out
+    monkeypatch.undo()
+    assert opening.missing_gpus(Config()) == [] and opening.gpus_of_this_machine() == 0, "tests see no GPU"

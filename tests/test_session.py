@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -464,6 +465,19 @@ def test_a_second_ctrl_c_ends_at_once(session: Session, monkeypatch: pytest.Monk
     with pytest.raises(Stopped, match="ended at once, not in order: learner steps since"), session_entered(session):
         raise KeyboardInterrupt
     assert not session.coordinator.closed  # type: ignore[attr-defined]
+
+
+def test_a_first_ctrl_c_while_a_finished_run_closes_leaves_it_in_order(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(parts: object, **options: object) -> dict[str, str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(session_module, "stop_in_order", interrupted)
+    with pytest.raises(Stopped, match="stopped in order, with a checkpoint"), session_entered(session):
+        pass
+    assert session.coordinator.closed  # type: ignore[attr-defined]
 
 
 def test_a_coordinator_that_dies_while_all_is_stopped_is_the_outcome(session: Session) -> None:
