@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+import configs
 from configs import Config, ConfigError
 from store import RunLayout, find_sources, parse_source, take_sources
 
@@ -68,7 +69,12 @@ def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
     """Stored tokens are ids. Raises ConfigError unless both vocabularies give each the same meaning."""
     from transformers import AutoTokenizer
 
-    theirs, ours = (AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab() for path in (base, model_path))
+    def vocabulary(path: Path) -> dict[str, int]:
+        from_files = {"local_files_only": True, "trust_remote_code": False}  # a model's own code never runs here
+        tokenizer = configs.loaded("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, **from_files))
+        return dict(tokenizer.get_vocab())
+
+    theirs, ours = vocabulary(base), vocabulary(model_path)
     if theirs != ours:
         n = len(theirs.items() ^ ours.items())
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs import VISION_MODEL_TYPES, model_type
+from configs import VISION_MODEL_TYPES, loaded, model_type
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,10 @@ def load_image_form(model_path: str | Path) -> ImageForm | None:
         return None
     from transformers import AutoImageProcessor  # here: the driver and the coordinator never need it
 
-    processor = AutoImageProcessor.from_pretrained(model_path, backend="pil", local_files_only=True)
+    from_files = {"local_files_only": True, "trust_remote_code": False}  # a model's own code never runs here
+    processor = loaded(
+        "image processor", model_path, lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **from_files)
+    )
     return ImageForm(processor, image_token_id=_config(model_path)["image_token_id"])
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import cast
 
 from actors.chat import Tokenizer
+from configs import loaded
 
 
 def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
@@ -19,7 +20,10 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
     with nullcontext() if with_torch else _torch_hidden():
         from transformers import AutoTokenizer  # here: the driver and the coordinator never need it
 
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(model_path))
+        return cast(
+            Tokenizer,
+            loaded("tokenizer", model_path, lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)),
+        )
 
 
 @contextmanager

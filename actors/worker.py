@@ -39,7 +39,7 @@ from actors.shared_handle import SharedHandle
 from actors.tokenizer import load_tokenizer
 from actors.vllm_engine import EngineLostError
 from actors.vllm_policy import VLLMPolicy, load_ahead
-from configs import Config
+from configs import Config, loaded
 from envs import EnvironmentPool, ProgramPool, is_program
 from store import Heartbeat, RunLayout, Trajectory, capture_output
 
@@ -104,7 +104,9 @@ class Worker:
         if self.has_engine:
             from transformers import GenerationConfig
 
-            stops = GenerationConfig.from_pretrained(self.model_path).eos_token_id
+            stops = loaded(
+                "generation configuration", self.model_path, lambda: GenerationConfig.from_pretrained(self.model_path)
+            ).eos_token_id
             self.engine = await VLLMPolicy.start(
                 model_path=Path(self.model_path),
                 dtype=self.config.model.dtype,

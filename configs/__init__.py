@@ -8,7 +8,7 @@ from configs.choices import WITH_STEP_TERM, is_read, read_with
 from configs.endpoint import without_model
 from configs.gpus import gpus_needed
 from configs.load import differences, from_yaml, load, to_yaml
-from configs.model import VISION_MODEL_TYPES, check_model_path, model_type
+from configs.model import VISION_MODEL_TYPES, check_model_path, loaded, model_type
 from configs.plan import BUCKET_ELEMENTS, GIB, cloning_config, describe_plan, disk_bytes, model_billions, rank_bytes
 from configs.schema import (
     ActorsConfig,
@@ -62,6 +62,7 @@ __all__ = [
     "is_offline",
     "is_read",
     "load",
+    "loaded",
     "model_billions",
     "model_type",
     "n_workers",

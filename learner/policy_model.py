@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from configs import loaded
 from learner.attention import MIXED, are_same, packed_hidden, use_packed_attention
 from learner.batch import MicroBatch
 from learner.last_layer import trim_last_layer
@@ -116,7 +117,8 @@ def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, tempera
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} holds no config.json; model.path must be a Hugging Face model directory")
-    config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
+    from_files = {"local_files_only": True, "trust_remote_code": False}  # a model's own code never runs here
+    config: Any = loaded("configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files))
     for name, neutral in LOGIT_CHANGES.items():
         if getattr(config, name, neutral) != neutral:
             raise ValueError(f"{path}: {name}={getattr(config, name)} changes the logits after the output layer; not supported")
@@ -126,7 +128,9 @@ def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, tempera
                 setattr(part, name, 0.0)
     vision = load_vision(path)
     of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    causal_lm = of_its_kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], local_files_only=True)
+    causal_lm = loaded(
+        "weights", path, lambda: of_its_kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], **from_files)
+    )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     causal_lm.train()  # gradient checkpointing works in training mode only; without dropout the modes are the same

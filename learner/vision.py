@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedModel
 
-from configs import VISION_MODEL_TYPES, LearnerConfig
+from configs import VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
 from learner.batch import MicroBatch
 from learner.deepspeed_setup import PARTITIONED
 
@@ -109,10 +109,11 @@ def nothing_of(causal_lm: PreTrainedModel, like: torch.Tensor) -> torch.Tensor:
 
 def load_vision(path: Path) -> Vision | None:
     """Of the processor in a model's directory, always on PIL, as the actors have it (`actors/images.py`)."""
-    config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
-    if config.model_type not in VISION_MODEL_TYPES:
+    if model_type(str(path)) not in VISION_MODEL_TYPES:
         return None
-    processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
+    from_files = {"local_files_only": True, "trust_remote_code": False}  # a model's own code never runs here
+    config: Any = loaded("configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files))
+    processor = loaded("image processor", path, lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **from_files))
     return Vision(processor, image_token_id=config.image_token_id, merge_size=processor.merge_size)
 
 

@@ -32,7 +32,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from configs import LearnerConfig, LossConfig, ModelConfig
+from configs import ConfigError, LearnerConfig, LossConfig, ModelConfig
 from learner import attention
 from learner.attention import PackedSequences, _kernel_takes, _window, packed_attention, packed_hidden, use_packed_attention
 from learner.batch import MicroBatch, micro_batches
@@ -486,3 +486,27 @@ def unpacking(layer: Any, hidden: torch.Tensor, **keywords: Any) -> torch.Tensor
     hidden = hidden + layer.self_attn(hidden_states=layer.input_layernorm(hidden), **keywords)[0]
     out = layer.mlp(layer.post_attention_layernorm(hidden))
     return hidden + (out[0] if isinstance(out, tuple) else out)
+
+
+@pytest.mark.parametrize(
+    "config_json",
+    [
+        "{}",
+        "[]",
+        "[" * 100_000,
+        '{"model_type": "no such kind"}',
+        '{"model_type": "llama", "hidden_size": "wide", "num_attention_heads": 0}',
+        '{"model_type": "llama"}',  # without weights
+        '{"model_type": "new", "auto_map": {"AutoConfig": "code.New", "AutoModelForCausalLM": "code.New"}}',
+    ],
+)
+def test_a_model_directory_that_is_no_model_is_refused_in_one_line_and_runs_no_code(tmp_path: Path, config_json: str) -> None:
+    (tmp_path / "config.json").write_text(config_json)
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
+
+    with pytest.raises(ConfigError, match="cannot be loaded|is not readable") as raised:
+        load_policy(tmp_path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+
+    assert str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "planted").exists()
