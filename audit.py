@@ -38,6 +38,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -150,7 +151,10 @@ def write_new(option: str, file: Path, write: Callable[[Path], object]) -> None:
 
 def advantage_config(config_yaml: str) -> Config:
     """A run's config as far as advantages go: what it says of anything else may be of another version of this code."""
-    section = yaml.safe_load(config_yaml).get("algorithm", {})
+    stored = OmegaConf.to_container(configs.parse_stored(config_yaml, name="the stored config"))
+    section = stored.get("algorithm", {}) if isinstance(stored, dict) else {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"the stored config has algorithm: {section!r}, which is no section; this run cannot be audited")
     if section.pop("penalty_is_signal", True) is False and section.get("signal", "advantages") == "advantages":
         section["signal"] = "rewards"  # what that knob of earlier runs meant
     return configs.from_yaml(yaml.safe_dump({"algorithm": section}))

@@ -35,12 +35,12 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory if you like")
     newest = run / CONFIG_FILE
     if newest.is_file():
-        config = configs.load(newest, overrides)
+        config = configs.load_stored(newest, overrides)
     else:  # of a run that an older train.py made
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write(layout.info.config_yaml)
             file.flush()
-            config = configs.load(file.name, overrides)
+            config = configs.load_stored(file.name, overrides)
     return replace(config, run_dir=str(run))
 
 

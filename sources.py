@@ -104,6 +104,4 @@ def _config_of(text: str) -> DictConfig | None:
     place = Path(parse_source(text).place)
     if not RunLayout.exists(place):
         return None
-    config = OmegaConf.create(RunLayout.open(place).info.config_yaml)
-    assert isinstance(config, DictConfig), "a config is a mapping"
-    return config
+    return configs.parse_stored(RunLayout.open(place).info.config_yaml, name=f"the config of {place}")

@@ -7,7 +7,7 @@ from configs.check import ConfigError, check, check_is_list, hint
 from configs.choices import WITH_STEP_TERM, is_read, read_with
 from configs.endpoint import without_model
 from configs.gpus import gpus_needed
-from configs.load import differences, from_yaml, load, to_yaml
+from configs.load import differences, from_yaml, load, load_stored, parse_stored, to_yaml
 from configs.model import VISION_MODEL_TYPES, check_model_path, loaded, model_type
 from configs.plan import BUCKET_ELEMENTS, GIB, cloning_config, describe_plan, disk_bytes, model_billions, rank_bytes
 from configs.schema import (
@@ -62,10 +62,12 @@ __all__ = [
     "is_offline",
     "is_read",
     "load",
+    "load_stored",
     "loaded",
     "model_billions",
     "model_type",
     "n_workers",
+    "parse_stored",
     "rank_bytes",
     "read_with",
     "to_yaml",

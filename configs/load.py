@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -13,6 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.check import ConfigError, check, check_is_list, flat, hint
 from configs.schema import Config
 
+MAX_CHARACTERS = 2**20  # of a YAML text; the largest of configs/ has 2,000
+MAX_NODES = 100_000  # values that a YAML text stands for
 MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `supervision`
     "run_dir",
     "env.processes",
@@ -63,22 +65,92 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of `path` with `key=value` overrides on top, checked.
+    """Return the config of `path` with `key=value` overrides on top, checked.
 
     Raises ConfigError for a missing file, an unknown key (with the nearest match), a wrong type, or a combination that
     `check` refuses.
     """
+    return _loaded(path, overrides, parse=parse_settings)
+
+
+def load_stored(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config that a run keeps in `path`, with `key=value` overrides on top. The file may be a stranger's.
+
+    Raises ConfigError as `load` does, and for text that `to_yaml` never writes.
+    """
+    return _loaded(path, overrides, parse=parse_stored)
+
+
+def parse_settings(text: str, *, name: str) -> DictConfig:
+    """Return the settings in a YAML text. Raises ConfigError, which calls the text `name`."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{name} has {len(text):,} characters; settings have at most {MAX_CHARACTERS:,}")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:  # nothing but comments
+            return OmegaConf.create({})
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{name} holds no settings; give `key: value` lines, as configs/key_room.yaml has them")
+        if (n_nodes := _expanded_nodes(root)) > MAX_NODES:
+            raise ConfigError(f"{name} stands for {n_nodes:,} values; settings have at most {MAX_NODES:,}")
+        settings = OmegaConf.create(text)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name}: not readable as YAML: {_one_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not readable as YAML: its values are nested too deeply") from None
+    assert isinstance(settings, DictConfig), "its root is a mapping"
+    return settings
+
+
+def parse_stored(text: str, *, name: str) -> DictConfig:
+    """Return the settings in the config of a run, which may be a stranger's.
+
+    Raises ConfigError as `parse_settings` does, and for a value that stands for another, such as ${oc.env:HOME}: `to_yaml`
+    writes none, and it would put the reader's environment into the settings.
+    """
+    settings = parse_settings(text, name=name)
+    if interpolated := next(_interpolations(OmegaConf.to_container(settings)), None):
+        raise ConfigError(f"{name}: {interpolated} stands for another value; a run's settings are written out")
+    return settings
+
+
+def _expanded_nodes(root: yaml.Node) -> int:
+    """Count the values that a YAML text stands for. An alias counts as much as what it repeats."""
+    counts: dict[int, int] = {}
+
+    def count(node: yaml.Node) -> int:
+        if id(node) not in counts:
+            counts[id(node)] = MAX_NODES + 1  # of a value that contains itself
+            parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+            counts[id(node)] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(count, parts)))
+        return counts[id(node)]
+
+    return count(root)
+
+
+def _interpolations(content: object, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of the values that stand for another value."""
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in pairs:
+        if isinstance(value, str) and "${" in value:
+            yield f"{prefix}{key}"
+        yield from _interpolations(value, f"{prefix}{key}.")
+
+
+def _loaded(path: str | Path, overrides: Sequence[str], *, parse: Callable[..., DictConfig]) -> Config:
     if Path(path).is_dir():
         raise ConfigError(f"{path} is a directory, not a config file; give a YAML file, e.g. configs/key_room.yaml")
     if not Path(path).is_file():
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
     try:
-        layers = [_with_new_names(OmegaConf.load(path))]
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
-    if not isinstance(layers[0], DictConfig):
-        raise ConfigError(f"{path} holds a list, not settings; give `key: value` lines, as configs/key_room.yaml has them")
+    layers: list[DictConfig | ListConfig] = [_with_new_names(parse(text, name=str(path)))]
     layers.append(_overrides([_checked_override(text) for text in overrides]))
     if any(text.startswith("env.options=") for text in overrides):  # another environment's options are not added to
         OmegaConf.update(layers[0], "env.options", {}, merge=False)
@@ -98,11 +170,11 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """The config that `to_yaml` wrote. Raises ConfigError for one of another version of this code."""
+    """Return the config that `to_yaml` wrote. Raises ConfigError for one of another version of this code."""
     try:
-        stored = _with_new_names(OmegaConf.create(text))
+        stored = _with_new_names(parse_stored(text, name="the stored config"))
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), stored))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section is wanted
         raise ConfigError(f"the stored config does not fit this version of the code: {_one_line(error)}") from None
     assert isinstance(config, Config)
     return config

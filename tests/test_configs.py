@@ -383,8 +383,29 @@ def test_a_text_is_taken_as_it_is_given(empty: Path, name: str) -> None:
     assert configs.load(empty, ["run_dir='quoted'", "model.path="]).run_dir == "quoted"
 
 
+LAUGHS = b"".join(b"%c: &%c [%s]\n" % (97 + n, 97 + n, b", ".join([b"*%c" % (96 + n) if n else b"x"] * 9)) for n in range(9))
+HOSTILE_TEXTS = [
+    (b"18446744073709551616", "holds no settings"),
+    (b"[" * 50_000, "nested too deeply|not readable as YAML"),
+    (b"a: " + b"[" * 5_000 + b"]" * 5_000, "nested too deeply"),
+    (LAUGHS, "stands for 4[0-9,]+ values|stands for [0-9,]+ values"),
+    (b"a: &a [*a]", "stands for|not readable as YAML"),
+    (b"#" * 2_000_000, "has 1,048,577 characters"),
+    (b"!!python/object/apply:os.system ['touch planted']", "not readable as YAML|holds no settings"),
+]
+
+
+@pytest.mark.parametrize("text", ["run_dir: ${oc.env:HOME}", "env:\n  options:\n    x: [1, 'a ${seed}']"])
+def test_the_config_of_a_run_takes_nothing_from_the_readers_environment(empty: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="stands for another value"):
+        configs.from_yaml(text)
+    empty.write_text(text)
+    with pytest.raises(ConfigError, match="stands for another value"):
+        configs.load_stored(empty)
+
+
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"- a\n", "holds a list, not settings"), (b"\xff\xfe", "not readable as YAML")]
+    ("content", "words"), [(b"- a\n", "holds no settings"), (b"\xff\xfe", "not readable as YAML"), *HOSTILE_TEXTS]
 )
 def test_a_file_that_is_no_config_is_one_line(empty: Path, content: bytes, words: str) -> None:
     empty.write_bytes(content)
