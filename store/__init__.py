@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from store.forked import fork
     from store.hashing import files_digest, state_hash, uid
     from store.heartbeat import Heartbeat
-    from store.layout import FORMAT_VERSION, RunLayout
+    from store.layout import FORMAT_VERSION, RunLayout, read_run_file
     from store.logs import capture_output
     from store.made_by import made_by_this_user, sign_run
     from store.reading.manifest import export
@@ -110,6 +110,7 @@ else:
         "parse_source": "stored_source",
         "publish_directory": "transfer",
         "published_version": "reading.trained",
+        "read_run_file": "layout",
         "read_segment": "segments",
         "read_segments": "segments",
         "restart_points": "reading.trained",
@@ -189,6 +190,7 @@ __all__ = [
     "parse_source",
     "publish_directory",
     "published_version",
+    "read_run_file",
     "read_segment",
     "read_segments",
     "restart_points",

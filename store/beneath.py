@@ -38,9 +38,11 @@ def open_directory(path: Path, *, root: Path) -> int:
             except NotADirectoryError as error:  # what Linux says of a link too
                 if _is_link(name, descriptor):
                     raise _a_link(path) from error
-                raise
+                raise OSError(error.errno, error.strerror, str(path)) from error
             except OSError as error:
-                raise _a_link(path) if error.errno == errno.ELOOP else error from error
+                if error.errno == errno.ELOOP:
+                    raise _a_link(path) from error
+                raise OSError(error.errno, error.strerror, str(path)) from error
             os.close(descriptor)
             descriptor = below
     except BaseException:
@@ -72,7 +74,7 @@ def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0
                 raise _a_link(path) from error
             if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO that nobody reads
                 raise _no_file(path) from error
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return descriptor

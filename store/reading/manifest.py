@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
 from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import EXPORT_PATH, FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
 from store.reading import open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.records import SEGMENT_SCHEMA
@@ -69,14 +70,28 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
             run_id=content["run_id"],
             lsn=content["lsn"],
             format_version=content["format_version"],
-            segments=tuple(content["segments"]),
-            tables={name: tuple(Part(**part) for part in parts) for name, parts in content["tables"].items()},
-            superseded={path: Superseded(**entry) for path, entry in content["superseded"].items()},
+            segments=_segments(content["segments"], name=name),
+            tables={table: tuple(_part(part, name=name) for part in parts) for table, parts in content["tables"].items()},
+            superseded={
+                checked_name(path, EXPORT_PATH, where=name): Superseded(**entry)
+                for path, entry in content["superseded"].items()
+            },
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(
             f"{name} is damaged ({error!r}); remove it: the next start, or fsck --repair, writes it anew"
         ) from error
+
+
+def _segments(paths: list[object], *, name: str) -> tuple[str, ...]:
+    """The first has no rows, only the columns, and is an export."""
+    first, *others = paths
+    return (checked_name(first, EXPORT_PATH, where=name), *(checked_name(path, SEGMENT_PATH, where=name) for path in others))
+
+
+def _part(content: Mapping[str, Any], *, name: str) -> Part:
+    checked_name(content["path"], EXPORT_PATH, where=name)
+    return Part(**content)
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:

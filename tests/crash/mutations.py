@@ -236,7 +236,7 @@ CHECKS = [
             (
                 "a fetch",
                 "reading/mirror.py",
-                'path.startswith(f"{local.relative(local.segments)}/") and file_digest(data) != PurePosixPath(path).stem:',
+                'path.startswith(f"{copy.relative(copy.segments)}/") and file_digest(data) != PurePosixPath(path).stem:',
                 "False:",
                 "fetch_notices_changed_bytes",
             ),
