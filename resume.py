@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +22,7 @@ import configs
 from configs import Config, ConfigError
 from runs import write_whole
 from standing import CONFIG_FILE
-from store import RunLayout
+from store import RunLayout, made_by_this_user, read_run_file, sign_run
 
 OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
@@ -34,6 +35,8 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     if any(text.partition("=")[0] == "run_dir" for text in overrides):
         raise ConfigError(f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory if you like")
     newest = run / CONFIG_FILE
+    with suppress(FileNotFoundError):
+        read_run_file(run, CONFIG_FILE)  # a link, a FIFO or a file of size is refused
     if newest.is_file():
         config = configs.load_stored(newest, overrides)
     else:  # of a run that an older train.py made
@@ -52,7 +55,10 @@ def remember(config: Config) -> None:
     there = {key: str(path.absolute()) for key, path in outside(config).items()}
     model = replace(config.model, path=there.get("model.path", config.model.path))
     prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
-    write_whole(run / CONFIG_FILE, configs.to_yaml(replace(config, model=model, prompt=prompt)))
+    text = configs.to_yaml(replace(config, model=model, prompt=prompt))
+    if made_by_this_user(run):
+        sign_run(run, config=text.encode())  # first: killed in between, the run still has a signed config.yaml
+    write_whole(run / CONFIG_FILE, text)
 
 
 def differences(config: Config, recorded: Config) -> list[str]:
@@ -63,7 +69,9 @@ def differences(config: Config, recorded: Config) -> list[str]:
     changed = configs.differences(recorded, config)
     path = Path(config.run_dir) / OUTSIDE_FILE
     try:
-        marks = json.loads(path.read_text()) if path.is_file() else {}
+        marks = json.loads(read_run_file(path.parent, OUTSIDE_FILE))
+    except (FileNotFoundError, NotADirectoryError):
+        marks = {}
     except ValueError as error:
         raise ConfigError(f"{path} is not readable ({error}); remove it, and give the paths the run was made with") from None
     moved = {key for key, place in outside(config).items() if key in marks and marks[key] == _mark(place)}

@@ -28,13 +28,13 @@ from rich.table import Table
 
 import store
 from standing import progress_lines
-from store import RunLayout, StoreError
+from store import RunLayout, StoreError, read_run_file
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
 # What may be in a run's directory that was killed before it was one, or while its file system was new.
 BEFORE_IT_IS_ONE = (
-    *("run.json", "segments", "export", "weights", "checkpoints", "logs", "lost+found"),
+    *("run.json", "signed.json", "segments", "export", "weights", "checkpoints", "logs", "lost+found"),
     *(DRIVER_FILE, WANTED_FILE, STOPPING_FILE),
 )
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
@@ -141,9 +141,9 @@ def driver_of(run: Path) -> Driver | None:
     """Who drives the run, or did when it was killed. Who drives another, of which this is a copy, has nothing to do with it."""
     here = str(run.resolve())
     try:
-        driver = Driver(**{"run": here, **json.loads((run / DRIVER_FILE).read_text())})
+        driver = Driver(**{"run": here, **json.loads(read_run_file(run, DRIVER_FILE))})
         return None if driver.host == socket.gethostname() and driver.run != here else driver
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
         raise StoreError(f"{run / DRIVER_FILE} is not readable ({error}); remove it if nothing runs there") from None
@@ -182,6 +182,8 @@ def status(run: Path, console: Console) -> None:
     else:
         driven = f"process {driver.pid} of {driver.host} drives it" if driver and is_driven else "nobody drives it"
     cloned = run / "base"
+    if cloned.is_symlink():
+        raise StoreError(f"{cloned} is a symbolic link, and a run has none; remove it")
     if is_driven and not RunLayout.exists(run):
         console.print(f"{run}: {driven}; it starts, and nothing of the run is there yet")
     elif RunLayout.exists(cloned) and not (cloned / "policy").is_dir():
@@ -220,7 +222,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
 def wanted_workers(run: Path) -> int | None:
     """What was asked for since the run was started; None if nothing was."""
     try:
-        return int((run / WANTED_FILE).read_text())
+        return int(read_run_file(run, WANTED_FILE))
     except FileNotFoundError:
         return None
 
@@ -260,7 +262,7 @@ def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> N
     said, heard_at = "", time.monotonic()
     while not has_ended(process):
         with contextlib.suppress(FileNotFoundError):
-            text = (run / STOPPING_FILE).read_text()
+            text = read_run_file(run, STOPPING_FILE)
             if text != said:
                 said, heard_at = text, time.monotonic()
                 console.print(text)
@@ -285,5 +287,7 @@ def has_ended(process: psutil.Process) -> bool:
 def write_whole(path: Path, text: str) -> None:
     """Whole or not at all, for who reads it meanwhile, and if this process is killed meanwhile."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.unlink(missing_ok=True)  # what a dead process left, or a link
+    with unfinished.open("x") as file:
+        file.write(text)
     unfinished.rename(path)

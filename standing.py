@@ -8,7 +8,7 @@ from pathlib import Path
 import configs
 import store
 from configs import Config, ConfigError, is_offline
-from store import RunLayout
+from store import RunLayout, read_run_file
 
 CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
 RECENT_STEPS = 5  # learner steps that the shown success is averaged over
@@ -136,8 +136,10 @@ def _where(standing: Standing, config: Config, *, is_driven: bool) -> str:
 
 def config_of(run: Path) -> Config:
     """Return the settings of the run's newest start. Raises ConfigError if they do not fit this code."""
-    newest = run / CONFIG_FILE
-    text = newest.read_text() if newest.is_file() else RunLayout.open(run).info.config_yaml
+    try:
+        text = read_run_file(run, CONFIG_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        text = RunLayout.open(run).info.config_yaml
     return configs.from_yaml(text)
 
 

@@ -38,7 +38,7 @@ from learner.metrics import timeless_metrics
 from learner.process import RAY_HIDES_GPUS
 from learner.ranks import Ranks
 from learner.source import ready_batch, source_of
-from store import CheckpointRecord, RunLayout, VersionRecord, published_version, restart_points, trained_step
+from store import CheckpointRecord, RunLayout, VersionRecord, published_version, read_run_file, restart_points, trained_step
 
 SAME, DIFFERENT = 0, 1
 LEARNING_RATE = "loss/learning_rate"  # the first to look at
@@ -270,9 +270,8 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
         f"this is torch {torch.__version__} on {device}; another release, processor or code than the run's changes bits. So do "
         f"{', '.join(CHANGES_BITS)}: where the run was continued with others than run.json has, give those with --set"
     )
-    newest = layout.root / NEWEST_CONFIG
-    if newest.is_file():
-        started = configs.from_yaml(newest.read_text())
+    if (layout.root / NEWEST_CONFIG).is_file():
+        started = configs.from_yaml(read_run_file(layout.root, NEWEST_CONFIG))
         changed = [f"{key}={now}" for key in CHANGES_BITS if (now := attrgetter(key)(started)) != attrgetter(key)(config)]
         lines += [f"its newest start had others; try --set {' '.join(changed)}"] * bool(changed)
     return "\n".join(lines)

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from store.forked import fork
     from store.hashing import files_digest, state_hash, uid
     from store.heartbeat import Heartbeat
-    from store.layout import FORMAT_VERSION, RunLayout
+    from store.layout import FORMAT_VERSION, RunLayout, read_run_file
     from store.logs import capture_output
+    from store.made_by import made_by_this_user, sign_run
     from store.reading.manifest import export
     from store.reading.query import write_open_sql
     from store.reading.reader import Reader, SqlTimeout
@@ -101,6 +102,7 @@ else:
         "fork": "forked",
         "from_table": "records",
         "live_files": "exchange",
+        "made_by_this_user": "made_by",
         "local_directory": "transfer",
         "metrics_since": "reading.trained",
         "now_us": "clock",
@@ -108,9 +110,11 @@ else:
         "parse_source": "stored_source",
         "publish_directory": "transfer",
         "published_version": "reading.trained",
+        "read_run_file": "layout",
         "read_segment": "segments",
         "read_segments": "segments",
         "restart_points": "reading.trained",
+        "sign_run": "made_by",
         "state_hash": "hashing",
         "take_sources": "stored",
         "to_table": "records",
@@ -179,15 +183,18 @@ __all__ = [
     "from_table",
     "live_files",
     "local_directory",
+    "made_by_this_user",
     "metrics_since",
     "now_us",
     "open",
     "parse_source",
     "publish_directory",
     "published_version",
+    "read_run_file",
     "read_segment",
     "read_segments",
     "restart_points",
+    "sign_run",
     "state_hash",
     "take_sources",
     "to_table",

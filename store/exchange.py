@@ -20,13 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from store.beneath import open_file
 from store.catalog.catalog import Catalog
 from store.catalog.imports import IMPORTED, ImportedGroup
 from store.clock import now_us
 from store.dataset import BINARY, DATASET_JSON, README, TEXT, UIDS, Dataset, Part, read_dataset, read_part, with_text_uids
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
 from store.reading.manifest import export, read_manifest
 from store.reading.mirror import mirror
 from store.reading.reader import Reader, open_run
@@ -95,7 +96,7 @@ def export_selection(
         if not chosen.num_rows:
             raise StoreError(f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written")
         n_steps = pc.sum(chosen["n_steps"]).as_py()
-        tables = selected_rows(layout, reader, uid_array(chosen["traj_uid"]))
+        tables = selected_rows(reader, uid_array(chosen["traj_uid"]))
         parts = tuple(_write_parts(layout, storage, map(with_text_uids, tables) if text_uids else tables))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
@@ -151,7 +152,7 @@ def live_files(run: Path | str) -> tuple[Path, ...]:
 
 def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     storage = open_storage(str(dest))
-    place, homes = storage.locate(""), [layout.local.storage.locate(""), layout.storage.locate("")]
+    place, homes = storage.locate(""), [f"{layout.root}/", layout.storage.locate("")]
     if any(f"{place.rstrip('/')}/".startswith(f"{home.rstrip('/')}/") for home in homes):
         raise StoreError(f"{dest} is in the run {layout.root}; choose a directory outside of it")
     if (is_file := storage.exists("")) or next(storage.files(""), None) is not None:
@@ -167,17 +168,19 @@ def check_condition(where: str) -> None:
         raise StoreError(f"the condition {where!r} is no SQL expression; write it as after WHERE") from error
 
 
-def selected_rows(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
+def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
     """The rows of the selected trajectories, file by file, from the very files the reader sees."""
+    layout = reader.layout
     files = reader.sql("SELECT unnest(getvariable('segments')) AS file")["file"].to_pylist()
     excluded: dict[str, list[bytes]] = {}
     for row in reader.sql("SELECT path, hex(traj_uid) AS uid FROM exported.excluded").to_pylist():
         excluded.setdefault(row["path"], []).append(bytes.fromhex(row["uid"]))
     for file in files[1:]:  # the first has no rows, only the columns
-        path = str(file).split(f"{layout.root}/", maxsplit=1)[1]
-        if not _may_hold(layout.root / path, uids):
+        # The run's own open.sql says which files; it may be a stranger's.
+        path = checked_name(str(file).rpartition(f"{layout.root}/")[2], SEGMENT_PATH, where=str(layout.open_sql))
+        if not _may_hold(layout, path, uids):
             continue
-        data = layout.local.storage.read(path)
+        data = layout.storage.read(path)
         if file_digest(data) != Path(path).stem:
             raise DigestError(f"segment {layout.root / path} was changed on disk; python -m store fsck {layout.root}")
         table = decode(data, path=path)
@@ -186,10 +189,12 @@ def selected_rows(layout: RunLayout, reader: Reader, uids: pa.Array) -> Iterator
         yield table.filter(pc.and_(wanted, pc.invert(pc.is_in(table["traj_uid"], value_set=without))))
 
 
-def _may_hold(path: Path, uids: pa.Array) -> bool:
+def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
     """Whether to read the file, from one narrow column of it. A damaged one is read: its digest finds it out."""
     try:
-        return bool(pc.any(pc.is_in(pq.read_table(path, columns=["traj_uid"])["traj_uid"], value_set=uids)).as_py())
+        with open(open_file(layout.root / path, root=layout.root), "rb") as file:
+            here = pq.read_table(file, columns=["traj_uid"])["traj_uid"]
+        return bool(pc.any(pc.is_in(here, value_set=uids)).as_py())
     except (OSError, pa.ArrowException):
         return True
 

@@ -12,15 +12,19 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import stat
 from contextlib import closing
+from os import link as link_file
 from pathlib import Path
 
-from store.catalog.database import Transaction
+from store.beneath import is_directory, is_file, open_file, opened_parent, walk
+from store.catalog.database import Transaction, check_catalog_files
 from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
+from store.durable import make_directory
 from store.errors import StoreError
-from store.layout import RunLayout
+from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, RunLayout, checked_name
 from store.reading.pins import Pin
 
 UNFINISHED = ".unfinished"
@@ -68,7 +72,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         raise StoreError(
             f"{source.root} has its files in {source.info.storage_uri}; only a run with all of its files here is forked"
         )
-    if not source.catalog.is_file():
+    if not is_file(source.catalog, root=source.root):
         raise StoreError(f"{source.catalog} is missing: the run has not begun, or python -m store rebuild {source.root}")
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
@@ -93,14 +97,15 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
 
 
 def _lsn(source: RunLayout) -> int:
-    with closing(sqlite3.connect(f"file:{source.catalog}?mode=ro", uri=True)) as catalog:
+    check_catalog_files(source)
+    with closing(sqlite3.connect(f"{source.catalog.as_uri()}?mode=ro", uri=True)) as catalog:
         return int(catalog.execute("SELECT lsn FROM meta").fetchone()[0])
 
 
 def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
     """The catalog as it was at the checkpoint; the checkpoint's version."""
     with (
-        closing(sqlite3.connect(f"file:{source.catalog}?mode=ro", uri=True)) as original,
+        closing(sqlite3.connect(f"{source.catalog.as_uri()}?mode=ro", uri=True)) as original,
         closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
     ):
         original.backup(copy)
@@ -136,7 +141,7 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
 
 def _checkpoint(source: RunLayout, catalog: sqlite3.Connection, *, learner_step: int) -> sqlite3.Row:
     rows = catalog.execute("SELECT lsn, learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY lsn").fetchall()
-    there = {row["learner_step"]: row for row in rows if (source.root / row["path"]).is_dir()}
+    there = {row["learner_step"]: row for row in rows if _is_there(source, row["path"])}
     if learner_step not in there:
         before = max((step for step in there if step < learner_step), default=None)
         nearest = f"; the nearest before it is that of step {before}" if before is not None else ""
@@ -153,24 +158,47 @@ def _checkpoint(source: RunLayout, catalog: sqlite3.Connection, *, learner_step:
     return row
 
 
+def _is_there(source: RunLayout, path: object) -> bool:
+    name = checked_name(path, CHECKPOINT_PATH, where=str(source.catalog))
+    return is_directory(source.root / name, root=source.root)
+
+
 def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, version: int) -> None:
     with closing(sqlite3.connect(layout.catalog)) as catalog:
         paths = [path for (path,) in catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL")]
     for path in paths:
-        _link(source.root / path, layout.root / path)
+        name = checked_name(path, SEGMENT_PATH, where=str(source.catalog))
+        _link(source.root / name, layout.root / name, source=source, layout=layout)
     directories = [source.checkpoint_dir(learner_step), source.weights_dir(version), source.root / "base" / "policy"]
     for directory in directories:
-        for file in sorted(directory.rglob("*")) if directory.is_dir() else ():
-            if file.is_file():
-                _link(file, layout.root / file.relative_to(source.root))
+        for file, found in walk(directory, root=source.root):
+            if stat.S_ISREG(found.st_mode):
+                _link(file, layout.root / file.relative_to(source.root), source=source, layout=layout)
 
 
-def _link(file: Path, dest: Path) -> None:
-    dest.parent.mkdir(parents=True, exist_ok=True)
+def _link(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> None:
+    make_directory(dest.parent, beneath=layout.root)
     try:
-        os.link(file, dest)
+        with (
+            opened_parent(file, root=source.root) as (theirs, name),
+            opened_parent(dest, root=layout.root) as (ours, new),
+        ):
+            os.close(open_file(file, root=source.root))  # a link would be linked to, and not what it leads to
+            try:
+                link_file(name, new, src_dir_fd=theirs, dst_dir_fd=ours, follow_symlinks=False)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another file system, or one without links
+                _copy(file, dest, source=source, layout=layout)
     except FileNotFoundError:
         raise StoreError(f"{file} was removed while it was taken over; try again") from None
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(file, dest)
-        dest.chmod(file.stat().st_mode)
+
+
+def _copy(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> None:
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with (
+        open(open_file(file, root=source.root), "rb") as original,
+        open(open_file(dest, root=layout.root, flags=new), "wb") as copy,
+    ):
+        shutil.copyfileobj(original, copy)
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(original.fileno()).st_mode))

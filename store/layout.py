@@ -3,21 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
+import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from store import beneath
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, write_once
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
+from store.made_by import sign_run, state_directory
 from store.storage import LocalStorage, Storage, open_storage
 
 FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+# Every path that a manifest or a catalog may name, relative to the run's root.
+SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
+EXPORT_PATH = re.compile(r"export/([a-z]+(-[0-9]+){1,2}|([0-9]+-)?empty_steps)\.parquet")
+VERSION_PATH = re.compile(r"weights/v[0-9]+")
+CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
+
+
+def read_run_file(run: Path, name: str) -> str:
+    """Return the text of a small file at the top of a run's directory.
+
+    Raises FileNotFoundError if it is not there, StoreError if it is a link, no file, too large or no text.
+    """
+    path = run.absolute() / name
+    try:
+        return beneath.read_text(path, root=run.absolute())
+    except (UnsafePathError, FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{path} is no text ({error.reason}); restore it from a backup, or remove it") from error
+
+
+# Names in the run's directory that somebody writes. `base` is a run by itself, and is looked at when it is opened.
+DIRECTORIES_OF_A_RUN = ("segments", "export", "weights", "checkpoints", "readers", "quarantine", "logs", "tensorboard")
+FILES_OF_A_RUN = (
+    *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock", "config.yaml"),
+    *("outside.json", "driver.json", "workers.wanted", "stopping"),
+)
+OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
+
+
+def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
+    """Return the path if it is one that the store itself would have named. Raises FormatError."""
+    if isinstance(path, str) and pattern.fullmatch(path):
+        return path
+    raise FormatError(f"{where} names {path!r}, and no run names such a file; do not use this run, or restore a backup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +94,7 @@ class RunLayout:
 
     root: Path  # absolute
     info: RunInfo
+    home: Path | None = None  # the run's own directory, where `root` is this user's copy of what its storage has
 
     @classmethod
     def create(
@@ -77,21 +121,27 @@ class RunLayout:
         layout = cls(root=root, info=info)
         try:
             for directory in (root, layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
-                make_directory(directory)
+                make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and not layout.run_json.exists():
                 layout._take_storage(content)
-            write_once(layout.run_json, content, mode=READ_ONLY)
+            write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
+            is_signed = sign_run(root, config=None)
         except FileExistsError as error:
             raise StoreError(f"{root} already holds a run; continue it, or choose another run directory") from error
+        except UnsafePathError:
+            raise
         except OSError as error:
             raise StoreError(f"cannot make the run directory {root}: {error.strerror}") from error
+        if storage_uri and not is_signed:  # nobody could write to that storage for a run that is not known to be ours
+            raise StoreError(f"{state_directory()} cannot be written, and says which runs are yours; set XDG_STATE_HOME")
         return layout
 
     @classmethod
     def exists(cls, root: Path) -> bool:
         """Whether a run was created at `root`."""
-        return (root / "run.json").is_file()
+        root = root.absolute()
+        return beneath.is_file(root / "run.json", root=root)
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
@@ -99,8 +149,10 @@ class RunLayout:
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(beneath.read_text(path, root=root))
             version = int(content["format_version"])
+        except UnsafePathError:
+            raise
         except (FileNotFoundError, NotADirectoryError) as error:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
@@ -115,7 +167,29 @@ class RunLayout:
             info = RunInfo(**{name: value for name, value in content.items() if name in known})
         except TypeError as error:
             raise FormatError(f"{path} lacks a field ({error}); restore it from a backup") from error
+        if not isinstance(info.run_id, str) or not _RUN_ID.fullmatch(info.run_id):
+            raise FormatError(f"{path}: run_id is {info.run_id!r}, not 32 hex digits; restore it from a backup")
+        if not isinstance(info.storage_uri, str | None):
+            raise FormatError(f"{path}: storage_uri is {info.storage_uri!r}, not text; restore it from a backup")
         return cls(root=root, info=info)
+
+    def check_no_links(self) -> None:
+        """Raise UnsafePathError for a link beneath the directories of the run: who writes in them would write elsewhere.
+
+        Only weights/v000000 may be one: an evaluation of a model that lies elsewhere makes it, and nothing is written there.
+        """
+        for name in beneath.names(self.root, root=self.root):
+            path = self.root / name
+            if name in OF_A_RUN or name.startswith("catalog."):
+                self._check_no_link(path, beneath.status(path, root=self.root))
+        for name in DIRECTORIES_OF_A_RUN:
+            for path, found in beneath.walk(self.root / name, root=self.root):
+                if path != self.weights_dir(0):
+                    self._check_no_link(path, found)
+
+    def _check_no_link(self, path: Path, found: os.stat_result | None) -> None:
+        if found is not None and stat.S_ISLNK(found.st_mode):
+            raise UnsafePathError(errno.ELOOP, f"{path} is a symbolic link, and a run has none; move what it leads to here")
 
     def _take_storage(self, run_json: bytes) -> None:
         if any(file.path != "run.json" for file in self.storage.files("")):  # alone: a start that did not get further
@@ -128,9 +202,9 @@ class RunLayout:
         return LocalStorage(self.root) if self.info.storage_uri is None else open_storage(self.info.storage_uri)
 
     @property
-    def local(self) -> RunLayout:
-        """The run as its directory here shows it: all of it, or what `mirror` brought of a run whose storage is elsewhere."""
-        return dataclasses.replace(self, info=dataclasses.replace(self.info, storage_uri=None))
+    def run_directory(self) -> Path:
+        """Return the directory that the user knows: of a copy that `mirror` made, that of the run."""
+        return self.home or self.root
 
     @property
     def run_json(self) -> Path:
@@ -138,7 +212,7 @@ class RunLayout:
 
     @property
     def catalog(self) -> Path:
-        return self.root / "catalog.sqlite"
+        return self.run_directory / "catalog.sqlite"
 
     @property
     def catalog_lock(self) -> Path:
@@ -146,12 +220,12 @@ class RunLayout:
 
     @property
     def mirror_lock(self) -> Path:
-        """Held by the reader that brings files of a storage elsewhere here."""
+        """Return the lock of the reader that brings files of a storage elsewhere here."""
         return self.root / "mirror.lock"
 
     @property
     def manifest(self) -> Path:
-        """With a storage elsewhere: what was published there. `local.manifest` then names only what was brought here."""
+        """Return manifest.json, or with a storage elsewhere the owner's own copy of what was published there."""
         return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
 
     @property

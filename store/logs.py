@@ -6,13 +6,17 @@ import os
 import sys
 from pathlib import Path
 
+from store.beneath import open_file
+from store.durable import make_directory
+
 
 def capture_output(path: Path) -> None:
-    """From now on this process and its children append everything they print to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Append everything that this process and its children print from now on to `path`, RUN/logs/NAME."""
+    run = path.parent.parent
+    make_directory(path.parent, beneath=run)
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = open_file(path, root=run, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -168,7 +168,7 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
             "columns of the views trajectories and groups"
         ) from error
     groups, n_incomplete = _whole(answer.cast(COLUMNS))
-    tables = selected_rows(theirs, reader, pc.list_flatten(groups["members"]).combine_chunks())
+    tables = selected_rows(reader, pc.list_flatten(groups["members"]).combine_chunks())
     run_id = theirs.info.run_id
     return _Selection(source=source, run_id=run_id, groups=groups, n_incomplete=n_incomplete, is_dataset=False, tables=tables)
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import threading
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
-from store.durable import TEMPORARY_SUFFIX
+from store.beneath import remove_tree
+from store.durable import TEMPORARY_SUFFIX, make_directory
 from store.errors import StoreError
-from store.layout import RunLayout
+from store.layout import VERSION_PATH, RunLayout, checked_name
 
 MARKER = "complete.json"  # names the files and their sizes; the last to be written, the first to be removed
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 KEEP_FETCHED = 2  # one being loaded, and the one before it, which another worker of the machine may still load
 
 
@@ -43,18 +45,19 @@ def local_directory(layout: RunLayout, path: str) -> Path:
 
     Raises StoreError if it is not complete there, or the storage does not answer.
     """
-    here = layout.root / path
+    here = layout.root / checked_name(path, VERSION_PATH, where=str(layout.catalog))
     if here.is_dir() or layout.info.storage_uri is None:
         return here
-    sizes = json.loads(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
+    sizes = _sizes(layout, path)
     unfinished = here.with_name(f".{here.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
-        unfinished.mkdir(parents=True)
+        make_directory(here.parent, beneath=layout.root)
+        unfinished.mkdir()
         for name, n_bytes in sizes.items():
-            data = layout.storage.read(f"{path}/{PurePosixPath(name).name}")
+            data = layout.storage.read(f"{path}/{name}")
             if data.size != n_bytes:
                 raise StoreError(f"{layout.storage.locate(path)}/{name} has {data.size} bytes, not {n_bytes}; publish it again")
-            (unfinished / PurePosixPath(name).name).write_bytes(memoryview(data))
+            (unfinished / name).write_bytes(memoryview(data))
         (unfinished / MARKER).write_text(json.dumps(sizes))
         unfinished.rename(here)
     except OSError as error:
@@ -62,10 +65,22 @@ def local_directory(layout: RunLayout, path: str) -> Path:
             name = layout.storage.locate(path)
             raise StoreError(f"cannot fetch {name} to {here}: {error.strerror}; free space or fix permissions") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished, root=layout.root)
     for old in sorted(marker.parent for marker in here.parent.glob(f"*/{MARKER}"))[:-KEEP_FETCHED]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_tree(old, root=layout.root)
     return here
+
+
+def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
+    """Return the files of a published directory with their sizes. Raises StoreError if it names anything else."""
+    name = layout.storage.locate(f"{path}/{MARKER}")
+    try:
+        sizes = json.loads(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
+        if all(isinstance(n_bytes, int) and FILE_NAME.fullmatch(file) for file, n_bytes in sizes.items()):
+            return dict(sizes)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise StoreError(f"{name} is damaged ({error}); publish it again") from error
+    raise StoreError(f"{name} names a file that is none of published weights; publish it again")
 
 
 def _content(path: Path) -> pa.Buffer | bytes:

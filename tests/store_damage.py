@@ -153,7 +153,7 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
     "manifest_foreign": manifest(run_id="0" * 32),
     "manifest_ahead": manifest(lsn=9999),
     "manifest_segment": lambda layout: manifest(
-        segments=[*json.loads(layout.manifest.read_text())["segments"], "segments/w0/none.parquet"]
+        segments=[*json.loads(layout.manifest.read_text())["segments"], f"segments/w0/{'0' * 32}.parquet"]
     )(layout),
     "export_missing": lambda layout: an_export(layout).unlink(),
     "export_damaged": lambda layout: rewrite(an_export(layout), an_export(layout).read_bytes()[:-9]),

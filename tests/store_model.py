@@ -209,7 +209,7 @@ def new_run(root: Path, *, max_staleness: int) -> RunLayout:
     write_open_sql(layout, macros=(), max_staleness=max_staleness)
     with Catalog.open(layout) as catalog:
         for version in range(FIRST_VERSION - 2, FIRST_VERSION + 1):
-            catalog.record_version(version=version, path=f"w{version}", digest="d", learner_step=None)
+            catalog.record_version(version=version, path=f"weights/v{version}", digest="d", learner_step=None)
     return layout
 
 

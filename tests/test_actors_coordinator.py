@@ -39,7 +39,7 @@ def make_coordinator(run_dir: Path, *, max_staleness: int, groups_per_step: int 
 
 
 def publish(coordinator: Coordinator, version: int, learner_step: int) -> None:
-    coordinator.publish(VersionRecord(version=version, path=f"weights/{version}", digest="d", learner_step=learner_step))
+    coordinator.publish(VersionRecord(version=version, path=f"weights/v{version}", digest="d", learner_step=learner_step))
 
 
 def play(coordinator: Coordinator, lease: Lease, *, task_scores: Sequence[float | None] = (None, None)) -> None:

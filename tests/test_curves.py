@@ -24,7 +24,7 @@ class Run:
         write_open_sql(self.layout, macros=(), max_staleness=9)
         self.catalog = Catalog.open(self.layout)
         self.step = self.version = 0
-        self.catalog.record_version(version=0, path="w0", digest="d", learner_step=None)
+        self.catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=None)
 
     def train(self, n_steps: int, *, loss: float) -> None:
         for _ in range(n_steps):
@@ -32,7 +32,9 @@ class Run:
             batch = self.catalog.claim(n_groups=1, current_version=self.version, max_staleness=99)
             assert batch is not None
             self.step, self.version = self.step + 1, self.version + 1
-            self.catalog.record_version(version=self.version, path=f"w{self.version}", digest="d", learner_step=self.step)
+            self.catalog.record_version(
+                version=self.version, path=f"weights/v{self.version}", digest="d", learner_step=self.step
+            )
             self.catalog.settle(batch.batch_id, learner_step=self.step, no_signal={}, version_in=self.version - 1)
             self.record({"loss/loss": loss + self.step, "train/success": 0.1 * self.step}, version=self.version - 1)
 
@@ -44,7 +46,7 @@ class Run:
         self.catalog.roll_back(step)
         self.step = step
         self.version += 1  # the restored weights get a number of their own
-        self.catalog.record_version(version=self.version, path=f"w{self.version}", digest="d", learner_step=step)
+        self.catalog.record_version(version=self.version, path=f"weights/v{self.version}", digest="d", learner_step=step)
 
     def shown(self) -> list[tuple[str, int, float]]:
         export(self.catalog, self.layout)

@@ -49,7 +49,7 @@ def closing() -> Iterator[list[Coordinator]]:
 
 
 def publish(coordinator: Coordinator, version: int, learner_step: int) -> None:
-    coordinator.publish(VersionRecord(version=version, path=f"weights/{version}", digest="d", learner_step=learner_step))
+    coordinator.publish(VersionRecord(version=version, path=f"weights/v{version}", digest="d", learner_step=learner_step))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -26,7 +26,7 @@ def tmp_path() -> Iterator[Path]:
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=2))
-    coordinator.publish(VersionRecord(version=0, path="weights/0", digest="d", learner_step=0))
+    coordinator.publish(VersionRecord(version=0, path="weights/v0", digest="d", learner_step=0))
     yield coordinator
     coordinator.close()
 

@@ -38,7 +38,7 @@ def played() -> Iterator[Path]:
     with fast_directory() as path:
         config = make_config(path / "played", max_staleness=N_SOURCE, steps=9)
         coordinator = open_coordinator(config)
-        coordinator.publish(VersionRecord(version=3, path="weights/3", digest="d", learner_step=0))
+        coordinator.publish(VersionRecord(version=3, path="weights/v3", digest="d", learner_step=0))
         for _ in range(N_SOURCE):
             lease = coordinator.lease("w")
             assert lease is not None
@@ -136,7 +136,7 @@ def test_batches_that_train_on_empties_end_the_run_with_its_name(tmp_path: Path,
 def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(tmp_path: Path, played: Path) -> None:
     config = make_run(stored_config(tmp_path / "run", played, share=0.5))
     coordinator = open_coordinator(config)
-    coordinator.publish(VersionRecord(version=7, path="weights/7", digest="d", learner_step=0))
+    coordinator.publish(VersionRecord(version=7, path="weights/v7", digest="d", learner_step=0))
     lease = coordinator.lease("w")
     assert lease is not None
     play(coordinator, lease)
@@ -253,6 +253,6 @@ def test_without_live_play_no_environment_is_needed(tmp_path: Path, played: Path
     elsewhere = replace(config, env=configs.EnvConfig(name="not_installed_here:World"))
     coordinator = open_coordinator(elsewhere)
     export(coordinator.catalog, coordinator.layout)
-    coordinator.publish(VersionRecord(version=20, path="weights/20", digest="d", learner_step=20))
+    coordinator.publish(VersionRecord(version=20, path="weights/v20", digest="d", learner_step=20))
     assert coordinator.catalog.open_heldout() == 0, "nobody would play the evaluation"
     coordinator.close()

@@ -34,7 +34,7 @@ TIMEOUT_S = 900.0  # only for what hangs
 
 def make_source(root: Path) -> RunLayout:
     coordinator = open_coordinator(make_config(root, max_staleness=N_GROUPS, steps=9))
-    coordinator.publish(VersionRecord(version=3, path="weights/3", digest="d", learner_step=0))
+    coordinator.publish(VersionRecord(version=3, path="weights/v3", digest="d", learner_step=0))
     for _ in range(N_GROUPS):
         lease = coordinator.lease("w")
         assert lease is not None

@@ -27,8 +27,8 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
     assert (report.trained_to(at_3), report.finished(at_3)) == (0, False), "it has no catalog yet"
     with Catalog.open(layout) as catalog:
         for step in (2, 4):
-            catalog.record_version(version=step, path=f"w{step}", digest="d", learner_step=step)
-            catalog.record_checkpoint(learner_step=step, path=f"c{step}", version=step)
+            catalog.record_version(version=step, path=f"weights/v{step}", digest="d", learner_step=step)
+            catalog.record_checkpoint(learner_step=step, path=f"checkpoints/step{step}", version=step)
         export(catalog, layout)
         assert (report.trained_to(at_3), report.finished(at_3)) == (4, False)
         assert report.finished(replace(offline, learner=at_3.learner, stored=replace(config.stored, share=1.0)))
@@ -45,8 +45,8 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=1, path="w", digest="d", learner_step=4)
-        catalog.record_checkpoint(learner_step=4, path="c", version=1)
+        catalog.record_version(version=1, path="weights/v1", digest="d", learner_step=4)
+        catalog.record_checkpoint(learner_step=4, path="checkpoints/step4", version=1)
         catalog.record_metrics(learner_step=4, policy_version=1, values={"heldout/success": 0.5})
         export(catalog, layout)
     line = f"{tmp_path}/run is trained to learner step 4 already, so learner.steps=3 trains nothing"
@@ -62,7 +62,7 @@ def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) ->
     write_open_sql(layout, macros=(), max_staleness=1)
     printed = []
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="w0", digest="d", learner_step=None)
+        catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=None)
         catalog.open_round(["a", "b"], episodes_per_task=1, version=0)
         for _ in range(2):
             group = catalog.lease_open_group(worker="w0", lease_s=60.0)

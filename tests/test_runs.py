@@ -251,7 +251,7 @@ def test_the_status_of_a_run_that_has_just_begun_is_what_it_does_first(tmp_path:
         for root, config_yaml in ((run, ""), (run / "base", cloning)):
             write_open_sql(RunLayout.create(root, config_yaml=config_yaml, storage_uri=""), macros=[], max_staleness=1)
         with Catalog.open(RunLayout.open(run / "base")) as catalog:
-            catalog.record_version(version=7, path="w7", digest="d", learner_step=None)
+            catalog.record_version(version=7, path="weights/v7", digest="d", learner_step=None)
             catalog.heartbeats({"worker-0": "admission"})
             export(catalog, RunLayout.open(run / "base"))
         first, second, third, *_ = status_of(run).splitlines()

@@ -30,7 +30,7 @@ def tmp_path() -> Iterator[Path]:
 def make_source(root: Path, config: Config | None = None) -> Path:
     """One group, and a base policy where a run without model.path has it."""
     coordinator = open_coordinator(config or make_config(root, max_staleness=1))
-    coordinator.publish(VersionRecord(version=0, path="weights/0", digest="d", learner_step=0))
+    coordinator.publish(VersionRecord(version=0, path="weights/v0", digest="d", learner_step=0))
     lease = coordinator.lease("w")
     assert lease is not None
     play(coordinator, lease)

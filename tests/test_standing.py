@@ -30,7 +30,7 @@ class Run:
         self.step = 0
 
     def publish_base(self) -> None:
-        self.catalog.record_version(version=0, path="w0", digest="d", learner_step=None)
+        self.catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=None)
 
     def train(self, *, step_s: float, success: float) -> None:
         self.now_us += round(step_s * 1e6)
@@ -39,7 +39,7 @@ class Run:
             play(self.layout, self.catalog, open_train_group(self.catalog, None))
             batch = self.catalog.claim(n_groups=1, current_version=self.step, max_staleness=99)
             assert batch is not None
-            self.catalog.record_version(version=self.step, path=f"w{self.step}", digest="d", learner_step=self.step)
+            self.catalog.record_version(version=self.step, path=f"weights/v{self.step}", digest="d", learner_step=self.step)
             self.catalog.settle(batch.batch_id, learner_step=self.step, no_signal={}, version_in=self.step - 1)
         self.catalog.record_metrics(learner_step=self.step, policy_version=self.step - 1, values={"train/success": success})
 

@@ -152,15 +152,15 @@ def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> N
 
 def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="w0", digest="d0", learner_step=None)
-        catalog.record_version(version=1, path="w1", digest="d1", learner_step=1)
-        catalog.record_checkpoint(learner_step=1, path="c1", version=1)
-        catalog.record_checkpoint(learner_step=5, path="c5", version=1)
+        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
+        catalog.record_version(version=1, path="weights/v1", digest="d1", learner_step=1)
+        catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=1)
+        catalog.record_checkpoint(learner_step=5, path="checkpoints/step5", version=1)
         assert catalog.roll_back(1).checkpoints == 1
         checkpoint = next(reversed(catalog.live_checkpoints()), None)
         assert checkpoint is not None and checkpoint.learner_step == 1
         with pytest.raises(StoreError, match="publish as 2"):
-            catalog.record_version(version=1, path="w1", digest="other", learner_step=1)
+            catalog.record_version(version=1, path="weights/v1", digest="other", learner_step=1)
         with pytest.raises(StoreError, match="NaN"):
             catalog.record_metrics(learner_step=1, policy_version=1, values={"loss": float("nan")})
 
@@ -178,7 +178,7 @@ def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(la
 def test_success_is_counted_per_round(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
         heldout = [catalog.open_group(ordinal=k, task_id=f"h{k}", split="heldout", size=1, purpose_version=7) for k in range(2)]
-        catalog.record_version(version=7, path="w7", digest="d7", learner_step=3)
+        catalog.record_version(version=7, path="weights/v7", digest="d7", learner_step=3)
         play(layout, catalog, heldout[0])
         assert catalog.finished_evaluations() == []
         play(layout, catalog, heldout[1])
@@ -204,7 +204,7 @@ def test_a_round_that_was_played_but_for_what_was_abandoned_is_a_result_and_one_
 ) -> None:
     with Catalog.open(layout) as catalog:
         for version, step in ((7, 3), (8, 4)):
-            catalog.record_version(version=version, path=f"w{version}", digest="d", learner_step=step)
+            catalog.record_version(version=version, path=f"weights/v{version}", digest="d", learner_step=step)
             catalog.open_round(["h0", "h1"], episodes_per_task=1, version=version)
         broken = catalog.lease_open_group(worker="w", lease_s=60.0)
         assert broken is not None and broken.purpose_version == 7

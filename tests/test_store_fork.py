@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,10 +179,10 @@ def test_a_fork_of_a_fork(run: Life, tmp_path: Path) -> None:
 
 
 def test_without_links_files_are_copied(run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(source: Path, dest: Path) -> None:
+    def no_links(*_: object, **__: object) -> None:
         raise OSError("Invalid cross-device link")
 
-    monkeypatch.setattr("store.forked.os", SimpleNamespace(link=no_links))
+    monkeypatch.setattr("store.forked.link_file", no_links)
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     write_open_sql(made, macros=(), max_staleness=1)
     with Catalog.open(made) as catalog:

@@ -184,7 +184,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.catalog.settle(batch_id, learner_step=step, no_signal=no_signal, version_in=self.model.version)
         self.model.settle(batch_id, step=step, no_signal=no_signal)
         version = self.model.version
-        self.catalog.record_version(version=version, path=f"w{version}", digest=f"d{version}", learner_step=step)
+        self.catalog.record_version(version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=step)
         if saved:
             directory = self.layout.checkpoint_dir(step)
             directory.mkdir(exist_ok=True)

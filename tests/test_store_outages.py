@@ -7,7 +7,8 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,12 +23,14 @@ from store import (
     RunLayout,
     StoreError,
     UnavailableError,
+    beneath,
     export,
     now_us,
     storage,
 )
 from store.__main__ import main
 from store.reading import mirror as mirror_module
+from store.reading import pins
 from store.reading.manifest import read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
@@ -64,7 +67,7 @@ def refusing(call: Callable, *, names: str, code: int = errno.EIO) -> Callable:
 
 
 def outage(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
-    monkeypatch.setattr(Path, "read_bytes", refusing(Path.read_bytes, names=names))
+    monkeypatch.setattr(beneath, "read_bytes", refusing(beneath.read_bytes, names=names))
 
 
 def said(layout: RunLayout, catalog: Catalog, component: str) -> list[str]:
@@ -83,7 +86,8 @@ def test_only_a_file_that_is_not_there_is_no_outage(layout: RunLayout, monkeypat
     outage(monkeypatch, path)
     with pytest.raises(UnavailableError, match=f"{path} cannot be read now.*make it readable"):
         layout.storage.read(path)
-    monkeypatch.setattr(os, "scandir", refusing(os.scandir, names="segments/w1", code=errno.EACCES))
+    denied = refusing(beneath.open_directory, names="segments/w1", code=errno.EACCES)
+    monkeypatch.setattr(beneath, "open_directory", denied)
     with pytest.raises(UnavailableError, match="segments/w1 cannot be read now"):  # rather than files that are missing
         list(layout.storage.files("segments"))
     assert list(layout.storage.files("nowhere")) == []
@@ -175,28 +179,37 @@ def test_files_that_go_while_they_are_looked_at_are_no_error(layout: RunLayout, 
     going = layout.segments / "w0" / "x.parquet"
     for path in (unfinished, going):
         path.write_bytes(b"half")
-    monkeypatch.setattr(Path, "stat", refusing(Path.stat, names="x.parquet", code=errno.ENOENT))
+    scandir = os.scandir
+
+    @contextmanager
+    def listed_and_gone(directory: int) -> Iterator[list[os.DirEntry[str]]]:
+        with scandir(directory) as entries:
+            found = list(entries)
+        for path in (unfinished, going):
+            path.unlink(missing_ok=True)
+        yield found
+
     with Catalog.open(layout) as catalog:
+        monkeypatch.setattr(os, "scandir", listed_and_gone)
         assert sweep_orphans(catalog, layout, opened_us=now_us(), named=()) == ()
     assert layout.relative(going) not in {file.path for file in layout.storage.files("segments")}
 
 
 def test_pins_of_other_users_hold_and_never_stop_the_owner(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(monkeypatch: pytest.MonkeyPatch, name: str, of: str) -> None:
-        monkeypatch.setattr(os, name, refusing(getattr(os, name), names=of, code=errno.EACCES))
+        monkeypatch.setattr(pins, name, refusing(getattr(pins, name), names=of, code=errno.EACCES))
 
     mine = Pin(layout, 7)
     (layout.readers / "3-99-0123abcd").touch()  # nobody holds it
     with monkeypatch.context() as patch:
-        denied(patch, "open", "readers/3-")
+        denied(patch, "open_file", "readers/3-")
         assert oldest_pinned_lsn(layout) == 3  # nobody can know
     with monkeypatch.context() as patch:
-        denied(patch, "unlink", "readers/")
+        denied(patch, "remove", "readers/")
         assert oldest_pinned_lsn(layout) == 7
         mine.close()
     with monkeypatch.context() as patch, Catalog.open(layout) as catalog:
-        denied(patch, "listdir", "readers")
-        denied(patch, "scandir", "readers")
+        denied(patch, "names", "readers")
         assert oldest_pinned_lsn(layout) == 0
         play(layout, catalog, open_train_group(catalog, None))
         assert export(catalog, layout) > 0
@@ -219,11 +232,11 @@ def test_an_older_manifest_is_never_put_over_a_newer_one(tmp_path: Path) -> None
     with Catalog.open(layout) as catalog:
         play(layout, catalog, open_train_group(catalog, None))
         newest = export(catalog, layout)
-    mirror(layout)
+    copy = mirror(layout)
     shared.unlink()
     shared.write_bytes(older)  # as a reader got it that was slower
     mirror(layout)
-    assert json.loads(layout.local.manifest.read_text())["lsn"] == newest
+    assert json.loads(copy.manifest.read_text())["lsn"] == newest
 
 
 def test_readers_of_one_remote_run_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +244,9 @@ def test_readers_of_one_remote_run_take_turns(tmp_path: Path, monkeypatch: pytes
     fetch_missing, refused = mirror_module._fetch_missing, []
 
     def another_comes(*arguments: object) -> None:
-        with layout.mirror_lock.open() as lock:
+        copy = arguments[1]
+        assert isinstance(copy, RunLayout)
+        with copy.mirror_lock.open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -96,7 +96,7 @@ def test_all_that_was_exported_comes_back_as_it_was(layout: RunLayout, intact: R
         catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
-        catalog.record_version(version=4, path="w", digest="d", learner_step=2)
+        catalog.record_version(version=4, path="weights/v1", digest="d", learner_step=2)
         export(catalog, layout)
     assert check(layout, level=CONTENTS) == []
 

@@ -29,7 +29,7 @@ from store import (
 from store.__main__ import main
 from store.exchange import export_selection, import_selection, live_files
 from store.reading.manifest import read_manifest
-from store.reading.mirror import fetch
+from store.reading.mirror import fetch, mirror
 from store.reading.query import connect
 from store.reading.reader import open_run
 from store.transfer import local_directory, publish_directory
@@ -152,7 +152,9 @@ def test_compaction_and_retirement_work_on_objects(server: Server, tmp_path: Pat
         assert set(sweep_retired(catalog, layout, window_s=0.0)) == old
         assert {path for path in server.objects("compacts") if path.startswith("segments/")} == {result.merged.path}
         assert count(layout.root) == [24, 8, 4]
-        assert [layout.relative(path) for path in layout.segments.rglob("*.parquet")] == [result.merged.path]  # here too
+        here = mirror(layout)  # this user's copy, which is not in the run
+        assert [here.relative(path) for path in here.segments.rglob("*.parquet")] == [result.merged.path]
+        assert not list(layout.segments.rglob("*.parquet"))
     with reader:  # of the copy, from before: its files stay until it is done
         fetch(server.uri("compacts"), copy.root)
         assert reader.sql("SELECT count(*) AS n FROM steps")["n"].to_pylist() == [24]

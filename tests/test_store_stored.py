@@ -425,7 +425,7 @@ def test_a_task_of_a_stored_group_that_is_held_out_here_is_an_overlap(catalog: C
 def test_retention_and_compaction_leave_them_to_be_used(catalog: Catalog, target: RunLayout) -> None:
     learn(catalog, 1)
     for version in range(9):
-        catalog.record_version(version=version, path=f"w{version}", digest="d", learner_step=version or None)
+        catalog.record_version(version=version, path=f"weights/v{version}", digest="d", learner_step=version or None)
     assert expire_old(catalog, target, keep_days=None, keep_versions=1) == ()
     assert expire_old(catalog, target, keep_days=1e-9, keep_versions=None) == ()
     compact_once(catalog, target, policy=MERGE_TWO, skip=())

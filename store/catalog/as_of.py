@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from store.catalog.database import check_catalog_files, check_consent
 from store.catalog.migrate import in_todays_format
 from store.catalog.snapshot import EXPORTS, arrow_table
 from store.errors import FormatError, StoreError
-from store.layout import RunLayout
+from store.layout import SEGMENT_PATH, RunLayout, checked_name
 
 # What was true at :lsn, with the columns of EXPORTS. A table that is not here had no history to look up: it only ever grew.
 QUERIES: Mapping[str, str] = {
@@ -86,11 +87,14 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
             segments = connection.execute(SEGMENTS, {"lsn": lsn}).fetchall()
     except sqlite3.Error as error:
         raise FormatError(f"{layout.catalog} cannot be read ({error}); leave out the lsn to read the manifest") from error
-    return AsOf(segments=tuple(row[0] for row in segments), tables=tables)
+    paths = tuple(checked_name(row[0], SEGMENT_PATH, where=str(layout.catalog)) for row in segments)
+    return AsOf(segments=paths, tables=tables)
 
 
 def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
     """Beside the owner. Without a -wal file nobody writes, and a directory we may not write to can still be read."""
+    check_consent(layout)
+    check_catalog_files(layout)
     wal = layout.catalog.with_name(f"{layout.catalog.name}-wal")
     mode = "mode=ro" if wal.exists() else "mode=ro&immutable=1"
     return sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)

@@ -7,15 +7,18 @@ import json
 import os
 import sqlite3
 import threading
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from store.beneath import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
-from store.errors import FencedError, FormatError, LockedError, StoreError
+from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.layout import FORMAT_VERSION, RunLayout
+from store.made_by import made_by_this_user
 
 _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
@@ -85,8 +88,9 @@ class Database:
         self._open: Transaction | None = None  # the one that is under way
         self._syncs_later = self._owes_sync = False
         self._lost: StoreError | None = None  # the disk has failed: what is behind a gap in the log would be lost with it
-        self._lock_fd = take_lock(layout.catalog_lock)
+        self._lock_fd = take_lock(layout)
         try:
+            check_owner(layout)
             _check_not_lost(layout)
             self._connection = _connect(layout)
             self.epoch = self._take_over(shown_lsn=_shown_lsn(layout))
@@ -231,7 +235,7 @@ class Database:
 def _shown_lsn(layout: RunLayout) -> int:
     """That of the manifest, which is written after the commits it shows; 0 without a readable one."""
     try:
-        content = json.loads(layout.manifest.read_text())
+        content = json.loads(read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES))
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id  # another run's says nothing of this one
         return int(content["lsn"]) if ours else 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # export and fsck say what is wrong with it
@@ -239,6 +243,7 @@ def _shown_lsn(layout: RunLayout) -> int:
 
 
 def _connect(layout: RunLayout) -> sqlite3.Connection:
+    check_catalog_files(layout)
     try:
         connection = sqlite3.connect(layout.catalog, isolation_level=None, timeout=_OTHER_OWNER_WAIT_S, check_same_thread=False)
         connection.row_factory = sqlite3.Row
@@ -265,7 +270,8 @@ def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
 
 def _check_not_lost(layout: RunLayout) -> None:
     """A new catalog is for a new run: in another one all segments would be orphans, and be swept."""
-    if layout.catalog.is_file() and layout.catalog.stat().st_size > 0:
+    found = status(layout.catalog, root=layout.root)
+    if found is not None and found.st_size > 0:
         return
     if next(iter(layout.storage.files(layout.relative(layout.segments))), None) is not None:
         raise StoreError(
@@ -276,13 +282,51 @@ def _check_not_lost(layout: RunLayout) -> None:
 
 def check_unowned(layout: RunLayout) -> None:
     """Raises LockedError, naming the process, if a live one owns the catalog; takes nothing."""
-    if layout.catalog_lock.exists():
-        os.close(take_lock(layout.catalog_lock))
+    if is_file(layout.catalog_lock, root=layout.root):
+        os.close(take_lock(layout))
 
 
-def take_lock(path: Path) -> int:
+def check_owner(layout: RunLayout) -> None:
+    """Refuse to write for a run that leads elsewhere: by a link, or by a storage that this user did not choose.
+
+    An owner removes files there that the catalog does not name. Raises StoreError.
+    """
+    layout.check_no_links()
+    if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
+        raise StoreError(
+            f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make this run: going on would "
+            f"write and remove files there. If you trust it: python train.py --resume {layout.root} --trust"
+        )
+
+
+def check_consent(layout: RunLayout) -> None:
+    """Refuse to read a stranger's run that would have this user ask the network. A path of this machine is only read.
+
+    Raises StoreError.
+    """
+    uri = layout.info.storage_uri or ""
+    if "://" in uri and urllib.parse.urlsplit(uri).scheme != "file" and not made_by_this_user(layout.root):
+        raise StoreError(
+            f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it would ask there with your "
+            f"credentials. If you want that: python -m store fetch {uri} DIR, and read DIR"
+        )
+
+
+def check_catalog_files(layout: RunLayout) -> None:
+    """Raise UnsafePathError if SQLite would open something else than files of the run: it follows links by itself."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
+        if status(path, root=layout.run_directory) is not None:
+            os.close(open_file(path, root=layout.run_directory))
+
+
+def take_lock(layout: RunLayout) -> int:
+    """Return the descriptor of the lock of the catalog's owner. Raises LockedError naming the process that has it."""
+    path = layout.catalog_lock
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _LOCK_MODE)
+        descriptor = open_file(path, root=layout.root, flags=os.O_RDWR | os.O_CREAT, mode=_LOCK_MODE)
+    except UnsafePathError:
+        raise
     except OSError as error:
         raise StoreError(f"cannot open {path}: {error.strerror}; the run directory must be writable") from error
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from store.catalog.database import Transaction
 from store.catalog.records import LiveSegment
 from store.errors import StoreError
+from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SegmentMeta, TrajectoryMeta
 
 # Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too, but that is rare.
@@ -127,7 +128,7 @@ def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None
         before_us=retired_before_us,
         pinned=pinned_lsn,
     )
-    return {row["segment_id"]: row["path"] for row in rows}
+    return {row["segment_id"]: checked_name(row["path"], SEGMENT_PATH, where="the catalog") for row in rows}
 
 
 def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from store.catalog.database import Transaction
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.errors import StoreError
+from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 
 
 def record_version(tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None) -> None:
@@ -32,7 +33,10 @@ def record_version(tx: Transaction, *, version: int, path: str, digest: str, lea
 def latest_version(tx: Transaction) -> VersionRecord | None:
     """The newest published weights."""
     row = tx.row("SELECT version, path, digest, learner_step FROM version ORDER BY version DESC LIMIT 1")
-    return None if row is None else VersionRecord(**row)
+    if row is None:
+        return None
+    checked_name(row["path"], VERSION_PATH, where="the catalog")
+    return VersionRecord(**row)
 
 
 def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version: int) -> None:
@@ -52,6 +56,8 @@ def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version:
 def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
     """Every checkpoint that no roll-back went behind, whether or not its directory is still there; oldest step first."""
     rows = tx.rows("SELECT learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY learner_step, lsn")
+    for row in rows:
+        checked_name(row["path"], CHECKPOINT_PATH, where="the catalog")
     return tuple(CheckpointRecord(**row) for row in rows)
 
 

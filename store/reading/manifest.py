@@ -9,16 +9,18 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store.beneath import MAX_MANIFEST_BYTES, read_bytes
 from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
 from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import EXPORT_PATH, FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
 from store.reading import open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.records import SEGMENT_SCHEMA
@@ -52,7 +54,8 @@ class Manifest:
 def read_manifest(layout: RunLayout) -> Manifest | None:
     """The current manifest; None before the first export and where one of format 1 is still to be replaced."""
     try:
-        return parse_manifest(layout.manifest.read_bytes(), name=str(layout.manifest))
+        data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+        return parse_manifest(data, name=str(layout.manifest))
     except FileNotFoundError:
         return None
 
@@ -67,14 +70,28 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
             run_id=content["run_id"],
             lsn=content["lsn"],
             format_version=content["format_version"],
-            segments=tuple(content["segments"]),
-            tables={name: tuple(Part(**part) for part in parts) for name, parts in content["tables"].items()},
-            superseded={path: Superseded(**entry) for path, entry in content["superseded"].items()},
+            segments=_segments(content["segments"], name=name),
+            tables={table: tuple(_part(part, name=name) for part in parts) for table, parts in content["tables"].items()},
+            superseded={
+                checked_name(path, EXPORT_PATH, where=name): Superseded(**entry)
+                for path, entry in content["superseded"].items()
+            },
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(
             f"{name} is damaged ({error!r}); remove it: the next start, or fsck --repair, writes it anew"
         ) from error
+
+
+def _segments(paths: list[object], *, name: str) -> tuple[str, ...]:
+    """The first has no rows, only the columns, and is an export."""
+    first, *others = paths
+    return (checked_name(first, EXPORT_PATH, where=name), *(checked_name(path, SEGMENT_PATH, where=name) for path in others))
+
+
+def _part(content: Mapping[str, Any], *, name: str) -> Part:
+    checked_name(content["path"], EXPORT_PATH, where=name)
+    return Part(**content)
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
@@ -132,7 +149,7 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     data = json.dumps(dataclasses.asdict(manifest)).encode()
     if layout.info.storage_uri is not None:  # first there: after a crash in between it is done again
         layout.storage.write(MANIFEST_NAME, data)
-    write_atomically(layout.manifest, data, mode=READ_WRITE)
+    write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 
 
 def _with(layout: RunLayout, name: str, part: NewPart, known: Mapping[str, tuple[Part, ...]], until: int) -> tuple[Part, ...]:

@@ -1,7 +1,9 @@
-"""Files of a run whose storage is elsewhere, brought here for DuckDB: views, sandbox and bare shell then work as on any run.
+"""Copies of a run whose storage is elsewhere, for DuckDB: views, sandbox and bare shell then work as on any run.
 
-The files never change, so each is fetched once. manifest.json here is replaced only after all it names is here, and a file
-goes when the storage no longer has it and no reader here is pinned to an older manifest. Readers here take turns.
+A reader's copy is in the reader's own cache, never in the run: CACHE/async-gigpo/runs/<run id>-<digest of the URI>, where CACHE
+is $XDG_CACHE_HOME or ~/.cache. It is safe to remove. The files never change, so each is fetched once. The manifest of a copy
+is replaced only after all it names is here. A file goes when the storage no longer has it and no reader here is pinned to an
+older manifest. Readers of one copy take turns. Nothing is ever written to the storage here.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store.beneath import is_directory, is_file, open_file, read_text
 from store.catalog.as_of import read_as_of
-from store.durable import READ_ONLY, READ_WRITE, write_atomically, write_once
+from store.catalog.database import check_consent
+from store.durable import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunInfo, RunLayout
@@ -30,20 +35,30 @@ from store.storage import Storage, open_storage
 
 PARALLEL = 8  # requests; each waits mostly for the network
 TRIES = 3  # a manifest may be replaced, and what it named be removed, while its files are fetched
+URI_DIGEST_BYTES = 8
 
 
 def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
-    """The run as files here, up to date now or with what the lsn `as_of` needs. A run with local storage is that already.
+    """Return the run as files here, up to date now or with what the lsn `as_of` needs. A run with local storage is that.
 
-    Raises StoreError if the storage does not answer, DigestError if a file is not what was committed.
+    Raises StoreError if the storage does not answer, or if a run of somebody else would have this user ask the network;
+    DigestError if a file is not what was committed.
     """
-    if layout.info.storage_uri is None:
+    uri = layout.info.storage_uri
+    if uri is None:
         return layout
-    with _turn(layout.local):
-        _bring(layout.storage, layout.local)
+    check_consent(layout)
+    info = dataclasses.replace(layout.info, storage_uri=None)
+    copy = RunLayout(root=_cache(info.run_id, uri), info=info, home=layout.root)
+    _make_copy(copy)
+    with _turn(copy):
+        if is_file(layout.open_sql, root=layout.root):
+            views = placed(copy, read_text(layout.open_sql, root=layout.root))
+            write_atomically(copy.open_sql, views.encode(), mode=READ_WRITE, beneath=copy.root)
+        _bring(layout.storage, copy)
     if as_of is not None:
-        _fetch_missing(layout.storage, layout.local, dict.fromkeys(read_as_of(layout, as_of).segments))
-    return layout.local
+        _fetch_missing(layout.storage, copy, dict.fromkeys(read_as_of(layout, as_of).segments))
+    return copy
 
 
 def fetch(uri: str, dest: Path) -> RunLayout:
@@ -61,25 +76,50 @@ def fetch(uri: str, dest: Path) -> RunLayout:
     if not RunLayout.exists(dest):
         if dest.exists() and any(dest.iterdir()):
             raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
-        layout.exports.mkdir(parents=True, exist_ok=True)
-        layout.segments.mkdir(exist_ok=True)
-        write_once(layout.run_json, json.dumps(dataclasses.asdict(info), indent=1).encode(), mode=READ_ONLY)
+        make_directory(layout.root, beneath=layout.root)
+        _make_copy(layout)
     elif RunLayout.open(dest).info != info or layout.catalog.exists():
         raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
     views = placed(layout, storage.read("open.sql").to_pybytes().decode())
-    write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE)
+    write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _turn(layout):
         _bring(storage, layout)
     return layout
 
 
+def _cache(run_id: str, uri: str) -> Path:
+    """Return the directory of this user's copy, made now if it is not there. Raises StoreError."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
+    ours = home / "async-gigpo"
+    place = ours / "runs" / f"{run_id}-{blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()}"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        for directory in (ours, ours / "runs", place):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if not is_directory(directory, root=home) or directory.stat().st_uid != os.geteuid():
+                raise StoreError(f"{directory} is a link or another user's; remove it, or set XDG_CACHE_HOME")
+    except OSError as error:
+        raise StoreError(f"cannot make {place}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours") from error
+    return place
+
+
+def _make_copy(copy: RunLayout) -> None:
+    """Make the directories and run.json of a copy that is begun."""
+    for directory in (copy.exports, copy.segments):
+        make_directory(directory, beneath=copy.root)
+    content = json.dumps(dataclasses.asdict(copy.info), indent=1).encode()
+    if not is_file(copy.run_json, root=copy.root) or copy.home is not None:
+        write_atomically(copy.run_json, content, mode=READ_ONLY, beneath=copy.root)
+
+
 @contextmanager
-def _turn(local: RunLayout) -> Iterator[None]:
+def _turn(copy: RunLayout) -> Iterator[None]:
     """One at a time: nobody puts back an older manifest, or forgets a file that another has just fetched for a newer one."""
     try:
-        lock = os.open(local.mirror_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = open_file(copy.mirror_lock, root=copy.root, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise StoreError(f"cannot open {local.mirror_lock}: {error.strerror}; it must be writable") from error
+        raise StoreError(f"cannot open {copy.mirror_lock}: {error.strerror}; it must be writable") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -87,28 +127,28 @@ def _turn(local: RunLayout) -> Iterator[None]:
         os.close(lock)
 
 
-def _bring(storage: Storage, local: RunLayout) -> None:
+def _bring(storage: Storage, copy: RunLayout) -> None:
     for tries_left in reversed(range(TRIES)):
         data = storage.read(MANIFEST_NAME).to_pybytes()
         manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
-        if manifest is None or manifest.run_id != local.info.run_id:
-            raise FormatError(f"{storage.locate(MANIFEST_NAME)} is not of run {local.info.run_id}; check the URI")
-        if manifest.lsn < _lsn_here(local):
+        if manifest is None or manifest.run_id != copy.info.run_id:
+            raise FormatError(f"{storage.locate(MANIFEST_NAME)} is not of run {copy.info.run_id}; check the URI")
+        if manifest.lsn < _lsn_here(copy):
             return
         try:
-            _fetch_missing(storage, local, _named(manifest))
+            _fetch_missing(storage, copy, _named(manifest))
         except StoreError:
             if tries_left == 0 or storage.read(MANIFEST_NAME).to_pybytes() == data:
                 raise
             continue
-        write_atomically(local.manifest, data, mode=READ_WRITE)
-        _forget(storage, local, manifest)
+        write_atomically(copy.manifest, data, mode=READ_WRITE, beneath=copy.root)
+        _forget(storage, copy, manifest)
         return
 
 
-def _lsn_here(local: RunLayout) -> int:
+def _lsn_here(copy: RunLayout) -> int:
     try:
-        manifest = read_manifest(local)
+        manifest = read_manifest(copy)
     except FormatError:  # damaged: replaced by whatever is there
         return 0
     return 0 if manifest is None else manifest.lsn
@@ -120,18 +160,16 @@ def _named(manifest: Manifest) -> dict[str, int | None]:
     return {**dict.fromkeys(manifest.segments), **parts}
 
 
-def _fetch_missing(storage: Storage, local: RunLayout, paths: Mapping[str, int | None]) -> None:
-    missing = {path: n_rows for path, n_rows in paths.items() if not local.storage.exists(path)}
+def _fetch_missing(storage: Storage, copy: RunLayout, paths: Mapping[str, int | None]) -> None:
+    missing = {path: n_rows for path, n_rows in paths.items() if not copy.storage.exists(path)}
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for _ in pool.map(lambda item: _fetch(storage, local, path=item[0], n_rows=item[1]), missing.items()):
+        for _ in pool.map(lambda item: _fetch(storage, copy, path=item[0], n_rows=item[1]), missing.items()):
             pass
 
 
-def _fetch(storage: Storage, local: RunLayout, *, path: str, n_rows: int | None) -> None:
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise StoreError(f"{storage.locate(MANIFEST_NAME)} names {path!r}, outside the run; do not read this run")
+def _fetch(storage: Storage, copy: RunLayout, *, path: str, n_rows: int | None) -> None:
     data = storage.read(path)
-    if path.startswith(f"{local.relative(local.segments)}/") and file_digest(data) != PurePosixPath(path).stem:
+    if path.startswith(f"{copy.relative(copy.segments)}/") and file_digest(data) != PurePosixPath(path).stem:
         raise DigestError(f"{storage.locate(path)} does not have the digest it is named by; restore it from a backup")
     try:
         found = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
@@ -139,18 +177,18 @@ def _fetch(storage: Storage, local: RunLayout, *, path: str, n_rows: int | None)
         raise FormatError(f"{storage.locate(path)} is no Parquet file ({error}); restore it from a backup") from error
     if n_rows not in (None, found):
         raise FormatError(f"{storage.locate(path)} has {found} rows, the manifest says {n_rows}; restore it from a backup")
-    local.storage.write(path, data)
+    copy.storage.write(path, data)
 
 
-def _forget(storage: Storage, local: RunLayout, manifest: Manifest) -> None:
-    pinned = oldest_pinned_lsn(local)
+def _forget(storage: Storage, copy: RunLayout, manifest: Manifest) -> None:
+    pinned = oldest_pinned_lsn(copy)
     if pinned is not None and pinned < manifest.lsn:
         return
-    directories = [local.relative(directory) for directory in (local.segments, local.exports)]
-    unnamed = _paths(local.storage, directories) - _named(manifest).keys()
+    directories = [copy.relative(directory) for directory in (copy.segments, copy.exports)]
+    unnamed = _paths(copy.storage, directories) - _named(manifest).keys()
     if unnamed:
         for path in unnamed - _paths(storage, directories):
-            local.storage.remove(path)
+            copy.storage.remove(path)
 
 
 def _paths(storage: Storage, directories: Iterable[str]) -> set[str]:

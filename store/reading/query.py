@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import duckdb
 
+from store.beneath import is_file, read_text
 from store.catalog.as_of import read_as_of
 from store.errors import FormatError
 from store.layout import RunLayout
@@ -19,7 +20,7 @@ from store.reading.open_sql import quoted as _quoted
 
 def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
     """Writes `<run>/open.sql`, the views and then `macros`, and an empty manifest for it to read until the first commit."""
-    if not layout.manifest.exists():
+    if not is_file(layout.manifest, root=layout.root):
         export_nothing(layout)
     open_sql.write(layout, compose(layout, macros=macros, max_staleness=max_staleness))
 
@@ -31,10 +32,10 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
     run has no views yet or they cannot be made, StoreError if files that `as_of` needs were removed.
     """
     layout = mirror(layout, as_of=as_of)
-    if not layout.open_sql.is_file():
-        raise FormatError(f"{layout.root} has no open.sql; it was made by an incomplete start, start the run again")
+    if not is_file(layout.open_sql, root=layout.root):
+        raise FormatError(f"{layout.run_directory} has no open.sql; it was made by an incomplete start, start the run again")
     # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and all of it is `sources`.
-    sources, mark, views = layout.open_sql.read_text().partition(VIEWS_MARK)
+    sources, mark, views = read_text(layout.open_sql, root=layout.root).partition(VIEWS_MARK)
     if as_of is not None and not mark:
         raise FormatError(f"{layout.root} is of format 1, without snapshots; python -m store compact {layout.root} upgrades it")
     connection = duckdb.connect()
@@ -52,7 +53,7 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
         connection.close()
         why = " ".join(str(error).split())
         raise FormatError(
-            f"the views of {layout.root} cannot be made ({why}); python -m store fsck --repair {layout.root}"
+            f"the views of {layout.run_directory} cannot be made ({why}); python -m store fsck --repair {layout.run_directory}"
         ) from error
     if text := left_out(connection, layout):
         warnings.warn(text, stacklevel=2)
@@ -66,7 +67,7 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
         return ""
     n_files = n_whole - 1 + len(broken)  # the first has no rows, only the columns
     some = f"{len(broken)} of {n_files} files cannot be read and are left out"
-    return f"{some}: first {broken[0]}; python -m store fsck {layout.root}"
+    return f"{some}: first {broken[0]}; python -m store fsck {layout.run_directory}"
 
 
 def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection) -> bool:

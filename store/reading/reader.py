@@ -82,7 +82,7 @@ class Reader:
 
     def __init__(self, layout: RunLayout, *, as_of: int | None, protection: str, memory_limit: str | None) -> None:
         self.protection = protection
-        self._layout = layout
+        self.layout = layout  # of the files that it reads: of a run whose storage is elsewhere, this user's copy
         self._memory_limit = memory_limit
         self._lock = threading.Lock()
         self._child: _Child | None = None
@@ -144,7 +144,7 @@ class Reader:
                 raise StoreError(f"SQL: {why}") from error
             except StoreError as error:
                 if self.lsn is None and UNKNOWN_NAME.search(str(error)):
-                    upgrade = f"this run is of format 1; python -m store compact {self._layout.root} upgrades it"
+                    upgrade = f"this run is of format 1; python -m store compact {self.layout.root} upgrades it"
                     raise StoreError(f"{error}; {upgrade}") from error
                 raise
             except BaseException:  # Ctrl-C: the answer that is under way must not meet the next question
@@ -152,14 +152,17 @@ class Reader:
                 raise
 
     def _check_still_there(self) -> None:
-        if not RunLayout.exists(self._layout.root):
-            raise StoreError(f"{self._layout.root} was moved or deleted since it was opened; open it again where it is now")
+        if not RunLayout.exists(self.layout.run_directory):
+            raise StoreError(
+                f"{self.layout.run_directory} was moved or deleted since it was opened; open it again where it is now"
+            )
 
     def _ready_child(self) -> _Child:
         if self._child is None or self._child.process.poll() is not None:
             self._discard()
             order = {
-                "run": str(self._layout.root),
+                "run": str(self.layout.root),
+                "home": None if self.layout.home is None else str(self.layout.home),
                 "lsn": self.lsn,
                 "protection": self.protection,
                 "memory_limit": self._memory_limit,

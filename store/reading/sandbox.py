@@ -15,6 +15,7 @@ nor spill nor let its settings be changed. The first lines of a statement are lo
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import queue
@@ -104,11 +105,13 @@ def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None
 def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
-    layout = RunLayout.open(Path(order["run"])).local  # the parent has fetched what is stored elsewhere
+    layout = RunLayout.open(Path(order["run"]))
+    if order["home"] is not None:  # the parent has fetched what is stored elsewhere
+        layout = dataclasses.replace(layout, home=Path(order["home"]))
     files = _read_only_files(layout) if order["protection"] == FILESYSTEM else None
     sys.path.clear()  # whoever would import more now hears that it is not there, which is expected, not that it is closed
     if files is None:
-        landlock.restrict([layout.root, *(Path(path) for path in MACHINE if os.path.exists(path))])
+        landlock.restrict([layout.root, layout.run_directory, *(Path(path) for path in MACHINE if os.path.exists(path))])
     connection, lsn = _connect(layout, order["lsn"])
     ready = {"lsn": lsn, "left_out": left_out(connection, layout)}
     _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])

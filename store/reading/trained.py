@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
+from store.beneath import is_file
 from store.catalog.as_of import connect_read_only
 from store.catalog.batches import segments_of_batch
 from store.catalog.database import Transaction
 from store.catalog.ledger import live_checkpoints
 from store.catalog.records import Batch, CheckpointRecord, ClaimedGroup, VersionRecord
 from store.errors import FormatError, StoreError
-from store.layout import RunLayout
+from store.layout import VERSION_PATH, RunLayout, checked_name
 from store.records import uid_text
 
 
@@ -129,7 +130,7 @@ def published_version(layout: RunLayout, version: int) -> VersionRecord:
 @contextmanager
 def _reading(layout: RunLayout) -> Iterator[Transaction]:
     """One moment for all questions."""
-    if not layout.catalog.is_file():
+    if not is_file(layout.catalog, root=layout.root):
         raise StoreError(
             f"{layout.root} has no {layout.catalog.name}, which says what was trained on what; use the run directory that "
             f"train.py wrote, or, if it was lost: python -m store rebuild {layout.root}"
@@ -187,4 +188,5 @@ def _version(tx: Transaction, number: int) -> VersionRecord:
     row = tx.row("SELECT version, path, digest, learner_step FROM version WHERE version = :number", number=number)
     if row is None:
         raise StoreError(f"version {number} is not in the catalog; python -m store fsck says what is wrong with it")
+    checked_name(row["path"], VERSION_PATH, where="the catalog")
     return VersionRecord(**row)

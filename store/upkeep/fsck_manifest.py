@@ -8,14 +8,15 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store.beneath import MAX_MANIFEST_BYTES, read_bytes
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
-from store.durable import TEMPORARY_SUFFIX
 from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.reading import open_sql
 from store.reading.manifest import Manifest, read_manifest
 from store.upkeep.finding import Finding, error, warning
 from store.upkeep.fsck_segments import AGAIN, GRACE_S, Opener
+from store.upkeep.sweep import unfinished_writes
 
 NAMED_FILE = re.compile(r'([^"/]+\.parquet)"')
 CODES = frozenset(
@@ -75,7 +76,8 @@ def _check_open_sql(catalog: Opener, layout: RunLayout, *, remedy: str) -> list[
 
 def _gone(layout: RunLayout) -> set[str]:
     """Files that a manifest of an older format names, whatever its fields are called, and that are not there."""
-    named = set(NAMED_FILE.findall(layout.manifest.read_text()))
+    data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+    named = set(NAMED_FILE.findall(data.decode(errors="replace")))
     there = {
         file.path.rpartition("/")[2]
         for place in (layout.segments, layout.exports)
@@ -87,17 +89,11 @@ def _gone(layout: RunLayout) -> set[str]:
 def check_unfinished(layout: RunLayout) -> list[Finding]:
     """What dead writers left beside the files they did not finish."""
     oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
-    name = f".*{TEMPORARY_SUFFIX}"
-    places = [*layout.root.glob(name), *layout.segments.rglob(name), *layout.exports.rglob(name)]
     remedy = "the running job or `python -m store compact` sweeps it"
     found = []
-    for path in sorted(places):
-        try:
-            left = path.stat().st_mtime_ns < oldest_ns
-        except FileNotFoundError:  # its writer was not dead
-            continue
-        if left:
-            found.append(warning("unfinished", layout.relative(path), "its writer did not finish it", remedy=remedy))
+    for path, seen in sorted(unfinished_writes(layout), key=lambda one: one[0]):
+        if seen.st_mtime_ns < oldest_ns:
+            found.append(warning("unfinished", path, "its writer did not finish it", remedy=remedy))
     return found
 
 

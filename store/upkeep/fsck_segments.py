@@ -13,13 +13,12 @@ from store.catalog.files import WANTED_BACK
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import CANONICALISER_VERSION, file_digest
-from store.layout import RunLayout
+from store.layout import SEGMENT_PATH, RunLayout
 from store.records import uid_text
 from store.segments import TrajectoryMeta
 from store.storage import StoredFile
 from store.upkeep import rows
 from store.upkeep.finding import Finding, error, warning
-from store.upkeep.sweep import SEGMENT_PATH
 
 GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
 AGAIN = "make it readable, then check again; --repair leaves it alone"

@@ -14,15 +14,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from store.beneath import is_file, names, remove, rename, status
 from store.catalog.catalog import Catalog
-from store.catalog.database import take_lock
+from store.catalog.database import check_owner, take_lock
 from store.catalog.imports import IMPORTED
 from store.catalog.restore import COMPONENT, Found, FoundSegment, Restored, restore
 from store.clock import now_us
 from store.durable import TEMPORARY_SUFFIX
 from store.errors import StoreError, UnavailableError
 from store.hashing import file_digest, uid
-from store.layout import RunLayout
+from store.layout import SEGMENT_PATH, RunLayout
 from store.reading.exported import Exported, read_exported
 from store.reading.manifest import export
 from store.segments import SegmentMeta
@@ -31,7 +32,6 @@ from store.upkeep.compact import WORKER as COMPACTED
 from store.upkeep.found_groups import as_exported, new_groups
 from store.upkeep.repair import quarantine
 from store.upkeep.rows import Played, open_rows, trajectories
-from store.upkeep.sweep import SEGMENT_PATH
 
 EPOCHS_WITHOUT_TRACE = 1000  # owners that committed nothing; their workers must stay fenced too
 WEIGHTS_NAME = re.compile(r"v(\d{6,})")
@@ -60,8 +60,9 @@ def rebuild(layout: RunLayout) -> Report:
 
     UnavailableError if any of its files cannot be reached now: nothing has been touched then.
     """
-    lock = take_lock(layout.catalog_lock)
+    lock = take_lock(layout)
     try:
+        check_owner(layout)
         exported = read_exported(layout)
         files, rejected = _scan(layout)
         found, unknown = _put_together(layout, exported, files)
@@ -73,7 +74,7 @@ def rebuild(layout: RunLayout) -> Report:
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
                 catalog.log(component=COMPONENT, what=what, detail=line)
-        if layout.manifest.exists():
+        if is_file(layout.manifest, root=layout.root):
             quarantine(layout, layout.relative(layout.manifest))
         export(catalog, layout)
     return report
@@ -179,8 +180,8 @@ def _new_versions(layout: RunLayout, exported: Exported, played: Sequence[Played
     """Versions that left a trace and are not exported: their numbers must not be used again."""
     known = {row["version"] for row in exported.tables["versions"]}
     seen = {trajectory.meta.version_max for trajectory in played} if known else set()
-    for path in layout.weights.iterdir() if layout.weights.is_dir() else ():
-        match = WEIGHTS_NAME.fullmatch(path.name)
+    for name in names(layout.weights, root=layout.root):
+        match = WEIGHTS_NAME.fullmatch(name)
         if match is not None:
             seen.add(int(match[1]))
     return {version: layout.relative(layout.weights_dir(version)) for version in sorted(seen - known)}
@@ -189,8 +190,9 @@ def _new_versions(layout: RunLayout, exported: Exported, played: Sequence[Played
 def _write(layout: RunLayout, found: Found) -> Restored:
     """The new catalog beside the old one, then in its place."""
     new = layout.catalog.with_name(f".{layout.catalog.name}{TEMPORARY_SUFFIX}")
-    for leftover in new.parent.glob(f"{new.name}*"):
-        leftover.unlink()
+    for name in names(layout.root, root=layout.root):
+        if name.startswith(new.name):
+            remove(layout.root / name, root=layout.root)
     try:
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row
@@ -207,9 +209,9 @@ def _write(layout: RunLayout, found: Found) -> Restored:
         raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
     for suffix in ("-wal", "-shm", ""):  # the log first: it belongs to no other catalog
         old = layout.catalog.with_name(layout.catalog.name + suffix)
-        if old.exists():
+        if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))
-    os.rename(new, layout.catalog)
+    rename(new, layout.catalog, root=layout.root)
     return restored
 
 

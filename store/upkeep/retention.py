@@ -6,6 +6,7 @@ disk, since going back to that one makes the group available again. A file goes 
 
 from __future__ import annotations
 
+from store.beneath import is_directory
 from store.catalog.catalog import Catalog
 from store.clock import US_PER_S, now_us
 from store.layout import RunLayout
@@ -36,5 +37,6 @@ def expire_old(catalog: Catalog, layout: RunLayout, *, keep_days: float | None, 
 
 def oldest_checkpoint(catalog: Catalog, layout: RunLayout) -> int:
     """Learner step of the oldest checkpoint that a restart could still begin from; 0 without any: back to the start."""
-    kept = [record.learner_step for record in catalog.live_checkpoints() if (layout.root / record.path).is_dir()]
+    points = catalog.live_checkpoints()
+    kept = [point.learner_step for point in points if is_directory(layout.root / point.path, root=layout.root)]
     return min(kept, default=0)

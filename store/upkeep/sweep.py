@@ -7,22 +7,20 @@ Whatever this code would not have written itself is left alone.
 
 from __future__ import annotations
 
-import re
+import os
+import stat
 from collections.abc import Collection, Iterator
-from contextlib import suppress
-from pathlib import Path
 
+from store.beneath import names, remove, status, walk
 from store.catalog.catalog import Catalog
 from store.clock import US_PER_S, now_us
 from store.durable import TEMPORARY_SUFFIX
-from store.layout import RunLayout
+from store.layout import SEGMENT_PATH, RunLayout
 from store.reading.manifest import read_manifest
 from store.reading.pins import oldest_pinned_lsn
-from store.storage import LocalStorage
 
 COMPONENT = "sweep"
 ORPHAN_GRACE_S = 3600.0  # the clock of a file server may differ from ours
-SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]*/[0-9a-f]{32}\.parquet")
 NAMED_AT_MOST = 5  # in one event
 
 
@@ -61,21 +59,25 @@ def sweep_orphans(catalog: Catalog, layout: RunLayout, *, opened_us: int, named:
     orphans = [file.path for file in unknown if file.modified_us < before_us and file.path not in foreign]
     for path in orphans:
         layout.storage.remove(path)
-    unfinished = [layout.relative(path) for path in _unfinished(layout, before_us=before_us)]
+    unfinished = [path for path, seen in unfinished_writes(layout) if seen.st_mtime_ns // 1_000 < before_us]
     for path in unfinished:
-        LocalStorage(layout.root).remove(path)
+        remove(layout.root / path, root=layout.root)
     _log(catalog, what="removed", paths=[*orphans, *unfinished], kind="files that were never committed")
     _log(catalog, what="foreign", paths=[path for path in foreign if path not in named], kind="files left alone, not ours")
     return foreign
 
 
-def _unfinished(layout: RunLayout, *, before_us: int) -> Iterator[Path]:
-    """Old writes aside of all kinds, where they are made; of remote storage there are none here."""
-    for directory in (layout.root, layout.exports, *layout.segments.glob("*")):
-        for path in directory.glob(f".*{TEMPORARY_SUFFIX}"):
-            with suppress(FileNotFoundError):  # its writer has just finished
-                if path.stat().st_mtime_ns // 1_000 < before_us:
-                    yield path
+def unfinished_writes(layout: RunLayout) -> Iterator[tuple[str, os.stat_result]]:
+    """Give writes aside of all kinds, where they are made; of remote storage there are none here."""
+    found = [
+        (layout.root / name, status(layout.root / name, root=layout.root)) for name in names(layout.root, root=layout.root)
+    ]
+    for directory in (layout.exports, layout.segments):
+        found += walk(directory, root=layout.root)
+    for path, seen in found:
+        is_aside = path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
+        if is_aside and seen is not None and stat.S_ISREG(seen.st_mode):
+            yield layout.relative(path), seen
 
 
 def _log(catalog: Catalog, *, what: str, paths: Collection[str], kind: str) -> None:

@@ -1,0 +1,249 @@
+"""A stranger's run is read, checked and tended: nothing outside of it changes, and each fault is one line that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import runs
+import store
+from configs import ConfigError
+from standing import config_of
+from store import RunLayout, StoreError, beneath, sign_run, write_open_sql
+from store.__main__ import main
+from store.errors import FormatError, UnsafePathError
+from store.exchange import live_files
+from store.reading.manifest import parse_manifest, read_manifest
+from store.reading.mirror import mirror
+from store.reading.pins import Pin, oldest_pinned_lsn
+from store.transfer import local_directory
+from tests.hostile_runs import ATTACKS, BAD_PATHS, edit_json, hostile_run, make_outside, snapshot
+from tests.store_runs import make_run
+
+EVERY = os.environ.get("HOSTILE_RUNS") == "all"  # every command on every run; else each run gets two of the owner's
+BLOCKED_S = 60  # a FIFO that is opened blocks for ever
+NETWORK = re.compile(r"you did not make this run")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    return make_run(tmp_path_factory.mktemp("sound") / "run")
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    (tmp_path / "outside").mkdir()
+    return make_outside(tmp_path / "outside")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks() -> Iterator[None]:
+    def blocked(*_: object) -> None:
+        raise AssertionError("it blocks")
+
+    before = signal.signal(signal.SIGALRM, blocked)
+    signal.alarm(BLOCKED_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def status(run: Path) -> None:
+    runs.driver_of(run)
+    with suppress(ConfigError):  # this run's text is no config
+        config_of(run)
+
+
+def read(run: Path) -> None:
+    layout = RunLayout.open(run)
+    for question in (
+        lambda: live_files(run),
+        lambda: store.restart_points(layout),
+        lambda: store.metrics_since(layout, 0),
+        lambda: store.trained_step(layout, 1),
+        lambda: oldest_pinned_lsn(layout),
+        lambda: Pin(layout, 1).close(),
+    ):
+        with suppress(StoreError):
+            question()
+
+
+def fork(run: Path) -> None:
+    store.fork(RunLayout.open(run), run.with_name("forked"), learner_step=1, config_yaml="")
+
+
+COMMANDS: Mapping[str, Callable[[Path], object]] = {
+    "status": status,
+    "read": read,
+    "fork": fork,
+    "fsck": lambda run: main(["fsck", str(run)]),
+    "compact": lambda run: main(["compact", str(run)]),
+    "repair": lambda run: main(["fsck", "--repair", str(run)]),
+    "rebuild": lambda run: main(["rebuild", "--force", str(run)]),
+}
+
+
+def commands(attack: str) -> Mapping[str, Callable[[Path], object]]:
+    if EVERY:
+        return COMMANDS
+    others = ("fork", "fsck", "repair", "rebuild")
+    names = ("status", "read", others[list(ATTACKS).index(attack) % len(others)], "compact")
+    return {name: COMMANDS[name] for name in names}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_nothing_outside_a_strangers_run_changes(
+    attack: str, sound: RunLayout, outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = hostile_run(sound, outside.parent / "run", attack, outside=outside)
+    monkeypatch.setenv("XDG_STATE_HOME", str(outside.parent / "state"))  # the run is signed by another user
+    monkeypatch.chdir(outside)
+    before = snapshot(outside)
+    for name, command in commands(attack).items():
+        with suppress(StoreError):
+            command(run)
+        assert snapshot(outside) == before, name
+        assert "Traceback" not in capsys.readouterr().err
+        if attack.startswith("storage"):
+            assert not (run / "mirror.lock").exists()  # a copy is in this user's cache
+
+
+SQL = "SELECT count(*) AS n FROM steps"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "storage: /proc/self/cwd",
+        "storage: a foreign directory",
+        "open.sql: writes and names foreign files",
+        "link: readers",
+        "link: a segment",
+    ],
+)
+def test_a_query_changes_and_shows_nothing_outside(
+    attack: str, sound: RunLayout, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hostile_run(sound, outside.parent / "run", attack, outside=outside)
+    monkeypatch.chdir(outside)
+    before, mine = snapshot(outside), snapshot(run)
+    with suppress(StoreError), store.open(run, warn=False) as reader:
+        assert reader.sql("SELECT * FROM steps").num_rows <= 45
+        assert snapshot(outside) == before
+    assert snapshot(outside) == before
+    if attack.startswith("storage"):
+        assert snapshot(run) == mine  # not even the run itself is written to
+
+
+def test_the_network_is_asked_for_no_stranger(
+    sound: RunLayout, outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = hostile_run(sound, outside.parent / "run", "storage: the network", outside=outside)
+    monkeypatch.setattr("store.storage.RemoteStorage._ask", lambda *_, **__: pytest.fail("the network was asked"))
+    for command in (["sql", str(run), SQL], ["fsck", str(run)], ["bias", str(run)], ["export", str(run), "d"]):
+        assert main(command) != 0
+        assert NETWORK.search(capsys.readouterr().err), command
+    for command in (["compact", str(run)], ["rebuild", "--force", str(run)], ["fsck", "--repair", str(run)]):
+        assert main(command) != 0
+        assert NETWORK.search(capsys.readouterr().err), command
+
+
+def test_an_owner_writes_at_no_storage_that_a_stranger_chose(sound: RunLayout, outside: Path, tmp_path: Path) -> None:
+    victim = store.RunLayout.create(tmp_path / "victim", config_yaml="", storage_uri=(tmp_path / "shared").as_uri())
+    write_open_sql(victim, macros=(), max_staleness=0)
+    run = hostile_run(sound, tmp_path / "run", "storage: no such scheme", outside=outside)
+    edit_json(run / "run.json", lambda info: info.update(storage_uri=victim.info.storage_uri))
+    before = snapshot(tmp_path / "shared")
+    for command in ("compact", "rebuild", "repair"):
+        with suppress(StoreError):
+            COMMANDS[command](run)
+        assert snapshot(tmp_path / "shared") == before, command
+    with pytest.raises(StoreError, match="you did not make this run"):
+        store.Catalog.open(RunLayout.open(run))
+    sign_run(run, config=None)
+    assert store.made_by_this_user(run)
+
+
+def test_a_run_on_a_linked_path_and_a_copy_of_one_still_work(sound: RunLayout, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    shutil.copytree(sound.root, tmp_path / "disk" / "a")
+    (tmp_path / "b").symlink_to(tmp_path / "disk" / "a")
+    for run in (tmp_path / "runs" / "a", tmp_path / "b"):
+        assert main(["fsck", "--repair", str(run)]) == 0
+        assert main(["compact", str(run)]) == 0
+        with store.open(run) as reader:
+            assert reader.sql(SQL)["n"].to_pylist() == [45]
+
+
+def test_a_readers_copy_is_private_and_not_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = store.RunLayout.create(tmp_path / "run", config_yaml="", storage_uri=(tmp_path / "shared").as_uri())
+    write_open_sql(layout, macros=(), max_staleness=0)
+    before = {place: snapshot(tmp_path / place) for place in ("run", "shared")}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with store.open(layout.root) as reader:
+        assert reader.sql(SQL)["n"].to_pylist() == [0]
+    assert {place: snapshot(tmp_path / place) for place in before} == before
+    copy = mirror(layout).root
+    assert copy.is_relative_to(tmp_path / "cache") and copy.stat().st_mode & 0o077 == 0
+    shutil.rmtree(tmp_path / "cache")  # may be removed at any time
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "async-gigpo").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="is a link or another user's"):
+        mirror(layout)
+
+
+@pytest.mark.parametrize("path", [*BAD_PATHS, "/etc/passwd", None, 3, ["export"]])
+def test_a_manifest_names_only_what_the_store_would(sound: RunLayout, path: object) -> None:
+    whole = json.loads(sound.manifest.read_text())
+    for change in (
+        {"segments": [path]},
+        {"segments": [whole["segments"][0], path]},
+        {"tables": {"groups": [{**whole["tables"]["groups"][0], "path": path}]}},
+        *([{"superseded": {path: {"lsn": 0, "at_us": 0}}}] if isinstance(path, str) else []),
+    ):
+        with pytest.raises(FormatError):
+            parse_manifest(json.dumps({**whole, **change}).encode(), name="manifest.json")
+    assert read_manifest(sound) is not None
+
+
+@pytest.mark.parametrize("path", ["weights/../../outside", "/etc", "weights", "checkpoints/step000001", "../x"])
+def test_only_published_weights_are_fetched_and_pruned(sound: RunLayout, path: str) -> None:
+    with pytest.raises(FormatError, match="no run names such a file"):
+        local_directory(sound, path)
+
+
+def test_a_path_stays_beneath_its_root(outside: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "file").write_text("x")
+    (root / "link").symlink_to(outside)
+    (root / "a" / "link").symlink_to(outside / "text")
+    os.mkfifo(root / "fifo")
+    before = snapshot(outside)
+    for path in ("link/text", "a/link", "../outside/text", "a/../../outside/text", "fifo", "a\0b"):
+        with pytest.raises(UnsafePathError):
+            beneath.read_bytes(root / path, root=root)
+    for path in ("link/text", "../outside/text"):
+        with pytest.raises(UnsafePathError):
+            beneath.remove(root / path, root=root)
+        with pytest.raises(UnsafePathError):
+            beneath.remove_tree(root / path, root=root)
+        with pytest.raises(UnsafePathError):
+            beneath.rename(root / "a" / "file", root / path, root=root)
+    with pytest.raises(IsADirectoryError):
+        beneath.read_bytes(root / "a", root=root)
+    assert [path.name for path, _ in beneath.walk(root, root=root)] == ["file", "link", "fifo", "link"]
+    beneath.remove_tree(root / "link", root=root)
+    beneath.remove_tree(root / "a", root=root)
+    assert sorted(path.name for path in root.iterdir()) == ["fifo"]
+    assert snapshot(outside) == before
