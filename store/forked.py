@@ -19,8 +19,9 @@ from store.catalog.database import Transaction
 from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
+from store.durable import make_directory, sync_directory
 from store.errors import StoreError
-from store.layout import RunLayout
+from store.layout import UNFINISHED_FORK, RunLayout
 from store.reading.pins import Pin
 
 UNFINISHED = ".unfinished"
@@ -76,6 +77,9 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
     info = source.info
     try:
+        make_directory(unfinished)
+        # From before run.json is there until all else is on disk: as long nobody opens this directory as a run.
+        (unfinished / UNFINISHED_FORK).touch()  # on disk as soon as the directories that `create` makes
         layout = RunLayout.create(
             unfinished,
             config_yaml=config_yaml,
@@ -85,9 +89,17 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         with closing(Pin(source, _lsn(source))):  # the files that the catalog's copy names are not removed meanwhile
             version = _copy_catalog(source, layout, learner_step=learner_step)
             _link_files(source, layout, learner_step=learner_step, version=version)
+        # The names of the links; their bytes are the other run's, and on disk.
+        for directory, _, _ in os.walk(unfinished):
+            sync_directory(Path(directory))
+        (unfinished / UNFINISHED_FORK).unlink()
+        sync_directory(unfinished)
         unfinished.rename(root)
-    except BaseException:
+        sync_directory(root.parent)
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, (OSError, sqlite3.Error)):
+            raise StoreError(f"cannot make the fork {root}: {error}; free space or fix the permissions, then retry") from error
         raise
     return RunLayout.open(root)
 
@@ -174,3 +186,5 @@ def _link(file: Path, dest: Path) -> None:
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, dest)
         dest.chmod(file.stat().st_mode)
+        with dest.open("rb") as copy:
+            os.fsync(copy.fileno())

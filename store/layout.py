@@ -16,6 +16,7 @@ from store.hashing import CANONICALISER_VERSION
 from store.storage import LocalStorage, Storage, open_storage
 
 FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
+UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -98,6 +99,8 @@ class RunLayout:
         """The run at `root`; FormatError if there is none or this code is too old for it."""
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
+        if (root / UNFINISHED_FORK).exists():
+            raise FormatError(f"{root} is a fork that was cut short; remove it, and give the command again")
         try:
             content = json.loads(path.read_text())
             version = int(content["format_version"])
