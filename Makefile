@@ -54,8 +54,9 @@ test-faults: setup
 
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
-		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 $(PY) -m pytest -s tests/test_store_machine.py \
-		tests/test_store_crash.py tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py
+		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 \
+		$(PY) -m pytest -s tests/test_store_machine.py tests/test_store_crash.py tests/test_store_killed_commands.py \
+		tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py tests/test_store_s3.py
 
 bench: setup
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from learner.directories import UNFINISHED_SUFFIX, prune_oldest, visible_last
+from learner.directories import UNFINISHED_SUFFIX, names_the_disk, prune_oldest, visible_last
 from learner.engine import Engine
 from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_of, trainable, write_state
 from learner.random_states import RandomStates, random_states, restore_random_states
@@ -81,6 +81,7 @@ def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: i
 
     The other ranks return as soon as all files are written. Not a collective waits for a disk to say that it has them, which
     may take any time, so no time-out of the group can end a run whose disk is slow.
+    Raises OSError, naming `dest`, if the disk does not take it: nothing is left of it, and older checkpoints stay.
     """
     point = CheckpointPoint(learner_step=learner_step, version=version, n_updates=engine.n_updates, lsn=lsn)
     if engine.rank == 0:
@@ -88,7 +89,8 @@ def save_checkpoint(engine: Engine, dest: Path, *, learner_step: int, version: i
             content = _written(engine, unfinished, point)
             (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
     else:
-        _written(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
+        with names_the_disk(dest):
+            _written(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
 
 
 def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:

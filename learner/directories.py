@@ -27,14 +27,38 @@ def visible_last(dest: Path) -> Iterator[Path]:
     """A directory to fill; it gets its name, by one rename, only when all in it is on disk.
 
     What is there under that name already is replaced: only a process that died between the rename and the announcement
-    in the catalog leaves one, so nobody reads it. (An announced number is never used again.)
+    in the catalog leaves one, so nobody reads it. (An announced number is never used again.) Raises OSError, naming `dest`,
+    if the disk does not take it all; what was written of it is removed, as it may be what fills the disk.
     """
-    unfinished = _empty(dest)
-    yield unfinished
-    _sync_files(unfinished)
-    _show(unfinished, dest)
-    _sync_name(dest)
-    _remove_replaced(dest)
+    with _removed_on_failure(dest):
+        unfinished = _empty(dest)
+        yield unfinished
+        _sync_files(unfinished)
+        _show(unfinished, dest)
+        _sync_name(dest)
+        _remove_replaced(dest)
+
+
+@contextmanager
+def names_the_disk(dest: Path) -> Iterator[None]:
+    """Give an OSError of the body that names no file, as a failed write does not, the name `dest` and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.strerror is None:
+            raise
+        text = f"cannot write {dest}: {error.strerror}; free space or fix the permissions, then start the run again"
+        raise OSError(error.errno, text) from error
+
+
+@contextmanager
+def _removed_on_failure(dest: Path) -> Iterator[None]:
+    with names_the_disk(dest):
+        try:
+            yield
+        except OSError:
+            shutil.rmtree(_unfinished(dest), ignore_errors=True)
+            raise
 
 
 class SyncedBehind:
@@ -47,10 +71,11 @@ class SyncedBehind:
     @contextmanager
     def visible_whole(self, dest: Path) -> Iterator[Path]:
         """As `visible_last`, but a power cut before `wait` returned may leave the name with files that are empty or torn."""
-        unfinished = _empty(dest)
-        yield unfinished
-        _show(unfinished, dest)
-        _remove_replaced(dest)
+        with _removed_on_failure(dest):
+            unfinished = _empty(dest)
+            yield unfinished
+            _show(unfinished, dest)
+            _remove_replaced(dest)
         self._syncing.append((dest, self._thread.submit(_sync_whole, dest)))
 
     def wait(self) -> None:
@@ -81,12 +106,16 @@ def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
 
 
 def _empty(dest: Path) -> Path:
-    unfinished = dest.with_name(dest.name + UNFINISHED_SUFFIX)
+    unfinished = _unfinished(dest)
     if unfinished.exists():
         shutil.rmtree(unfinished)
     _remove_replaced(dest)
     unfinished.mkdir(parents=True)
     return unfinished
+
+
+def _unfinished(dest: Path) -> Path:
+    return dest.with_name(dest.name + UNFINISHED_SUFFIX)
 
 
 def _show(unfinished: Path, dest: Path) -> None:

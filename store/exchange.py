@@ -36,6 +36,7 @@ from store.segments import decode, encode, write_rows
 from store.storage import Storage, open_storage
 from store.upkeep import rows
 
+PARTS = "data"  # the directory of a dataset's files
 WORKER = "import"  # the directory of imported segments
 PART_BYTES = 256 * 1024**2  # of decoded rows; 40 to 60 MB as a file, and what an import holds in memory
 SELECT_TIMEOUT_S = 3600.0
@@ -156,6 +157,8 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     if any(f"{place.rstrip('/')}/".startswith(f"{home.rstrip('/')}/") for home in homes):
         raise StoreError(f"{dest} is in the run {layout.root}; choose a directory outside of it")
     if (is_file := storage.exists("")) or next(storage.files(""), None) is not None:
+        if not is_file and storage.exists(f"{PARTS}/part-00000.parquet") and not storage.exists(DATASET_JSON):
+            raise StoreError(f"{dest} is not empty: an export to it was cut short; remove it, or choose a new directory")
         raise StoreError(f"{dest} is {'a file' if is_file else 'not empty'}; choose a new directory")
     return storage
 
@@ -203,7 +206,7 @@ def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}  # so that a part is a segment like others
     for number, table in enumerate(in_large_tables(tables)):
         data = encode(table, metadata=metadata)
-        path = f"data/part-{number:05d}.parquet"  # apart from the other files, so that every tool takes the directory
+        path = f"{PARTS}/part-{number:05d}.parquet"  # apart from the other files, so that every tool takes the directory
         storage.write(path, data)
         yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
 

@@ -22,9 +22,9 @@ from store.catalog.database import Transaction, check_catalog_files
 from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
-from store.durable import make_directory
+from store.durable import make_directory, sync_directory
 from store.errors import StoreError
-from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, RunLayout, checked_name
+from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name
 from store.reading.pins import Pin
 
 UNFINISHED = ".unfinished"
@@ -80,6 +80,9 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
     info = source.info
     try:
+        make_directory(unfinished, beneath=unfinished.parent)
+        # From before run.json is there until all else is on disk: as long nobody opens this directory as a run.
+        (unfinished / UNFINISHED_FORK).touch()  # on disk as soon as the directories that `create` makes
         layout = RunLayout.create(
             unfinished,
             config_yaml=config_yaml,
@@ -89,9 +92,17 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         with closing(Pin(source, _lsn(source))):  # the files that the catalog's copy names are not removed meanwhile
             version = _copy_catalog(source, layout, learner_step=learner_step)
             _link_files(source, layout, learner_step=learner_step, version=version)
+        # The names of the links; their bytes are the other run's, and on disk.
+        for directory, _, _ in os.walk(unfinished):
+            sync_directory(Path(directory), beneath=unfinished)
+        (unfinished / UNFINISHED_FORK).unlink()
+        sync_directory(unfinished, beneath=unfinished)
         unfinished.rename(root)
-    except BaseException:
+        sync_directory(root.parent, beneath=root.parent)
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, (OSError, sqlite3.Error)):
+            raise StoreError(f"cannot make the fork {root}: {error}; free space or fix the permissions, then retry") from error
         raise
     return RunLayout.open(root)
 
@@ -202,3 +213,5 @@ def _copy(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> No
     ):
         shutil.copyfileobj(original, copy)
         os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(original.fileno()).st_mode))
+        copy.flush()
+        os.fsync(copy.fileno())

@@ -21,6 +21,7 @@ from store.made_by import sign_run, state_directory
 from store.storage import LocalStorage, Storage, open_storage
 
 FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
+UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -148,6 +149,8 @@ class RunLayout:
         """The run at `root`; FormatError if there is none or this code is too old for it."""
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
+        if (root / UNFINISHED_FORK).exists():
+            raise FormatError(f"{root} is a fork that was cut short; remove it, and give the command again")
         try:
             content = json.loads(beneath.read_text(path, root=root))
             version = int(content["format_version"])

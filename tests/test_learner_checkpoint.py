@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,8 +39,10 @@ from learner.lora import add_adapters
 from learner.policy_model import load_policy
 from learner.tiny_model import make_tiny_model, train_tokenizer
 from tests.engine_samples import copied, cut, make_base, random_rows
+from tests.store_damage import mounted
 
 DEADLINE_S = 120.0
+PAGE_BYTES = 4096  # what a file in memory takes is a multiple of it
 POINT = CheckpointPoint(learner_step=2, version=3, n_updates=2, lsn=40)
 State = dict[tuple[str, str], torch.Tensor]
 
@@ -326,6 +330,39 @@ def test_an_interrupted_save_is_never_seen(
     save(engine, tmp_path / "step000001")
     assert [path.name for path in tmp_path.iterdir()] == ["step000001"]
     assert json.loads((tmp_path / "step000001" / "checkpoint.json").read_text())["point"]["lsn"] == POINT.lsn
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_on_a_full_disk_the_older_checkpoint_stays_and_a_later_try_works(base: Path, tmp_path: Path, zero_stage: int) -> None:
+    engine = make_engine(base, zero_stage=zero_stage)
+    train(engine, 1)
+    save(engine, tmp_path / "measured")
+    files = sorted((tmp_path / "measured").iterdir())
+    n_bytes = sum(math.ceil(file.stat().st_size / PAGE_BYTES) * PAGE_BYTES for file in files)
+    (disk := tmp_path / "disk").mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", f"size={3 * n_bytes},nr_inodes=64", "none"):
+        save(engine, disk / "step000001")
+        older, weights = state_of(engine), copied(engine)
+        train(engine, 1)
+        # Room for nothing, for part of the first file, for two of the three, and for all but checkpoint.json.
+        for room in (0, n_bytes // 6, n_bytes * 5 // 6, n_bytes - PAGE_BYTES):
+            filler = disk / "filler"
+            filler.write_bytes(bytes(shutil.disk_usage(disk).free - room))
+            with pytest.raises(OSError, match=f"cannot write {disk}/step000002: No space left on device; free space") as full:
+                save(engine, disk / "step000002")
+            assert "\n" not in str(full.value)
+            assert sorted(path.name for path in disk.iterdir()) == ["filler", "step000001"]  # what was written takes no space
+            filler.unlink()
+        newer = state_of(engine)
+        again = make_engine(base, zero_stage=zero_stage)
+        assert load_checkpoint(again, disk / "step000001") == replace(POINT, n_updates=1)
+        assert_equal(state_of(again), older)
+        assert_equal(copied(again), weights)
+        save(engine, disk / "step000002")
+        load_checkpoint(again, disk / "step000002")
+        assert_equal(state_of(again), newer)
+        again.close()
+    engine.close()
 
 
 def test_pruning_keeps_the_last_and_those_that_are_kept_for_ever(tmp_path: Path) -> None:

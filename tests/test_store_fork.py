@@ -13,6 +13,9 @@ from store import Catalog, RunLayout, StoreError, export, fork, write_open_sql, 
 from store.reading.query import connect
 from store.upkeep.compact import CompactionPolicy, compact_once
 from store.upkeep.fsck import check
+from tests.crash.commands import make_forkable_run
+from tests.store_damage import ask, mounted
+from tests.store_runs import fingerprint
 from tests.store_samples import make_trajectory, make_unfinished, open_train_group, play
 
 MERGE_TWO = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=64 * 1024**2)
@@ -188,6 +191,24 @@ def test_without_links_files_are_copied(run: Life, tmp_path: Path, monkeypatch: 
     with Catalog.open(made) as catalog:
         export(catalog, made)
     assert check(made, level=3) == []
+
+
+def test_on_a_full_disk_a_fork_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "none"):
+        make_forkable_run(disk)
+        source = RunLayout.open(disk / "run")
+        before = fingerprint(source.root)
+        for room in (0, 1 << 14, 1 << 16, 1 << 17):  # for nothing, for directories, and for part of the catalog
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - room))
+            with pytest.raises(StoreError, match="disk/made.*free space") as full:
+                fork(source, disk / "made", learner_step=1, config_yaml="")
+            assert "\n" not in str(full.value)
+            (disk / "filler").unlink()
+            assert sorted(path.name for path in disk.iterdir()) == ["run"]
+        assert fingerprint(source.root) == before
+        fork(source, disk / "made", learner_step=1, config_yaml="")
+        assert ask(RunLayout.open(disk / "made"), "SELECT count(*) FROM checkpoint") == [(1,)]
 
 
 def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(run: Life, tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ SEED = 20_000
 ROOT = Path("/disk")
 
 
-@pytest.mark.parametrize(("what", "crashes"), [("workload", CRASHES), ("killed", FEW), ("mend", FEW), ("publish", CRASHES)])
+@pytest.mark.parametrize(
+    ("what", "crashes"),
+    [("workload", CRASHES), ("killed", FEW), ("mend", FEW), ("publish", CRASHES), ("fork", FEW), ("copy", FEW)],
+)
 def test_nothing_acknowledged_is_lost_torn_or_doubled_when_the_power_goes(what: str, crashes: int) -> None:
     with workers() as pool, scratch() as directory:
         recording = pool.submit(recording_of, what, directory / "base").result()

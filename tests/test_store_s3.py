@@ -35,7 +35,10 @@ from store.reading.reader import open_run
 from store.transfer import local_directory, publish_directory
 from store.upkeep.compact import CompactionPolicy, compact_once
 from store.upkeep.sweep import sweep_retired
+from tests.crash import elsewhere
+from tests.crash.lab import scratch, workers
 from tests.store_samples import make_trajectory, open_train_group, play
+from tests.test_store_crash import evenly
 
 BUCKET = "bucket"
 SERVER = """
@@ -285,3 +288,23 @@ def test_segments_may_be_on_a_shared_filesystem(tmp_path: Path) -> None:
     assert len(list((tmp_path / "shared/run/segments").rglob("*.parquet"))) == 2
     assert count(layout.root) == [12, 4, 2]
     assert main(["fsck", str(layout.root)]) == 0
+
+
+KILLS = int(os.environ.get("STORE_S3_KILLS", "4"))  # half of them at requests, half at changes of the catalog
+
+
+def test_an_owner_that_is_killed_loses_and_doubles_nothing(server: Server) -> None:
+    """During uploads, commits, exports, compaction and removal; whatever reached the bucket and whatever did not."""
+    with workers() as pool, scratch() as directory:
+        calls = pool.submit(elsewhere.undisturbed, directory, server.uri("undisturbed")).result()
+        kills = {}
+        for place, number in enumerate(evenly(range(1, calls.requests + 1), KILLS // 2)):
+            when = (elsewhere.BEFORE, elsewhere.AFTER)[place % 2]
+            uri = server.uri(f"request{number}")
+            kills[f"{when} request {number}"] = pool.submit(elsewhere.kill_at_request, directory, uri, number, when)
+        for number in evenly(range(1, calls.files + 1), KILLS // 2):
+            uri = server.uri(f"call{number}")
+            kills[f"call {number}"] = pool.submit(elsewhere.kill_at_call, directory, uri, number)
+        bad = {at: broken for at, kill in kills.items() if (broken := kill.result())}
+    print(f"{len(kills)} kills at {calls}: {len(bad)} bad")
+    assert bad == {}

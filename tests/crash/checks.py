@@ -92,7 +92,7 @@ def _shown_to_readers(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
     if manifest is None:
         return ["the manifest is gone"] if _largest(diary, "manifest", "lsn") else []
     named = [*manifest.segments, *(part.path for parts in manifest.tables.values() for part in parts)]
-    broken = [f"the manifest names {path}, which is gone" for path in named if not (layout.root / path).is_file()]
+    broken = [f"the manifest names {path}, which is gone" for path in named if not layout.storage.exists(path)]
     if manifest.lsn < _largest(diary, "manifest", "lsn"):
         broken.append(f"the manifest is back at lsn {manifest.lsn}")
     return broken
@@ -111,9 +111,9 @@ def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
             ]
         broken += _not_settled_any_more(connection, diary)
         for path, digest in connection.execute("SELECT path, digest FROM segment WHERE removed_us IS NULL"):
-            file = layout.root / path
-            if not file.is_file() or file_digest(file.read_bytes()) != digest:
-                broken.append(f"{path} is committed, but {'torn' if file.is_file() else 'gone'}")
+            there = layout.storage.exists(path)
+            if not there or file_digest(layout.storage.read(path)) != digest:
+                broken.append(f"{path} is committed, but {'torn' if there else 'gone'}")
         # Every row of a live file counts, or is of a trajectory that counts elsewhere.
         broken += [
             f"{path} is live with {n} rows, of which the catalog accounts for {known}"

@@ -143,6 +143,20 @@ OTHER_DURABILITY = [
         }.items()
     ),
 ]
+FORKS = [
+    Mutation(
+        name=f"forked {name}",
+        file="store/forked.py",
+        edit=swap((f"{before}{line}\n", f"{before}pass\n")),
+        check=check,
+    )
+    for name, before, line, check in (
+        ("names", "            ", "sync_directory(Path(directory))", "power fork"),
+        ("mark that is gone", "unlink()\n        ", "sync_directory(unfinished)", "power fork"),
+        ("name", "        ", "sync_directory(root.parent)", "power fork"),
+        ("bytes", "            ", "os.fsync(copy.fileno())", "power copy"),
+    )
+]
 ATOMICITY = [
     Mutation(
         name="transactions",
@@ -288,7 +302,7 @@ KEYS = [
     )
     for key, (table, _) in SECOND_ROWS.items()
 ]
-MUTATIONS = [*DURABILITY, *OTHER_DURABILITY, *ATOMICITY, *CHECKS, *KEYS]
+MUTATIONS = [*DURABILITY, *OTHER_DURABILITY, *FORKS, *ATOMICITY, *CHECKS, *KEYS]
 
 
 SAFEGUARD = re.compile(r"fsync\(|sync_directory\(|digest != |digest\(data\) [!=]= |UNIQUE|PRIMARY KEY|synchronous = ")

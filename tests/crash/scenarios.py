@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from tests.crash import tracer
+from tests.crash.commands import forked_whole, make_forkable_run
 from tests.crash.lab import (
     WORKLOAD,
     Bad,
@@ -37,6 +38,8 @@ RECORDED: dict[str, tuple[str, Verify, int]] = {
     "killed": (WORKLOAD, the_run_is_whole, 10),
     "mend": ("tests.crash.repairs:mend", mended, 10),
     "publish": ("tests.crash.repairs:publish", published, 200),
+    "fork": ("tests.crash.commands:fork_once", forked_whole, 40),
+    "copy": ("tests.crash.commands:copy_once", forked_whole, 40),
 }
 
 
@@ -47,6 +50,9 @@ def recording_of(what: str, base: Path, *, sources: Path | None = None) -> Recor
     if what == "mend":
         run_workload(base, traced=False)
         damage(f"{base / 'run'}")
+    if what in ("fork", "copy"):
+        base.mkdir()
+        make_forkable_run(base)
     return record(base, entry=RECORDED[what][0], sources=sources)
 
 

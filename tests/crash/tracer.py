@@ -37,7 +37,8 @@ NUMBERS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 NAME_OF = {number: name for name, numbers in NUMBERS.get(platform.machine(), {}).items() for number in numbers}
 TRACEME, CONT, SYSCALL, SETOPTIONS, GET_SYSCALL_INFO = 0, 7, 24, 0x4200, 0x420E
-OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x80 | 0x100000  # mark exits; follow fork, vfork, clone; stop by seccomp; die with the tracer
+# Mark exits; follow fork, vfork, clone; see exec, which would be a SIGTRAP; stop by seccomp; die with the tracer.
+OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000
 SECCOMP_EVENT = 7
 EXIT_STOP = signal.SIGTRAP | 0x80
 NO_NEW_PRIVS, SET_SECCOMP, FILTER_MODE = 38, 22, 2
@@ -190,7 +191,9 @@ def _end(pid: int) -> None:
 
 
 def _on_entry(tracee: _Tracee, thread: int) -> bool:
-    """Whether it is a call to be recorded when it has succeeded."""
+    """Whether it is a call to be recorded when it has succeeded. Those of its own children are let through: they only read."""
+    if not os.path.exists(f"/proc/{tracee.pid}/task/{thread}"):
+        return False
     number, *arguments = struct.unpack_from("=Q6q", _syscall_info(thread), 24)
     call = _understand(tracee, NAME_OF[number], arguments)
     if call is None:
