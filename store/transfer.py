@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
+from store import json_values
 from store.durable import TEMPORARY_SUFFIX
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 
 MARKER = "complete.json"  # names the files and their sizes; the last to be written, the first to be removed
@@ -46,7 +47,11 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     here = layout.root / path
     if here.is_dir() or layout.info.storage_uri is None:
         return here
-    sizes = json.loads(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
+    marker = f"{path}/{MARKER}"
+    try:
+        sizes = json_values.parse_object(layout.storage.read(marker).to_pybytes())
+    except ValueError as error:
+        raise FormatError(f"{layout.storage.locate(marker)} is damaged ({error}); publish {path} again") from error
     unfinished = here.with_name(f".{here.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
         unfinished.mkdir(parents=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store import json_values
 from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
@@ -60,21 +61,46 @@ def read_manifest(layout: RunLayout) -> Manifest | None:
 def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
     """The manifest in `data`; None if it is of format 1. Raises FormatError naming the file."""
     try:
-        content = json.loads(data)
-        if content["format_version"] < FIRST_FORMAT:
+        content = json_values.parse_object(data)
+        version = json_values.whole(content, "format_version")
+        if version < FIRST_FORMAT:
             return None
+        segments = json_values.texts(content, "segments")
+        if not segments:
+            raise ValueError("segments is empty; the first of them gives the columns")
+        tables = json_values.objects(content, "tables")
+        superseded = json_values.objects(content, "superseded")
         return Manifest(
-            run_id=content["run_id"],
-            lsn=content["lsn"],
-            format_version=content["format_version"],
-            segments=tuple(content["segments"]),
-            tables={name: tuple(Part(**part) for part in parts) for name, parts in content["tables"].items()},
-            superseded={path: Superseded(**entry) for path, entry in content["superseded"].items()},
+            run_id=json_values.text(content, "run_id"),
+            lsn=json_values.whole(content, "lsn"),
+            format_version=version,
+            segments=segments,
+            tables={table: _parse_parts(table, parts) for table, parts in tables.items()},
+            superseded={path: _parse_superseded(superseded, path) for path in superseded},
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error!r}); remove it: the next start, or fsck --repair, writes it anew"
+            f"{name} is damaged ({error}); remove it: the next start, or fsck --repair, writes it anew"
         ) from error
+
+
+def _parse_parts(table: str, parts: object) -> tuple[Part, ...]:
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"table {table:.80} is {parts!r:.80}, not a list of parts")
+    return tuple(
+        Part(
+            path=json_values.text(part, "path"),
+            since=json_values.whole(part, "since"),
+            until=json_values.whole(part, "until"),
+            n_rows=json_values.whole(part, "n_rows"),
+        )
+        for part in parts
+    )
+
+
+def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
+    entry = json_values.objects(superseded, path)
+    return Superseded(lsn=json_values.whole(entry, "lsn"), at_us=json_values.whole(entry, "at_us"))
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
