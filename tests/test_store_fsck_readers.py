@@ -9,8 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from store import Catalog, FormatError, RunLayout, export
+from store import Catalog, FormatError, RunLayout, export, write_open_sql
+from store.__main__ import main
 from store.reading.manifest import read_manifest
+from store.reading.open_sql import VIEWS_MARK
 from store.reading.query import connect
 from store.upkeep.fsck import CONTENTS, check
 from store.upkeep.repair import repair
@@ -111,6 +113,42 @@ def test_a_manifest_with_any_content_is_one_finding(whole: RunLayout, tmp_path: 
     with Catalog.open(layout) as catalog:
         repair(catalog, layout, check(layout, level=CONTENTS))
     assert check(layout, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("GROUP BY", "GROUP  BY"),
+        ("SET VARIABLE here = (", "ATTACH 'other.db'; SET VARIABLE here = ("),
+        ("max_staleness = 4;", "max_staleness = 4; DROP VIEW x;"),
+        (VIEWS_MARK, f"{VIEWS_MARK} \udcff"),
+        ("SELECT", "SELEC"),
+    ],
+)
+def test_open_sql_that_was_changed_is_written_again(
+    whole: RunLayout, tmp_path: Path, old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = copy_run(whole, tmp_path / "it's a run")
+    write_open_sql(layout, macros=["CREATE MACRO own() AS 7;"], max_staleness=4)
+    assert check(layout, level=CONTENTS) == []  # also where its directory has moved
+    text = layout.open_sql.read_text()
+    assert old in text
+    layout.open_sql.write_text(text.replace(old, new, 1), errors="surrogateescape")
+    assert [finding.what for finding in check(layout, level=CONTENTS)] == ["open_sql_changed"]
+    assert main(["sql", str(layout.root), "SELECT 1"]) in (0, 2)
+    assert main(["fsck", "--repair", str(layout.root)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert check(layout, level=CONTENTS) == []
+    assert main(["sql", str(layout.root), "SELECT own() FROM steps"]) == 0
+    assert "max_staleness = 4;" in layout.open_sql.read_text()
+
+
+def test_a_directory_in_the_place_of_open_sql_is_set_aside(whole: RunLayout, tmp_path: Path) -> None:
+    layout = copy_run(whole, tmp_path / "run")
+    layout.open_sql.unlink()
+    layout.open_sql.mkdir()
+    assert main(["fsck", "--repair", str(layout.root)]) == 0
+    assert layout.open_sql.is_file() and (layout.quarantine / "open.sql").is_dir()
 
 
 def test_a_run_without_manifest_and_open_sql_gets_both(layout: RunLayout) -> None:

@@ -34,7 +34,7 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
     if not layout.open_sql.is_file():
         raise FormatError(f"{layout.root} has no open.sql; it was made by an incomplete start, start the run again")
     # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and all of it is `sources`.
-    sources, mark, views = layout.open_sql.read_text().partition(VIEWS_MARK)
+    sources, mark, views = layout.open_sql.read_text(errors="replace").partition(VIEWS_MARK)
     if as_of is not None and not mark:
         raise FormatError(f"{layout.root} is of format 1, without snapshots; python -m store compact {layout.root} upgrades it")
     connection = duckdb.connect()
