@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
+from store import json_values
 from store.errors import DigestError, FormatError
 from store.hashing import file_digest
 from store.layout import FORMAT_VERSION
@@ -64,8 +65,8 @@ def read_dataset(storage: Storage) -> Dataset:
     if not storage.exists(DATASET_JSON):
         raise FormatError(f"{name} is not there: no dataset, or one that was not written to its end; export it again")
     try:
-        content = json.loads(storage.read(DATASET_JSON).to_pybytes())
-        version = int(content["format_version"])
+        content: dict[str, Any] = json_values.parse_object(storage.read(DATASET_JSON).to_pybytes())
+        version = json_values.whole(content, "format_version")
         if version > FORMAT_VERSION:
             raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
         dataset = Dataset(**{**content, "parts": tuple(Part(**part) for part in content["parts"])})

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from store import beneath
+from store import beneath, json_values
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, write_once
 from store.errors import FormatError, StoreError, UnsafePathError
@@ -23,8 +23,8 @@ from store.storage import LocalStorage, Storage, open_storage
 FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
 UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
+RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_RUN_ID = re.compile(r"[0-9a-f]{32}")
 # Every path that a manifest or a catalog may name, relative to the run's root.
 SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
 EXPORT_PATH = re.compile(r"export/([a-z]+(-[0-9]+){1,2}|([0-9]+-)?empty_steps)\.parquet")
@@ -83,6 +83,33 @@ class RunInfo:
     def wrote(self, run_id: str) -> bool:
         """Whether files of that run may be in this one."""
         return run_id in (self.run_id, *self.ancestors)
+
+
+def parse_run_json(data: bytes, *, name: str) -> RunInfo:
+    """Return what a run.json says. Raises FormatError naming the file, for a damaged one and for one of newer code."""
+    try:
+        content = json_values.parse_object(data)
+        version = json_values.whole(content, "format_version")
+        if version > FORMAT_VERSION:
+            raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+        info = RunInfo(
+            run_id=json_values.text(content, "run_id"),
+            format_version=version,
+            canonicaliser_version=json_values.whole(content, "canonicaliser_version"),
+            config_yaml=json_values.text(content, "config_yaml"),
+            created_us=json_values.whole(content, "created_us"),
+            storage_uri=json_values.optional_text(content, "storage_uri"),
+            forked_from=json_values.optional_text(content, "forked_from"),
+            ancestors=json_values.texts(content, "ancestors"),
+        )
+        for run_id in (info.run_id, *info.ancestors):
+            if not RUN_ID.fullmatch(run_id):
+                raise ValueError(f"{run_id!r:.80} is not a run id of 32 hex digits")
+    except ValueError as error:
+        raise FormatError(
+            f"{name} is damaged ({error}); restore it from a backup, or: python -m store rebuild {Path(name).parent}"
+        ) from error
+    return info
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,28 +179,18 @@ class RunLayout:
         if (root / UNFINISHED_FORK).exists():
             raise FormatError(f"{root} is a fork that was cut short; remove it, and give the command again")
         try:
-            content = json.loads(beneath.read_text(path, root=root))
-            version = int(content["format_version"])
+            data = beneath.read_bytes(path, root=root, at_most=beneath.MAX_TEXT_BYTES)
+            info = parse_run_json(data, name=str(path))
         except UnsafePathError:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
                 raise FormatError(f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR") from error
-            raise FormatError(f"{root} is not a run directory (no run.json in it); check the path") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path} cannot be read ({error}); restore it from a backup") from error
-        if version > FORMAT_VERSION:
-            raise FormatError(f"{root} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
-        known = {field.name for field in dataclasses.fields(RunInfo)}
-        try:
-            info = RunInfo(**{name: value for name, value in content.items() if name in known})
-        except TypeError as error:
-            raise FormatError(f"{path} lacks a field ({error}); restore it from a backup") from error
-        if not isinstance(info.run_id, str) or not _RUN_ID.fullmatch(info.run_id):
-            raise FormatError(f"{path}: run_id is {info.run_id!r}, not 32 hex digits; restore it from a backup")
-        if not isinstance(info.storage_uri, str | None):
-            raise FormatError(f"{path}: storage_uri is {info.storage_uri!r}, not text; restore it from a backup")
+            lost = f"; if it was lost: python -m store rebuild {root}" if (root / "catalog.sqlite").is_file() else ""
+            raise FormatError(f"{root} is not a run directory (no run.json in it); check the path{lost}") from error
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read ({error.strerror}); make it readable, then retry") from error
         return cls(root=root, info=info)
 
     def check_no_links(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
+from store import json_values
 from store.beneath import remove_tree
 from store.durable import TEMPORARY_SUFFIX, make_directory
 from store.errors import StoreError
@@ -75,10 +76,10 @@ def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
     """Return the files of a published directory with their sizes. Raises StoreError if it names anything else."""
     name = layout.storage.locate(f"{path}/{MARKER}")
     try:
-        sizes = json.loads(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
-        if all(isinstance(n_bytes, int) and FILE_NAME.fullmatch(file) for file, n_bytes in sizes.items()):
-            return dict(sizes)
-    except (ValueError, AttributeError, RecursionError) as error:
+        sizes = json_values.parse_object(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
+        if all(map(FILE_NAME.fullmatch, sizes)):
+            return {file: json_values.whole(sizes, file) for file in sizes}
+    except ValueError as error:
         raise StoreError(f"{name} is damaged ({error}); publish it again") from error
     raise StoreError(f"{name} names a file that is none of published weights; publish it again")
 

@@ -157,12 +157,14 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
     )(layout),
     "export_missing": lambda layout: an_export(layout).unlink(),
     "export_damaged": lambda layout: rewrite(an_export(layout), an_export(layout).read_bytes()[:-9]),
+    "open_sql_missing": lambda layout: layout.open_sql.write_text("SELECT 1;"),
+    "open_sql_changed": lambda layout: layout.open_sql.write_text(layout.open_sql.read_text().replace("CREATE", "CRATE")),
     "segment_returned": put_back,
     "orphan": left_behind(f"{'0' * 32}.parquet"),
     "unfinished": left_behind(".x.parquet.1-1.tmp"),
     "unknown_file": left_behind("notes.txt"),
 }
-WARNINGS = {"retired_missing", "retired_damaged", "orphan", "unfinished", "unknown_file"}
+WARNINGS = {"retired_missing", "retired_damaged", "orphan", "unfinished", "unknown_file", "open_sql_changed"}
 ONLY_IN_CONTENTS = {
     *("segment_damaged", "segment_unreadable", "segment_foreign", "step_index", "episode_steps", "state_hash", "figures"),
     *("missing_rows", "uncounted_rows", "export_damaged", "retired_damaged"),

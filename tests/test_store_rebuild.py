@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sqlite3
+import warnings
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from store import Catalog, FencedError, FormatError, LockedError, RunLayout, export, write_open_sql, write_segment
+from store.__main__ import main
+from store.clock import now_us
 from store.exchange import export_selection, import_selection
+from store.forked import fork
 from store.reading.query import connect
 from store.upkeep.fsck import CONTENTS, check
 from store.upkeep.rebuild import rebuild
@@ -264,3 +269,85 @@ def test_versions_of_imported_groups_are_none_of_this_run(layout: RunLayout, tmp
         layout.catalog.unlink()
         rebuild(layout)
         assert max(ask(layout, "SELECT version FROM version")) == (3,)
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return said.out + said.err
+
+
+DEEP = '{"a":' * 100_000
+BAD_RUN_JSON = {
+    "missing": None,
+    "empty": "",
+    "deep": DEEP,
+    "a list": "[]",
+    "no text": {"config_yaml": 3},
+    "no number": {"format_version": "4"},
+    "below zero": {"format_version": -1},
+    "beyond int64": {"created_us": 10**30},
+    "no run id": {"run_id": "../../etc"},
+    "no list": {"ancestors": {"a": 1}},
+    "another run's": {"run_id": "0" * 32},
+}
+
+
+@pytest.mark.parametrize("what", BAD_RUN_JSON)
+def test_a_lost_run_json_is_rebuilt(layout: RunLayout, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content = BAD_RUN_JSON[what]
+    (layout.root / "config.yaml").write_text("a: 2\n")
+    before = fingerprint(layout.segments)
+    layout.run_json.chmod(0o644)
+    if content is None:
+        layout.run_json.unlink()
+    else:
+        known = json.loads(layout.run_json.read_text())
+        layout.run_json.write_text(content if isinstance(content, str) else json.dumps({**known, **content}))
+    with warnings.catch_warnings():
+        status = main(["fsck", str(layout.root)])
+    said = lines_of(capsys)
+    assert status and "python -m store rebuild" in said
+    assert main(["rebuild", str(layout.root)]) == 0
+    assert "run.json: the run id" in lines_of(capsys)
+    again = RunLayout.open(layout.root)
+    assert again.info == dataclasses.replace(layout.info, config_yaml="a: 2\n", created_us=again.info.created_us)
+    assert again.info.created_us <= now_us()
+    assert check(again, level=CONTENTS) == []
+    assert fingerprint(layout.segments) == before
+    assert len(list(layout.root.glob("quarantine/run*.json"))) == (content is not None)
+
+
+def test_a_lost_run_json_and_a_lost_catalog_are_rebuilt(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (layout.run_json, layout.catalog, layout.manifest):
+        path.unlink()
+    assert main(["rebuild", str(layout.root)]) == 0
+    assert f"the run id {layout.info.run_id} is that of its segments" in lines_of(capsys)
+    assert check(RunLayout.open(layout.root), level=CONTENTS) == []
+
+
+def test_a_lost_run_json_is_not_guessed(layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = make_run(tmp_path / "other")
+    shutil.copy(other.manifest, layout.manifest)
+    layout.run_json.unlink()
+    assert main(["rebuild", str(layout.root)]) == 2
+    assert "has files of several runs" in lines_of(capsys)
+    assert main(["rebuild", str(tmp_path)]) == 2
+    assert "is not a run directory" in lines_of(capsys)
+
+
+def test_a_fork_whose_run_json_is_lost_keeps_its_ancestors(layout: RunLayout, tmp_path: Path) -> None:
+    for name in ("child", "grandchild"):
+        (layout.root / "checkpoints/step000001").mkdir(parents=True, exist_ok=True)
+        layout = fork(layout, tmp_path / name, learner_step=1, config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=4)
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
+    assert len(layout.info.ancestors) == 2
+    for without_catalog in (False, True):
+        layout.run_json.unlink()
+        if without_catalog:
+            layout.catalog.unlink()
+        assert main(["rebuild", str(layout.root)]) == 0
+        again = RunLayout.open(layout.root)
+        assert (again.info.ancestors, again.info.forked_from) == (layout.info.ancestors, layout.info.forked_from)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import sqlite3
 import threading
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from store import json_values
 from store.beneath import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
@@ -235,10 +235,10 @@ class Database:
 def _shown_lsn(layout: RunLayout) -> int:
     """That of the manifest, which is written after the commits it shows; 0 without a readable one."""
     try:
-        content = json.loads(read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES))
+        content = json_values.parse_object(read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES))
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id  # another run's says nothing of this one
-        return int(content["lsn"]) if ours else 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # export and fsck say what is wrong with it
+        return json_values.whole(content, "lsn") if ours else 0
+    except (OSError, ValueError):  # export and fsck say what is wrong with it
         return 0
 
 

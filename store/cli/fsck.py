@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from store.layout import RunLayout
     from store.reading import open_sql
     from store.upkeep.fsck import CONTENTS, NAMES, check
-    from store.upkeep.repair import repair
+    from store.upkeep.repair import REPAIRED_WARNINGS, repair
 
     layout = RunLayout.open(options.run_dir)
     level = NAMES if options.quick else CONTENTS
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if options.repair and open_sql.move(layout):
         line = f"open.sql names {layout.root}, where the run is now"
         print(json.dumps({"repaired": line}) if options.format == "json" else f"repaired  {line}")
-    if options.repair and any(finding.severity == "error" or finding.what.startswith("retired") for finding in findings):
+    if options.repair and any(finding.severity == "error" or finding.what in REPAIRED_WARNINGS for finding in findings):
         _show(findings, form=options.format)
         if any(finding.what.startswith("catalog") for finding in findings):  # its remedy says: rebuild
             return FINDINGS

@@ -1,4 +1,4 @@
-"""python -m store rebuild RUN: a new catalog from the segments and the exported tables."""
+"""python -m store rebuild RUN: a new run.json and a new catalog from what else is there of the run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 DESCRIPTION = """Makes a new catalog when catalog.sqlite is lost or unreadable: trajectories and groups from the segment files,
 everything else from the tables exported every second, or every minute at the least. Says what was recovered and what could not
-be. The old catalog and files that cannot be used are moved to quarantine/, nothing is deleted."""
+be. The old catalog and files that cannot be used are moved to quarantine/, nothing is deleted.
+
+A run.json that is lost or damaged is made anew first, from the catalog, the manifest, the segments and config.yaml."""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "rebuild",
-        help="make a lost catalog anew",
+        help="make a lost catalog or run.json anew",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -27,9 +29,15 @@ def run(options: argparse.Namespace) -> int:
     from store.layout import RunLayout
     from store.upkeep.fsck import CATALOG, FATAL, check
     from store.upkeep.rebuild import rebuild
+    from store.upkeep.run_json import is_lost, rebuild_run_json
 
+    lines = rebuild_run_json(options.run_dir) if is_lost(options.run_dir) else []
+    for line in lines:
+        print(f"recovered  {line}")
     layout = RunLayout.open(options.run_dir)
     if not options.force and not FATAL.intersection(finding.what for finding in check(layout, level=CATALOG)):
+        if lines:  # only run.json was lost
+            return 0
         raise StoreError(f"{layout.catalog} can be read; a rebuild would lose what is not exported (--force does it anyway)")
     report = rebuild(layout)
     for line in report.recovered:

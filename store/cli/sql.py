@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from decimal import Decimal
 from pathlib import Path
@@ -69,12 +69,13 @@ def run(options: argparse.Namespace) -> int:
     elif options.format == "parquet":
         raise StoreError("parquet is not for a terminal; add --output FILE")
     query = sys.stdin.read() if options.query == "-" else options.query
+    as_text = options.format in ("csv", "json")  # Parquet and DuckDB's tables have types for times
     limit = options.limit if options.limit is not None else DEFAULT_ROWS if options.format == "table" else None
     with open_run(options.run_dir, as_of=options.as_of, warn=False) as reader:
         if limit is None:
-            table, more = reader.sql(query, timeout_s=options.timeout), False
+            table, more = reader.sql(query, timeout_s=options.timeout, times_as_text=as_text), False
         else:
-            table, more = reader.first(query, n_rows=limit, timeout_s=options.timeout)
+            table, more = reader.first(query, n_rows=limit, timeout_s=options.timeout, times_as_text=as_text)
     with _destination(options.output) as out:
         PRINT[options.format](table, out)
     if more:
@@ -92,28 +93,52 @@ def _print_table(table: pa.Table, out: TextIO) -> None:
         out.write("\n".join(table["explain_value"].to_pylist()) + "\n")
         return
     width = os.get_terminal_size(out.fileno()).columns if out.isatty() else WIDTH_WITHOUT_TERMINAL
-    with redirect_stdout(out):
-        duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
+    try:
+        with redirect_stdout(out):
+            duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
+    except duckdb.Error as error:
+        why = " ".join(str(error).split())
+        raise StoreError(f"this result cannot be shown as a table ({why}); add --format csv") from error
 
 
 def _print_csv(table: pa.Table, out: TextIO) -> None:
-    """Nested values as JSON text, no value as no text."""
+    """Write nested values as JSON text, and NULL as no text."""
     writer = csv.writer(out)
     writer.writerow(table.column_names)
     for row in _rows(table):
-        writer.writerow(
-            [
-                json.dumps(_jsonable(cell), ensure_ascii=False) if isinstance(cell, list | tuple | dict) else _text(cell)
-                for cell in row
-            ]
-        )
+        writer.writerow([_cell(value, kind) for value, kind in zip(row, table.schema.types, strict=True)])
+
+
+def _cell(value: object, kind: pa.DataType) -> object:
+    """Return the text of one CSV cell."""
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(_jsonable(value, kind), ensure_ascii=False)
+    return _text(value)
 
 
 def _print_json(table: pa.Table, out: TextIO) -> None:
-    """One object a line."""
+    """Write one object a line."""
+    names = _unique(table.column_names)
     for row in _rows(table):
-        cells = dict(zip(table.column_names, map(_jsonable, row), strict=True))
-        out.write(json.dumps(cells, ensure_ascii=False) + "\n")
+        values = [_jsonable(value, kind) for value, kind in zip(row, table.schema.types, strict=True)]
+        out.write(json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False) + "\n")
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return the names, with a number behind those that are there already: an object has each key once.
+
+    >>> _unique(["x", "x", "x_1"])
+    ['x', 'x_2', 'x_1']
+    """
+    found: dict[str, None] = {}
+    given = set(names)
+    for name in names:
+        unique, number = name, 0
+        while unique in found or (number and unique in given):
+            number += 1
+            unique = f"{name}_{number}"
+        found[unique] = None
+    return list(found)
 
 
 def _write_parquet(table: pa.Table, out: TextIO) -> None:
@@ -135,26 +160,38 @@ PRINT: Mapping[str, Callable[[pa.Table, TextIO], None]] = {
 
 
 def _rows(table: pa.Table) -> Iterator[tuple[object, ...]]:
+    for batch in table.to_batches():
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _jsonable(value: object, kind: pa.DataType) -> object:
+    """Return the value as JSON has it: no NaN, whole numbers of any size as numbers, values of other types as text."""
     import pyarrow as pa
 
-    for place, field in enumerate(table.schema):
-        if pa.types.is_temporal(field.type) and getattr(field.type, "unit", None) == "ns":  # finer than Python's own types
-            table = table.set_column(place, field.name, table.column(place).cast(pa.string()))
-    for batch in table.to_batches():
-        yield from zip(*(column.to_pylist(maps_as_pydicts="lossy") for column in batch.columns), strict=True)
-
-
-def _jsonable(value: object) -> object:
-    """As JSON has it: no NaN, whole numbers of any size as numbers, what it has no type for as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return _number(value)
+    if isinstance(value, list) and pa.types.is_map(kind):
+        pairs = [(_key(key, kind.key_type), _jsonable(item, kind.item_type)) for key, item in value]
+        return dict(zip(_unique([key for key, _ in pairs]), [item for _, item in pairs], strict=True))
+    if isinstance(value, list):
+        return [_jsonable(item, kind.value_type) for item in value]
     if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {name: _jsonable(item, kind.field(name).type) for name, item in value.items()}
     return value if isinstance(value, str | int | float | None) else _text(value)
+
+
+def _number(value: Decimal) -> int | float | str:
+    """Return the decimal as a number; as text where the nearest float is another one."""
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)
+
+
+def _key(value: object, kind: pa.DataType) -> str:
+    """Return the key of a map as the key of an object: JSON text where it is nested."""
+    return str(_cell(value, kind))
 
 
 def _text(value: object) -> object:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store import json_values
 from store.beneath import MAX_MANIFEST_BYTES, read_bytes
 from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
@@ -63,35 +63,54 @@ def read_manifest(layout: RunLayout) -> Manifest | None:
 def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
     """The manifest in `data`; None if it is of format 1. Raises FormatError naming the file."""
     try:
-        content = json.loads(data)
-        if content["format_version"] < FIRST_FORMAT:
+        content = json_values.parse_object(data)
+        version = json_values.whole(content, "format_version")
+        if version < FIRST_FORMAT:
             return None
+        segments = json_values.texts(content, "segments")
+        if not segments:
+            raise ValueError("segments is empty; the first of them gives the columns")
+        tables = json_values.objects(content, "tables")
+        superseded = json_values.objects(content, "superseded")
         return Manifest(
-            run_id=content["run_id"],
-            lsn=content["lsn"],
-            format_version=content["format_version"],
-            segments=_segments(content["segments"], name=name),
-            tables={table: tuple(_part(part, name=name) for part in parts) for table, parts in content["tables"].items()},
+            run_id=json_values.text(content, "run_id"),
+            lsn=json_values.whole(content, "lsn"),
+            format_version=version,
+            segments=_segments(segments, name=name),
+            tables={table: _parse_parts(table, parts, name=name) for table, parts in tables.items()},
             superseded={
-                checked_name(path, EXPORT_PATH, where=name): Superseded(**entry)
-                for path, entry in content["superseded"].items()
+                checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path) for path in superseded
             },
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error!r}); remove it: the next start, or fsck --repair, writes it anew"
+            f"{name} is damaged ({error}); remove it: the next start, or fsck --repair, writes it anew"
         ) from error
 
 
-def _segments(paths: list[object], *, name: str) -> tuple[str, ...]:
+def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
     """The first has no rows, only the columns, and is an export."""
     first, *others = paths
     return (checked_name(first, EXPORT_PATH, where=name), *(checked_name(path, SEGMENT_PATH, where=name) for path in others))
 
 
-def _part(content: Mapping[str, Any], *, name: str) -> Part:
-    checked_name(content["path"], EXPORT_PATH, where=name)
-    return Part(**content)
+def _parse_parts(table: str, parts: object, *, name: str) -> tuple[Part, ...]:
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"table {table:.80} is {parts!r:.80}, not a list of parts")
+    return tuple(
+        Part(
+            path=checked_name(part.get("path"), EXPORT_PATH, where=name),
+            since=json_values.whole(part, "since"),
+            until=json_values.whole(part, "until"),
+            n_rows=json_values.whole(part, "n_rows"),
+        )
+        for part in parts
+    )
+
+
+def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
+    entry = json_values.objects(superseded, path)
+    return Superseded(lsn=json_values.whole(entry, "lsn"), at_us=json_values.whole(entry, "at_us"))
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:

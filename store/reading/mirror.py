@@ -27,7 +27,7 @@ from store.catalog.database import check_consent
 from store.durable import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import RunInfo, RunLayout
+from store.layout import RunLayout, parse_run_json
 from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
 from store.reading.open_sql import placed
 from store.reading.pins import oldest_pinned_lsn
@@ -68,10 +68,10 @@ def fetch(uri: str, dest: Path) -> RunLayout:
     """
     storage = open_storage(uri)
     try:
-        content = json.loads(storage.read("run.json").to_pybytes())
-        info = RunInfo(**{**content, "storage_uri": None})
-    except (ValueError, TypeError) as error:
-        raise FormatError(f"{storage.locate('run.json')} cannot be read ({error}); is it the store.uri of a run?") from error
+        content = parse_run_json(storage.read("run.json").to_pybytes(), name=storage.locate("run.json"))
+    except FormatError as error:
+        raise FormatError(f"{error}; is it the store.uri of a run?") from error
+    info = dataclasses.replace(content, storage_uri=None)
     layout = RunLayout(root=dest.absolute(), info=info)
     if not RunLayout.exists(dest):
         if dest.exists() and any(dest.iterdir()):

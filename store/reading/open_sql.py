@@ -24,6 +24,14 @@ SET VARIABLE run = coalesce((SELECT if(getvariable('here') IS NOT NULL AND conta
 PLACE = re.compile(
     rf"{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n    FROM read_text\(.*;\n", re.MULTILINE
 )
+_LITERAL = r"'(?:[^'\n]|'')*'"  # of SQL, in one line
+# The same lines as they are in an unchanged file, whatever directory they name.
+PLACE_UNCHANGED = re.compile(
+    rf"{re.escape(RUN_LINE)}\n|"
+    + re.escape(PLACED.format(run_id="RUN_ID", run_json="LITERAL", root="LITERAL"))
+    .replace("RUN_ID", "[0-9a-f]{32}")
+    .replace("LITERAL", _LITERAL)
+)
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
 BOUND = re.compile(r"SET VARIABLE max_staleness = (\d+);")
 CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d+)$", re.MULTILINE)
@@ -81,7 +89,7 @@ def move(layout: RunLayout) -> bool:
     """Write the run's directory into its open.sql. Return whether it was another one."""
     if not is_whole(layout):
         return False
-    text = read_text(layout.open_sql, root=layout.root)
+    text = read_text(layout.open_sql, root=layout.root, errors="replace")
     new = placed(layout, text)
     if new != text:
         write_atomically(layout.open_sql, new.encode(), mode=READ_WRITE, beneath=layout.root)
@@ -97,7 +105,7 @@ def upgrade(layout: RunLayout) -> None:
     """Give a run of an older code today's views, with its own macros and bound; the catalog was upgraded already."""
     if not is_file(layout.open_sql, root=layout.root):
         return
-    text = read_text(layout.open_sql, root=layout.root)
+    text = read_text(layout.open_sql, root=layout.root, errors="replace")
     macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
     staleness = BOUND.search(text)
     new = compose(layout, macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0)
@@ -110,6 +118,17 @@ def is_whole(layout: RunLayout) -> bool:
         return False
     text = read_text(layout.open_sql, root=layout.root, errors="replace")
     return PLACE.search(text) is not None and VIEWS_MARK in text and MACROS_MARK in text
+
+
+def is_unchanged(layout: RunLayout) -> bool:
+    """Return whether its sources and views are the text that this code writes. The macros are the run's own."""
+    text = read_text(layout.open_sql, root=layout.root, errors="replace")
+    return _comparable(text) == _comparable(compose(layout, macros=(), max_staleness=0))
+
+
+def _comparable(text: str) -> str:
+    """Return the text up to the macros, without what differs between runs."""
+    return BOUND.sub("", PLACE_UNCHANGED.sub("", text.partition(MACROS_MARK)[0], count=1), count=1)
 
 
 def write_again(layout: RunLayout) -> None:

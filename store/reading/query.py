@@ -54,7 +54,7 @@ def show(connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, as_of: int
     if not is_file(layout.open_sql, root=layout.root):
         raise FormatError(f"{layout.run_directory} has no open.sql; it was made by an incomplete start, start the run again")
     # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and all of it is `sources`.
-    sources, mark, views = read_text(layout.open_sql, root=layout.root).partition(VIEWS_MARK)
+    sources, mark, views = read_text(layout.open_sql, root=layout.root, errors="replace").partition(VIEWS_MARK)
     if as_of is not None and not mark:
         raise FormatError(f"{layout.root} is of format 1, without snapshots; python -m store compact {layout.root} upgrades it")
     root = f"{prefix}{layout.root}"

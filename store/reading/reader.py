@@ -99,14 +99,29 @@ class Reader:
             raise
 
     def sql(
-        self, query: str, *, timeout_s: float = TIMEOUT_S, max_rows: int = MAX_ROWS, max_bytes: int = MAX_BYTES
+        self,
+        query: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_rows: int = MAX_ROWS,
+        max_bytes: int = MAX_BYTES,
+        times_as_text: bool = False,
     ) -> pa.Table:
-        """The whole result of one SELECT. SqlTimeout after `timeout_s`, StoreError with DuckDB's reason or the limit passed."""
-        return self._ask(query, timeout_s=timeout_s, max_rows=max_rows, max_bytes=max_bytes, cut=False)[0]
+        """Return the whole result of one SELECT.
 
-    def first(self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S) -> tuple[pa.Table, bool]:
-        """At most the first `n_rows` rows, and whether there are more. Errors as in `sql`."""
-        return self._ask(query, timeout_s=timeout_s, max_rows=n_rows, max_bytes=MAX_BYTES, cut=True)
+        Values of types that Arrow does not have (UHUGEINT, BIT, TIMETZ, VARIANT, ...) come as text. `times_as_text` also
+        gives dates and times as DuckDB writes them: Python's own types have no infinity and no year 10000.
+        Raises SqlTimeout after `timeout_s`, StoreError with DuckDB's reason or the limit passed.
+        """
+        asked = {"sql": query, "max_rows": max_rows, "max_bytes": max_bytes, "cut": False, "times_as_text": times_as_text}
+        return self._ask(asked, timeout_s=timeout_s)[0]
+
+    def first(
+        self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S, times_as_text: bool = False
+    ) -> tuple[pa.Table, bool]:
+        """Return at most the first `n_rows` rows, and whether there are more. Types and errors as in `sql`."""
+        asked = {"sql": query, "max_rows": n_rows, "max_bytes": MAX_BYTES, "cut": True, "times_as_text": times_as_text}
+        return self._ask(asked, timeout_s=timeout_s)
 
     def close(self) -> None:
         """End the child and let go of the snapshot's files. Idempotent."""
@@ -120,10 +135,9 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, query: str, *, timeout_s: float, max_rows: int, max_bytes: int, cut: bool) -> tuple[pa.Table, bool]:
+    def _ask(self, asked: dict, *, timeout_s: float) -> tuple[pa.Table, bool]:
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise StoreError(f"timeout_s is {timeout_s}; give more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
-        asked = {"sql": query, "max_rows": max_rows, "max_bytes": max_bytes, "cut": cut}
         with self._lock:
             if self._closed:
                 raise StoreError("this reader is closed; open another")

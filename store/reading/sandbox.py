@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
+from duckdb.sqltypes import DuckDBPyType
 
 from store.errors import StoreError
 from store.layout import RunLayout
@@ -61,6 +62,11 @@ SETTINGS = (
     "enable_progress_bar = false",
     "parquet_metadata_cache = true",  # files never change; saves a third of a small query over many
 )
+# Types that Arrow cannot carry: their values would come out as another value, or as bytes that nobody can read.
+NOT_FOR_ARROW = frozenset({"bit", "bignum", "geometry", "time with time zone", "type", "uhugeint", "variant"})
+# Types whose text only DuckDB knows: infinities, years before 1 and after 9999, 24:00:00, nanoseconds.
+TEMPORAL = frozenset({"date", "interval", "time", "time_ns"})
+TIMESTAMP = "timestamp"  # how the names of all of its kinds begin
 _PR_SET_PDEATHSIG = 1
 
 
@@ -206,7 +212,8 @@ def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked
     _check_one_query(sql)
     connection.execute("BEGIN TRANSACTION READ ONLY")
     try:
-        with connection.sql(sql).to_arrow_reader(BATCH_ROWS) as batches:
+        relation = _for_arrow(connection.sql(sql), times_as_text=asked["times_as_text"])
+        with relation.to_arrow_reader(BATCH_ROWS) as batches:
             more = _send_rows(channel, batches, asked)
     finally:
         connection.execute("ROLLBACK")
@@ -223,6 +230,54 @@ def _check_one_query(sql: str) -> None:
         reads = False
     if not reads:
         raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
+
+
+def _for_arrow(relation: duckdb.DuckDBPyRelation, *, times_as_text: bool) -> duckdb.DuckDBPyRelation:
+    """Return the relation with values that Arrow cannot carry as DuckDB's text."""
+    casts = [_cast(kind, times_as_text=times_as_text) for kind in relation.types]
+    if not any(casts):
+        return relation
+    columns = []
+    for place, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
+        value = f"#{place}" if kind is None else f"#{place}::{kind}"  # by place: names may be there twice
+        quoted = name.replace('"', '""')
+        columns.append(f'{value} AS "{quoted}"')
+    return relation.project(", ".join(columns))
+
+
+def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
+    """Return the type to cast `kind` to, as SQL. Return None if it can stay as it is.
+
+    >>> import duckdb
+    >>> _cast(duckdb.sqltype("STRUCT(a BIT, b INTEGER)[]"), times_as_text=False)
+    'STRUCT("a" VARCHAR, "b" INTEGER)[]'
+    """
+    family = str(kind.id)
+    if family in NOT_FOR_ARROW:
+        return "VARCHAR"
+    if times_as_text and (family in TEMPORAL or family.startswith(TIMESTAMP)):
+        return "VARCHAR"
+    if family not in ("list", "array", "struct", "tuple", "map", "union"):
+        return None
+    children = [(name, child) for name, child in kind.children if isinstance(child, DuckDBPyType)]
+    inner = [_cast(child, times_as_text=times_as_text) for _, child in children]
+    if family == "union":  # its members cannot be cast one by one
+        nested = any(str(child.id) in ("list", "array", "struct", "tuple", "map") for _, child in children)
+        return "VARCHAR" if any(inner) or (times_as_text and nested) else None
+    if not any(inner):
+        return None
+    types = [str(child) if cast is None else cast for (_, child), cast in zip(children, inner, strict=True)]
+    if family == "map" and inner[0] and "VARIANT" in str(children[0][1]):
+        return "VARCHAR"  # 1 and '1' are two keys with one text: DuckDB ends over them
+    if family == "list":
+        return f"{types[0]}[]"
+    if family == "array":
+        return f"{types[0]}[{dict(kind.children)['size']}]"
+    if family == "struct":
+        names = [name.replace('"', '""') for name, _ in children]
+        fields = (f'"{name}" {type_}' for name, type_ in zip(names, types, strict=True))
+        return f"STRUCT({', '.join(fields)})"
+    return f"{family.upper()}({', '.join(types)})"
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:

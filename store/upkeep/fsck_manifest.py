@@ -69,8 +69,13 @@ def _has_begun(catalog: Opener) -> bool:
 
 
 def _check_open_sql(catalog: Opener, layout: RunLayout, *, remedy: str) -> list[Finding]:
-    if open_sql.is_whole(layout) or not _has_begun(catalog):
+    if not _has_begun(catalog):
         return []
+    if open_sql.is_whole(layout):
+        if open_sql.is_unchanged(layout):
+            return []
+        detail = "its views are not those of this code: older code wrote them, or they were changed"
+        return [warning("open_sql_changed", layout.open_sql.name, detail, remedy=remedy)]
     return [error("open_sql_missing", layout.open_sql.name, "it is not there, or not whole: there are no views", remedy=remedy)]
 
 

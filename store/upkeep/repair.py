@@ -16,7 +16,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.beneath import MAX_TEXT_BYTES, is_file, read_bytes, rename, status
+from store.beneath import MAX_TEXT_BYTES, is_directory, is_file, read_bytes, rename, status
 from store.catalog.catalog import Catalog
 from store.catalog.repairs import COMPONENT
 from store.clock import now_us
@@ -36,6 +36,8 @@ WORKER = "repair"  # the directory of files that were put together from others
 BYTES_ARE_GONE = frozenset({"segment_missing", "segment_damaged", "segment_unreadable"})
 ROWS_ARE_WRONG = frozenset({"segment_foreign", "step_index", "episode_steps", "state_hash", "missing_rows"})
 ONLY_HISTORY = frozenset({"retired_missing", "retired_damaged"})
+OPEN_SQL_CODES = frozenset({"open_sql_missing", "open_sql_changed"})
+REPAIRED_WARNINGS = ONLY_HISTORY | {"open_sql_changed"}  # leftovers that a repair puts right
 QUARANTINE_CODES = BYTES_ARE_GONE | ROWS_ARE_WRONG | ONLY_HISTORY
 
 
@@ -69,7 +71,7 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
         if is_file(layout.root / path, root=layout.root) or layout.storage.exists(path):
             place = quarantine(layout, path)
             catalog.log(component=COMPONENT, what="manifest", detail=f"{path}: {finding.detail}; moved to {place}")
-    if any(finding.what == "open_sql_missing" for finding in findings):
+    if any(finding.what in OPEN_SQL_CODES for finding in findings):
         done.append(_write_open_sql(catalog, layout))
     if done or shown:
         lsn = export(catalog, layout)
@@ -78,13 +80,17 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
 
 
 def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
-    left = None
-    if is_file(layout.open_sql, root=layout.root):
+    if is_directory(layout.open_sql, root=layout.root):
+        quarantine(layout, layout.open_sql.name)
+    elif is_file(layout.open_sql, root=layout.root):
         left = read_bytes(layout.open_sql, root=layout.root, at_most=MAX_TEXT_BYTES)
-    open_sql.write_again(layout)
-    if left is not None:
         make_directory(layout.quarantine, beneath=layout.root)
         write_atomically(layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root)
+    if open_sql.is_whole(layout):  # only its views were changed: the run's macros and bound stay
+        open_sql.upgrade(layout)
+        catalog.log(component=COMPONENT, what="open_sql", detail="its views were written again")
+        return "open.sql has the views of this code again; the run's macros stay as they were"
+    open_sql.write_again(layout)
     catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
     return "open.sql was written again, with the views; the next start of the run adds advantages(...)"
 
