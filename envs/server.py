@@ -30,6 +30,7 @@ from envs.images import observation_to_json
 from envs.pool import EnvironmentPool, PooledEnvironment
 from envs.process import EnvironmentDied
 from envs.registry import is_program
+from printable import ArgumentParser, printable, protect_terminal
 
 IDLE_S = 900.0  # longer than a turn of a slow model; a client that is gone says nothing
 SWEEP_EVERY_S = 30.0
@@ -176,7 +177,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 async def serve(server: Server, *, host: str, port: int) -> None:
     """Until it is cancelled."""
     try:
-        print(f"{LISTENING} http://{host}:{await server.start(host, port)}", flush=True)
+        print(printable(f"{LISTENING} http://{host}:{await server.start(host, port)}"), flush=True)
         await asyncio.Event().wait()
     finally:
         await server.close()
@@ -193,7 +194,7 @@ def _options(text: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="as env.name")
     parser.add_argument("options", type=_options, help="as env.options, in JSON")
     parser.add_argument("port", type=int, help="0: a free one, which it prints")
@@ -206,7 +207,7 @@ def main() -> None:
         asyncio.run(serve(server, host=given.host, port=given.port))
     except EnvironmentFailed as error:
         if error.__cause__ is not None:  # this process has no log but what it prints
-            print(full(error.__cause__), end="", file=sys.stderr)
+            print(printable(full(error.__cause__), lines=True), end="", file=sys.stderr)
         parser.exit(2, f"error: {error}\n")
     except (OSError, OverflowError) as error:
         parser.exit(2, f"error: cannot listen on {given.host}:{given.port} ({error}); take another port, or 0 for a free one\n")
@@ -215,4 +216,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    protect_terminal()
     main()

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from envs.search.library import Library, Lookup, bm25_index
 from envs.search.passages import Hit, read_corpus
+from printable import ArgumentParser, printable, protect_terminal
 
 
 def application(library: Library, *, topk: int) -> web.Application:
@@ -71,14 +72,14 @@ async def serve(library: Library, *, host: str, port: int, topk: int) -> None:
     try:
         await web.TCPSite(runner, host, port).start()
         host, port = runner.addresses[0][:2]
-        print(f"http://{host}:{port}/retrieve answers from {len(library):,} passages", flush=True)
+        print(printable(f"http://{host}:{port}/retrieve answers from {len(library):,} passages"), flush=True)
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="passages: .jsonl, .jsonl.xz or .jsonl.gz")
     parser.add_argument("--index", default="", help="module:make of another index than BM25")
     parser.add_argument("--topk", type=int, default=3, help="passages for a request that does not say how many")
@@ -91,10 +92,11 @@ def main() -> None:
         library = load(options.corpus, options.index)
         asyncio.run(serve(library, host=options.host, port=options.port, topk=options.topk))
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{error}") from None
+        raise SystemExit(printable(error)) from None
     except KeyboardInterrupt:
         print("stopped")
 
 
 if __name__ == "__main__":
+    protect_terminal()
     main()

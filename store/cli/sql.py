@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from printable import PrintableStream, printable, printable_json
 from store.cli._arguments import seconds_above_zero, whole
 from store.errors import StoreError
 
@@ -78,9 +80,9 @@ def run(options: argparse.Namespace) -> int:
     with _destination(options.output) as out:
         PRINT[options.format](table, out)
     if more:
-        print(f"only the first {limit} rows; --limit shows more", file=sys.stderr)
+        print(printable(f"only the first {limit} rows; --limit shows more"), file=sys.stderr)
     if reader.left_out:
-        print(f"warning: {reader.left_out}", file=sys.stderr)
+        print(printable(f"warning: {reader.left_out}"), file=sys.stderr)
         return INCOMPLETE
     return 0
 
@@ -89,16 +91,21 @@ def _print_table(table: pa.Table, out: TextIO) -> None:
     import duckdb
 
     if table.column_names == ["explain_key", "explain_value"]:
-        out.write("\n".join(table["explain_value"].to_pylist()) + "\n")
+        out.write(printable("\n".join(table["explain_value"].to_pylist()), lines=True) + "\n")
         return
     width = os.get_terminal_size(out.fileno()).columns if out.isatty() else WIDTH_WITHOUT_TERMINAL
-    with redirect_stdout(out):
+    drawn = io.StringIO()
+    with redirect_stdout(drawn):
         duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
+    out.write(printable(drawn.getvalue(), lines=True))
 
 
 def _print_csv(table: pa.Table, out: TextIO) -> None:
-    """Nested values as JSON text, no value as no text."""
-    writer = csv.writer(out)
+    """Write nested values as JSON text, no value as no text.
+
+    The text is exact, unless a terminal shows it: there control characters are escaped.
+    """
+    writer = csv.writer(PrintableStream(out), lineterminator="\n") if out.isatty() else csv.writer(out)
     writer.writerow(table.column_names)
     for row in _rows(table):
         writer.writerow(
@@ -113,7 +120,7 @@ def _print_json(table: pa.Table, out: TextIO) -> None:
     """One object a line."""
     for row in _rows(table):
         cells = dict(zip(table.column_names, map(_jsonable, row), strict=True))
-        out.write(json.dumps(cells, ensure_ascii=False) + "\n")
+        out.write(printable_json(json.dumps(cells, ensure_ascii=False)) + "\n")
 
 
 def _write_parquet(table: pa.Table, out: TextIO) -> None:

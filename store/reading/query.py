@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import duckdb
 
+from printable import printable
 from store.catalog.as_of import read_as_of
 from store.errors import FormatError
 from store.layout import RunLayout
@@ -55,7 +56,7 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
             f"the views of {layout.root} cannot be made ({why}); python -m store fsck --repair {layout.root}"
         ) from error
     if text := left_out(connection, layout):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(printable(text), stacklevel=2)
     return connection
 
 
