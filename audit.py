@@ -55,6 +55,7 @@ from gigpo import (
     groups_without_signal,
     step_variance_share,
 )
+from printable import fail, plain_console, printable, protect_terminal
 from store import RunLayout, StoreError
 
 QUERY_TIMEOUT_S = 3600.0
@@ -101,16 +102,16 @@ def main(arguments: list[str]) -> int:
         check_plot(options.plot, named)
         with store.open(options.run) as reader:
             rows = advantages(reader, named, where=options.where)
-            show(reader, rows, named, console=Console(highlight=False, markup=False, emoji=False))
+            show(reader, rows, named, console=plain_console(soft_wrap=False))
         if options.output is not None:
             write_new("--output", options.output, lambda file: pq.write_table(rows, file, compression="zstd"))
-            print(f"{len(rows)} rows in {options.output}")
+            print(printable(f"{len(rows)} rows in {options.output}"))
         if options.plot is not None:
             drawing = plot(rows, descriptions(named))
             write_new("--plot", options.plot, lambda file: file.write_text(drawing, encoding="utf-8"))
-            print(f"a plot in {options.plot}")
+            print(printable(f"a plot in {options.plot}"))
     except (ConfigError, StoreError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        fail(error)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -301,4 +302,5 @@ def descriptions(named: dict[str, Setting]) -> list[str]:
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main(sys.argv[1:]))

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from printable import ArgumentParser
+
 SETTING = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)*)(=.*)?", re.DOTALL)  # --learner.steps=5, --seed, --learner.steps
 # Played here, or stored by another run.
 TRAINING = "split = 'train' OR group_uid IN (SELECT group_uid FROM groups WHERE source IS NOT NULL)"
 TRAIN_NEEDS = "give a config, e.g. configs/quickstart.yaml, or --resume, --fork, --status, --stop, --workers"
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ArgumentParser):
     """Refuse a setting that is written like an option, and say how it is written."""
 
     def __init__(self, description: str | None) -> None:

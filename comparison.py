@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import store
+from printable import printable
 
 CHANGED = """SELECT any_value(s.task_id) AS task, any_value(s.anchor_text) AS state, any_value(s.action_text) AS action
 FROM steps s WHERE s.traj_uid = '{traj_uid}' AND s.step_index = {step_index}"""
@@ -88,7 +89,7 @@ def show_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -
     changes = Table("task", "state", "action", "a", "b", title="what changed most")
     for row in np.argsort(-difference, kind="stable")[:SHOWN_CHANGES]:
         step = CHANGED.format(traj_uid=rows["traj_uid"][row].as_py(), step_index=rows["step_index"][row].as_py())
-        texts = [str(column[0].as_py())[:TEXT_WIDTH] for column in reader.sql(step).columns]
+        texts = [printable(str(column[0].as_py())[:TEXT_WIDTH]) for column in reader.sql(step).columns]
         changes.add_row(*texts, f"{a[row]:.3f}", f"{b[row]:.3f}")
     console.print(changes)
 
@@ -108,7 +109,7 @@ def _show_groups(reader: store.Reader, rows: pa.Table, *, console: Console) -> N
     table = Table("learner step", uid, "task", "trained by", title=f"groups that one leaves out{first}")
     for row in shown:
         step = NO_BATCH if row["learner_step"] is None else str(row["learner_step"])
-        table.add_row(step, row["group_uid"], tasks[row["group_uid"]], "b" if row["has_signal_b"] else "a")
+        table.add_row(step, row["group_uid"], printable(tasks[row["group_uid"]]), "b" if row["has_signal_b"] else "a")
     console.print(table)
 
 

@@ -58,6 +58,7 @@ from opening import (
     with_model,
 )
 from parts import n_processes
+from printable import fail, plain_console, protect_terminal
 from progress import Progress, said_while, said_with_spinner
 from session import Session
 from stopping import Interrupt
@@ -67,7 +68,7 @@ from store import RunLayout, StoreError, VersionRecord, check_unowned, files_dig
 def main(arguments: list[str]) -> int:
     options = evaluate_options(arguments, description=__doc__)
     Interrupt().listen()
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = plain_console(soft_wrap=True)
     try:
         if options.compare:
             first, second = options.compare
@@ -91,7 +92,7 @@ def main(arguments: list[str]) -> int:
             play(config, console, apart=False)
         evaluation.show(Path(config.run_dir), console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed, EndpointFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        fail(error)
         return 2
     except KeyboardInterrupt as stop:
         again = shlex.join(["python", "evaluate.py", *arguments])
@@ -265,4 +266,5 @@ def served(layout: RunLayout, config: Config) -> VersionRecord:
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main(sys.argv[1:]))

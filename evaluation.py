@@ -14,6 +14,7 @@ from rich.table import Table
 import configs
 import store
 from envs import list_tasks
+from printable import printable
 from store import RunLayout, StoreError
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
@@ -92,7 +93,7 @@ def show(run: Path, console: Console) -> None:
         low, high = interval(some)
         score = mean_score(some)
         table.add_row(
-            name,
+            printable(name),
             str(len(some)),
             str(sum(task.played for task in some)),
             f"{success(some):.3f}",
@@ -120,7 +121,7 @@ def show_comparison(first: Path, second: Path, console: Console) -> None:
     order = np.argsort(-np.abs(difference_T), kind="stable")
     for place in [int(place) for place in order[:SHOWN] if difference_T[place]]:
         a, b = pairs[place]
-        table.add_row(a.task_id, f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}")
+        table.add_row(printable(a.task_id), f"{a.won}/{a.played}", f"{b.won}/{b.played}", f"{difference_T[place]:+.2f}")
     console.print(table)
     n_different = int(np.count_nonzero(difference_T))
     console.print(f"{n_different} tasks differ" + (f", {SHOWN} are shown" if n_different > SHOWN else ""))

@@ -20,6 +20,7 @@ from rich.text import Text
 from actors import Status
 from configs import Config, is_offline
 from learner import LEARNER_STEP
+from printable import printable
 from standing import duration
 
 LINE_EVERY_S = 10.0  # between two lines where the output is not a terminal, or nothing else is shown
@@ -76,7 +77,7 @@ class Progress:
         for number, text in sorted(status.notices.items()):
             if number > self.noticed:
                 short = text if len(text) <= NOTICE_CHARACTERS else f"{text[:NOTICE_CHARACTERS]} ..."
-                self.console.print(short, style="yellow", markup=False)
+                self.console.print(printable(short), style="yellow", markup=False)
                 self.noticed = number
 
     def table(self, status: Status, figures: list[tuple[str, str]]) -> Table:
@@ -89,7 +90,7 @@ class Progress:
                     table.add_row(f"{name} is at", f"one learner step, {component.waits_s:.0f} s", style="dim")
             elif component.waiting_on is not None:
                 # Text, as it may name a task: a plain string could hold markup
-                text = Text(f"{component.waiting_on}, {component.waits_s:.0f} s")
+                text = Text(printable(f"{component.waiting_on}, {component.waits_s:.0f} s"))
                 table.add_row(f"{name} waits for", text, style="dim")
         return table
 
@@ -150,7 +151,7 @@ def said_while(line: Callable[[], str], say: Callable[[str], None], *, spinner: 
     teller.start()
     try:
         # Text: rich would read markup and emoji in a plain string
-        with spinner.status(Text(line())) if spinner else nullcontext():
+        with spinner.status(Text(printable(line()))) if spinner else nullcontext():
             yield
     finally:
         ended.set()

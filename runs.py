@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import store
+from printable import printable
 from standing import progress_lines
 from store import RunLayout, StoreError, read_run_file
 
@@ -180,7 +181,7 @@ def status(run: Path, console: Console) -> None:
     if process is not None:
         driven = f"process {process.pid} drives it ({process.status()})"
     else:
-        driven = f"process {driver.pid} of {driver.host} drives it" if driver and is_driven else "nobody drives it"
+        driven = f"process {driver.pid} of {printable(driver.host)} drives it" if driver and is_driven else "nobody drives it"
     cloned = run / "base"
     if cloned.is_symlink():
         raise StoreError(f"{cloned} is a symbolic link, and a run has none; remove it")
@@ -207,7 +208,7 @@ def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) ->
     for row in components.to_pylist():
         silent_s = max(0.0, (now - row["last_beat_at"]).total_seconds())
         doing = row["waiting_on"] or "(works)"
-        table.add_row(row["name"], doing if is_driven else "(ended)", f"{silent_s:.0f} s ago")
+        table.add_row(printable(row["name"]), printable(doing) if is_driven else "(ended)", f"{silent_s:.0f} s ago")
     console.print(table)
 
 
@@ -265,7 +266,7 @@ def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> N
             text = read_run_file(run, STOPPING_FILE)
             if text != said:
                 said, heard_at = text, time.monotonic()
-                console.print(text)
+                console.print(printable(text))
         if time.monotonic() - heard_at > STOP_SILENCE_S:
             last = f"; the last it said was: {said}" if said else ""
             raise StoreError(

@@ -60,6 +60,7 @@ from opening import (
     with_model,
 )
 from parts import n_processes
+from printable import fail, plain_console, protect_terminal
 from progress import Progress, said_while
 from session import Session
 from stopping import Interrupt
@@ -69,7 +70,7 @@ from store import RunLayout, StoreError
 def main(arguments: list[str]) -> int:
     options = train_options(arguments)
     Interrupt().listen()
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = plain_console(soft_wrap=True)
     try:
         if answered(options, console):
             return 0
@@ -85,7 +86,7 @@ def main(arguments: list[str]) -> int:
             forking.make(options.fork, config)
         train(config, console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        fail(error)
         return 2
     except KeyboardInterrupt as stop:
         return interrupted(stop, options, console)
@@ -261,4 +262,5 @@ def session_of(config: Config, model_path: str, driven: Config, console: Console
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from envs.base import Environment
+from printable import printable
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -20,7 +21,7 @@ def close_safely(environment: Environment) -> None:
     try:
         environment.close()
     except Exception:  # noqa: BLE001 - the border to a user's own code
-        traceback.print_exc()
+        print(printable(traceback.format_exc(), lines=True), end="", file=sys.stderr, flush=True)
 
 
 def close_soon(closing: Coroutine[Any, Any, object], *, what: str) -> None:
@@ -43,4 +44,4 @@ async def _closed(closing: Coroutine[Any, Any, object], what: str) -> None:
             await closing
     except Exception as error:  # noqa: BLE001 - nobody waits for it
         why = f"no answer within {CLOSE_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
-        print(f"{what} was not closed: {why}", file=sys.stderr, flush=True)
+        print(printable(f"{what} was not closed: {why}"), file=sys.stderr, flush=True)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from printable import printable
+
 MAX_CHARACTERS = 500  # of an error's own message; the log has all of it
 # Files of this folder that call environments. A frame in one of them says nothing about the environment.
 CALLERS = ("check", "child", "failures", "images", "listing", "options", "pool", "process", "programs", "registry")
@@ -74,7 +76,7 @@ def keep(log: Path | None, text: str) -> None:
     """Append `text` to the log, under the time of day. Without a log it is printed."""
     stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n"
     if log is None:
-        print(stamped, end="", flush=True)
+        print(printable(stamped, lines=True), end="", flush=True)
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", errors="backslashreplace") as file:

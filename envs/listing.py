@@ -9,7 +9,6 @@ The environments of this project are asked in the caller's process.
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,8 +67,7 @@ def _asked_apart(
         child = Child(arguments, channel=theirs, log=None)  # what it prints is progress, for the terminal
     try:
         with Connection(ours.detach()) as connection, suppress(EOFError, ConnectionResetError):
-            answer: tuple[Splits | None] | EnvironmentFailed = pickle.loads(connection.recv_bytes())
-            return answer
+            return _read(connection.recv_bytes(), name)
         code = child.end(patience_s=EXIT_TIMEOUT_S)
         message = f"env.name={name}: listing its tasks ended the process with {exit_text(code)}{child.place()}"
         keep(log, f"{message}\n{child.dump()}")
@@ -78,9 +76,32 @@ def _asked_apart(
         child.end(patience_s=0.0)
 
 
-def _plain(task: Task) -> Task:
-    """Return the task without anything that only the author's module knows, so that the parent need not import that."""
-    return Task(id=task.id, env_name=task.env_name, split=task.split, seed=task.seed, data=dict(task.data))
+def _written(answer: tuple[Splits | None] | EnvironmentFailed) -> bytes:
+    """Return the answer as JSON, which needs nothing of the author's module and runs nothing where it is read."""
+    if isinstance(answer, EnvironmentFailed):
+        return json.dumps({"failed": str(answer), "may_work_elsewhere": answer.may_work_elsewhere}).encode()
+    (splits,) = answer
+    return json.dumps({"splits": splits and {split: list(map(_fields, tasks)) for split, tasks in splits.items()}}).encode()
+
+
+def _fields(task: Task) -> dict[str, object]:
+    data = {str(name): str(text) for name, text in task.data.items()}
+    return {"id": task.id, "env_name": task.env_name, "split": task.split, "seed": task.seed, "data": data}
+
+
+def _read(written: bytes, name: str) -> tuple[Splits | None] | EnvironmentFailed:
+    """Return what `_written` wrote. The author's code may write to the same socket: an error names what is wrong."""
+    try:
+        answer = json.loads(written)
+        if "failed" in answer:
+            failed = EnvironmentFailed(str(answer["failed"]))
+            failed.may_work_elsewhere = answer["may_work_elsewhere"] is True
+            return failed
+        splits = answer["splits"]
+        return (splits and {split: [Task(**fields) for fields in tasks] for split, tasks in splits.items()},)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        return EnvironmentFailed(f"env.name={name}: listing its tasks ended with an answer that cannot be read: {why}")
 
 
 def main() -> None:
@@ -89,9 +110,8 @@ def main() -> None:
     begin(dump)
     answer: tuple[Splits | None] | EnvironmentFailed
     try:
-        splits = _listed(name, json.loads(options), playable=json.loads(playable), log=Path(log))
-        answer = (splits and {split: list(map(_plain, tasks)) for split, tasks in splits.items()},)
+        answer = (_listed(name, json.loads(options), playable=json.loads(playable), log=Path(log)),)
     except EnvironmentFailed as error:
         answer = error
     with Connection(int(descriptor)) as connection, suppress(BrokenPipeError):
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(_written(answer))

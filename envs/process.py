@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import socket
 import sys
 from collections import deque
@@ -45,6 +46,14 @@ class EnvironmentDied(RuntimeError):
     def __init__(self, message: str, *, at_fault: bool) -> None:
         super().__init__(message)
         self.at_fault = at_fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep `at_fault` in another process: an exception is pickled by its positional arguments alone."""
+        return _died, (str(self), self.at_fault)
+
+
+def _died(message: str, at_fault: bool) -> EnvironmentDied:
+    return EnvironmentDied(message, at_fault=at_fault)
 
 
 class EnvironmentProcess:
@@ -111,7 +120,9 @@ class EnvironmentProcess:
     def _send(self) -> None:
         while self._unsent and len(self._futures) - len(self._unsent) < MAX_SENT:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_read` is told too, and fails all that wait
-                self._connection.send(self._unsent.popleft())
+                request, environment_id, method, argument = self._unsent.popleft()
+                # Pickled apart: an argument that cannot be read there is an error of its own request.
+                self._connection.send((request, environment_id, method, pickle.dumps(argument)))
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -151,13 +162,21 @@ class EnvironmentProcess:
                 self._send()
                 if not future.done():  # else its episode was cancelled
                     if error is None:
-                        future.set_result(result)
-                    else:
+                        try:
+                            future.set_result(pickle.loads(result))
+                        except Exception as unread:  # noqa: BLE001 - it runs what the classes in the answer say
+                            keep(self._log, full(unread))
+                            error = f"its answer cannot be read here: {one_line(unread, called=None)}"
+                    if error is not None:
                         message = f"environment {self._env_name!r} failed in {what}: {error}{log_hint(self._log)}"
                         future.set_exception(EnvironmentDied(message, at_fault=True))
                 self._watch()
         except EOFError:
             self._fail_all("")
+        except Exception as error:  # noqa: BLE001 - a process border: it sent what is no answer
+            keep(self._log, full(error))
+            why = one_line(error, called=None)
+            self._fail_all(f"sent something else than an answer ({why}) and was killed")
 
     def _fail_all(self, hung: str) -> None:
         """Ends the process. The first request is to blame, as it was the one being answered."""
@@ -203,13 +222,13 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
     spare: list[Environment] = []
     with contextlib.suppress(Exception, SystemExit):  # the first request makes one too, and is told what is wrong
         spare.append(environment_class(env_name)(Options(options)))
-    connection.send((IS_UP, None, None))
+    connection.send((IS_UP, pickle.dumps(None), None))
     while True:
         try:
             request, environment_id, method, argument = connection.recv()
         except (EOFError, ConnectionResetError):
             break
-        answer: tuple[int, object, str | None]
+        answer: tuple[int, bytes | None, str | None]
         called: Callable[..., object] | None = None
         try:
             if environment_id not in environments and spare:
@@ -219,7 +238,8 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
                 called = make.__init__
                 environments[environment_id] = make(Options(options))
             called = getattr(environments[environment_id], method)
-            answer = (request, checked_answer(method, called(argument)), None)
+            # Pickled apart: an answer that cannot be read by the parent is an error of its own request.
+            answer = (request, pickle.dumps(checked_answer(method, called(pickle.loads(argument)))), None)
         except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it with this text
             keep(None, full(error))
             if environment_id in environments:
@@ -229,9 +249,6 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             break
-        except Exception as error:  # noqa: BLE001 - the same border: the answer holds what cannot be pickled
-            keep(None, full(error))
-            connection.send((request, None, one_line(error, called=called)))
     for environment in (*environments.values(), *spare):
         close_safely(environment)
 

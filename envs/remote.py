@@ -1,6 +1,9 @@
 """An environment over HTTP: a client of `python -m envs.server`, or of anything that answers the same five requests.
 
-Options: `url`. Every request is a POST with a JSON object, and so is every answer (docs/adapters.md has an example of each):
+Options: `url`; and `api_key_env`, which may be left out: the name of the environment variable that holds the API key
+(ENV_SERVER_API_KEY). A key is sent as `Authorization: Bearer KEY`. Without one nothing is sent, for servers that ask for none.
+
+Every request is a POST with a JSON object, and so is every answer (docs/adapters.md has an example of each):
 
     /tasks  {"split"}         {"tasks": [...]}, each with the fields of `Task`
     /create {}                {"id"}: a place for one episode at a time
@@ -16,45 +19,54 @@ status 404 means that the id is unknown, as after a restart of the server: the n
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from envs.base import Observation, Task, Transition
 from envs.closing import close_soon
 from envs.images import observation_from_json
-from envs.options import check_options
+from envs.options import OptionsError, check_options
 from envs.process import EnvironmentDied
 
 if TYPE_CHECKING:
     import aiohttp
 
 OPTIONS = ("url",)
+KEY_OPTION = "api_key_env"
+KEY_VARIABLE = "ENV_SERVER_API_KEY"
 UNKNOWN_ID = 404
 LIST_TIMEOUT_S = 600.0  # a server may make its games now
+MAX_LIST_BYTES = 2**30  # of all tasks
+MAX_ANSWER_BYTES = 64 * 2**20  # of an observation, with its images
+ERROR_CHARACTERS = 1000  # of a server's error
 
 
 class RemoteEnv:
     """It waits for somebody else, so `reset` and `step` are coroutines; `env.answer_timeout_s` bounds each."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._url = _url(options)
+        self._url, self._headers = _url(options), _headers(options)
         self._session: aiohttp.ClientSession | None = None  # made where its event loop is
         self._id: str | None = None
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         body = json.dumps({"split": split}).encode()
-        request = urllib.request.Request(f"{_url(options)}/tasks", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **_headers(options)}
+        request = urllib.request.Request(f"{_url(options)}/tasks", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=LIST_TIMEOUT_S) as answer:
-                listed = json.load(answer)["tasks"]
+            with urllib.request.build_opener(_NoRedirects).open(request, timeout=LIST_TIMEOUT_S) as answer:
+                listed = json.loads(_read(answer, MAX_LIST_BYTES))["tasks"]
+            return [Task(**{**task, "env_name": "remote"}) for task in listed]
         except urllib.error.HTTPError as error:
-            raise ValueError(f"remote environment {request.full_url}: {_error(error.code, error.read())}") from None
-        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"remote environment {request.full_url}: {_error(error.code, _read(error, MAX_LIST_BYTES))}"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"remote environment {request.full_url} gives no tasks: {error!r}; is it up?") from error
-        return [Task(**{**task, "env_name": "remote"}) for task in listed]
 
     async def reset(self, task: Task) -> Observation:
         fields = {"id": task.id, "env_name": task.env_name, "split": task.split, "seed": task.seed, "data": dict(task.data)}
@@ -77,19 +89,65 @@ class RemoteEnv:
         if self._session is None:
             import aiohttp  # here, because who only lists tasks needs none of it
 
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+            timeout = aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         body = fields if self._id is None or verb == "create" else {"id": self._id, **fields}
-        async with self._session.post(f"{self._url}/{verb}", json=body) as answer:
-            return answer.status, await answer.read()
+        # A redirect would carry the key to another server.
+        async with self._session.post(f"{self._url}/{verb}", json=body, allow_redirects=False) as answer:
+            received = bytearray()
+            async for piece in answer.content.iter_any():
+                received += piece
+                if len(received) > MAX_ANSWER_BYTES:
+                    raise EnvironmentDied(
+                        f"the server's answer to /{verb} has more than {MAX_ANSWER_BYTES} bytes", at_fault=True
+                    )
+            return answer.status, bytes(received)
 
     async def _end(self, session: aiohttp.ClientSession) -> None:
         async with session:
             if self._id is not None:
-                await session.post(f"{self._url}/close", json={"id": self._id})
+                await session.post(f"{self._url}/close", json={"id": self._id}, allow_redirects=False)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Make an error of a redirect, which would carry the key to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def key_from(variable: str) -> str:
+    """Return the API key that an environment variable holds; "" if it is not set."""
+    return os.environ.get(variable, "").strip()
 
 
 def _url(options: Mapping[str, object]) -> str:
-    return str(check_options("remote", options, OPTIONS)["url"]).rstrip("/")
+    url = str(_checked_options(options)["url"]).rstrip("/")
+    if not url.startswith(("http://", "https://")) or "@" in url:  # a password would be written into the run directory
+        raise OptionsError(f"remote option url={url!r} must be a URL like http://HOST:PORT, without a name or password")
+    return url
+
+
+def _headers(options: Mapping[str, object]) -> dict[str, str]:
+    """Return the header with the API key; none where no key is set. Raises OptionsError if the one that is named is not set."""
+    variable = str(_checked_options(options).get(KEY_OPTION) or "")
+    key = key_from(variable or KEY_VARIABLE)
+    if variable and not key:
+        raise OptionsError(f"remote option {KEY_OPTION}={variable} is not set in the environment; export it with the key")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _checked_options(options: Mapping[str, object]) -> dict[str, Any]:
+    given = {name: value for name, value in options.items() if name != KEY_OPTION}
+    return check_options("remote", given, OPTIONS) | {name: options[name] for name in (KEY_OPTION,) if name in options}
+
+
+def _read(answer: IO[bytes] | urllib.error.HTTPError, most: int) -> bytes:
+    """Return the body of an answer. Raises ValueError if it has more than `most` bytes."""
+    body = answer.read(most + 1)
+    if len(body) > most:
+        raise ValueError(f"the answer has more than {most} bytes")
+    return body
 
 
 def _checked(status: int, answer: bytes) -> bytes:
@@ -99,12 +157,14 @@ def _checked(status: int, answer: bytes) -> bytes:
 
 
 def _error(status: int, answer: bytes) -> str:
-    return f"the server answers {status}: {_said(answer).get('error', answer[:200].decode(errors='replace'))}"
+    said = str(_said(answer).get("error", answer[:200].decode(errors="replace")))
+    hint = f"; is the key in {KEY_VARIABLE}, or in the variable that env.options.{KEY_OPTION} names?" if status == 401 else ""
+    return f"the server answers {status}: {said[:ERROR_CHARACTERS]}{hint}"
 
 
 def _said(answer: bytes) -> dict[str, Any]:
     try:
         said = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     return said if isinstance(said, dict) else {}

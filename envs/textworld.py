@@ -27,6 +27,7 @@ NOTHING_HAPPENS = "Nothing happens."
 # TextWorld ends each reply with a prompt and a status line, `>     -= Attic =-0/3`.
 STATUS_LINE = re.compile(r"^>\s*-=\s*(?P<room>.+?)\s*=-[-\d/]*\s*\Z", re.MULTILINE)
 ROOM_TITLE = re.compile(r"-=\s*.+?\s*=-")
+GAME_NAME = re.compile(r"[0-9a-f]{32}\.z8")
 WIN_NOTICE = "*** The End ***"
 
 
@@ -46,7 +47,7 @@ class TextWorldEnv:
     makes_tasks = True
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        _parse(options)
+        self._cache_dir = _parse(options).cache_dir
         self._game = None
         self._game_path = ""
         self._is_over = True
@@ -74,7 +75,7 @@ class TextWorldEnv:
         ]
 
     def reset(self, task: Task) -> Observation:
-        path = task.data["game_path"]
+        path = _game_file(self._cache_dir, task)
         if path != self._game_path:
             self.close()
             self._game = _open_game(path)
@@ -125,6 +126,19 @@ class TextWorldEnv:
         # Where the player is and what can be done. Not the last reply: two ways into a state lead to one state.
         anchor = f"{self._room}: {', '.join(listed)}"
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
+
+
+def _game_file(cache_dir: Path, task: Task) -> str:
+    """Return the path of the task's game in the folder of games. Raises ValueError if it would be a file elsewhere.
+
+    Only the name is taken from the task: a game is code for TextWorld's interpreter, and the folder may have been moved.
+    """
+    path = cache_dir.resolve() / Path(task.data["game_path"]).name
+    # TextWorld reads what it knows of the game from the .json beside it.
+    is_link = any(file.is_symlink() for file in (path, path.with_suffix(".json")))
+    if not GAME_NAME.fullmatch(path.name) or is_link:
+        raise ValueError(f"{path} is no game of {cache_dir}; ask for the tasks again, which makes it anew")
+    return str(path)
 
 
 def _shorten(feedback: str) -> str:

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from printable import printable
+
 ROOMS = ("attic", "bedroom", "cellar", "garage", "garden", "hall", "kitchen", "library", "office", "porch")
 SUPPORTERS = ("bench", "counter", "desk", "shelf", "stool", "table")
 CONTAINERS = ("basket", "box", "crate", "drawer", "trunk")
@@ -136,7 +138,7 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
     paths = [cache_dir / f"{game.fingerprint}.z8" for game in games]
     missing = {path: game for path, game in zip(paths, games, strict=True) if not path.is_file()}
     if missing:
-        print(f"making {len(missing)} TextWorld games of {len(paths)}, in {cache_dir}", flush=True)
+        print(printable(f"making {len(missing)} TextWorld games of {len(paths)}, in {cache_dir}"), flush=True)
     compilers = [_start_compiler(list(missing.items())[n :: _cores()]) for n in range(min(len(missing), _cores()))]
     errors = [compiler.communicate()[1] for compiler in compilers]
     failed = [error for compiler, error in zip(compilers, errors, strict=True) if compiler.returncode]

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from printable import ArgumentParser, fail, protect_terminal
 from store import StoreError
 
 EXIT_ERROR = 2
@@ -41,9 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m learner", description="Takes out of a run what it learned, or learns it again."
-    )
+    parser = ArgumentParser(prog="python -m learner", description="Takes out of a run what it learned, or learns it again.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_export(commands)
     add_replay(commands)
@@ -102,9 +101,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def failed(error: Exception) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    fail(error)
     return EXIT_ERROR
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main(sys.argv[1:]))

@@ -23,6 +23,7 @@ from learner.lora import add_adapters, merged, write_adapter
 from learner.policy_model import load_policy
 from learner.publish import weight_files, write_weights
 from learner.vision import checkpoint_names
+from printable import printable
 from store import RunLayout, VersionRecord, files_digest, local_directory
 
 
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         version = find_version(layout, options.version)
         digest = export_version(layout, version, options.dest)
         what = f"version {version.version}, of learner step {version.learner_step}"
-    print(f"{options.dest}: {what} of {layout.root}; digest {digest}")
+    print(printable(f"{options.dest}: {what} of {layout.root}; digest {digest}"))
     return 0
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import ray
 import torch
-from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 import configs
@@ -38,6 +37,7 @@ from learner.metrics import timeless_metrics
 from learner.process import RAY_HIDES_GPUS
 from learner.ranks import Ranks
 from learner.source import ready_batch, source_of
+from printable import plain_console
 from store import CheckpointRecord, RunLayout, VersionRecord, published_version, read_run_file, restart_points, trained_step
 
 SAME, DIFFERENT = 0, 1
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     last = options.step if options.to is None else options.to
     if not 1 <= options.step <= last:
         raise ReplayError(f"--step {options.step} --to {last}: steps count from 1, and the last is not before the first")
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console(soft_wrap=False)
     console.width = max(console.width, LEAST_WIDTH)
 
     def say(line: str) -> None:

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import sys
 
+from printable import fail, protect_terminal
 from store import cli
 from store.cli._arguments import Parser
 from store.errors import StoreError
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:  # `| head`: whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except StoreError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        fail(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -40,4 +41,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from envs import EnvironmentDied, EnvironmentPool, PooledEnvironment, Task, Transition, environment_class, list_tasks
+from envs.remote import KEY_VARIABLE
 from envs.server import LISTENING
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,6 +233,11 @@ def play(name: str, options: dict[str, object], episode: Episode, *, times: int)
             pool.close()
 
     return asyncio.run(all_of_them())
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
 
 
 def gem_options(**changes: object) -> dict[str, object]:

@@ -14,6 +14,7 @@ import uvloop
 from envs import EnvironmentPool, Observation, Task, environment_class
 from envs.check import checked_answer
 from envs.images import observation_from_json, observation_to_json
+from envs.remote import KEY_VARIABLE
 from envs.server import Server
 from envs.sokoban_pixels import BOX, BOX_EDGE, FLOOR, PLAYER, TARGET, WALL, drawn_room
 
@@ -95,9 +96,11 @@ async def _first_image(pool: EnvironmentPool, task: Task) -> np.ndarray:
     return image
 
 
-def test_images_come_over_http() -> None:
+def test_images_come_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
+
     async def played() -> np.ndarray:
-        server = Server("sokoban", SEEN, processes=1, answer_timeout_s=20.0)
+        server = Server("sokoban", SEEN, processes=1, answer_timeout_s=20.0, key="a key", sessions=1)
         port = await server.start("127.0.0.1", 0)
         pool = EnvironmentPool("remote", {"url": f"http://127.0.0.1:{port}"}, processes=1, answer_timeout_s=20.0)
         try:

@@ -8,18 +8,32 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
-from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, closing, environment_class, list_tasks
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, closing, environment_class, http_server, list_tasks
+from envs.remote import KEY_VARIABLE, RemoteEnv
 from envs.server import LISTENING, Server, main
 from tests.test_envs_pool import BROKEN
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTIONS = ["go east", "nonsense", "go west", "go west", "take key"]
 KeyRoom = environment_class("key_room")
+KEY = "a secret of this test"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, KEY)
+        yield KEY
+
+
+def serving(name: str, options: Mapping[str, object], *, processes: int, answer_timeout_s: float, sessions: int = 64) -> Server:
+    return Server(name, options, processes=processes, answer_timeout_s=answer_timeout_s, key=KEY, sessions=sessions)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +72,12 @@ def played_here(number: int) -> list[object]:
     return [env.reset(KeyRoom.tasks("train", {})[number]), *[env.step(action) for action in ACTIONS]]
 
 
-def ask(url: str, verb: str, body: object) -> tuple[int, dict[str, object]]:
-    request = urllib.request.Request(f"{url}/{verb}", json.dumps(body).encode())
+JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+
+
+def ask(url: str, verb: str, body: object, headers: Mapping[str, str] = JSON) -> tuple[int, dict[str, object]]:
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/{verb}", sent, dict(headers))
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, json.load(answer)
@@ -76,7 +94,7 @@ def test_it_answers_over_http_as_without(url: str) -> None:
 
 
 def test_the_requests_are_as_documented(url: str) -> None:
-    task = {"id": "mine", "env_name": "any", "split": "train", "seed": 0, "data": {"start": "0", "key": "1", "door": "2"}}
+    task = {"id": "key_room-train-1", "env_name": "any", "split": "train", "seed": 1, "data": {"start": "not looked at"}}
     status, created = ask(url, "create", {})
     assert status == 200 and created.keys() == {"id"}
     assert ask(url, "reset", created | {"task": task}) == (
@@ -122,7 +140,7 @@ def test_an_error_there_is_the_episodes_error_here(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def play() -> None:
-        there = Server("broken_far_away:Broken", {}, processes=1, answer_timeout_s=20.0)
+        there = serving("broken_far_away:Broken", {}, processes=1, answer_timeout_s=20.0)
         options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
         pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
         task = Task(id="b-train", env_name="remote", split="train", seed=0)
@@ -145,7 +163,7 @@ def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew()
     tasks = KeyRoom.tasks("train", {})
 
     async def play() -> None:
-        there = Server("key_room", {}, processes=1, answer_timeout_s=20.0)
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
         options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
         pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
         try:
@@ -192,7 +210,7 @@ def test_a_place_whose_process_hangs_is_nobodys_until_it_has_answered(hanging: s
     task = {"id": "h-train", "split": "train", "seed": 0, "data": {}}
 
     async def play() -> list[tuple[int, dict[str, object]]]:
-        there = Server(hanging, {}, processes=2, answer_timeout_s=60.0)
+        there = serving(hanging, {}, processes=2, answer_timeout_s=60.0)
         url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
 
         async def began() -> dict[str, object]:
@@ -222,7 +240,7 @@ def test_a_place_whose_process_hangs_is_nobodys_until_it_has_answered(hanging: s
 
 def test_who_only_lived_in_a_process_that_hung_is_not_at_fault(hanging: str, tmp_path: Path) -> None:
     async def play() -> list[BaseException | object]:
-        there = Server(hanging, {}, processes=1, answer_timeout_s=2.0)
+        there = serving(hanging, {}, processes=1, answer_timeout_s=2.0)
         options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
         pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
         task = list_tasks(hanging, {})["train"][0]
@@ -313,3 +331,205 @@ def test_what_cannot_be_served_is_said_in_one_line(
     error = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and complaint.replace("PORT", port) in error[-1]
     assert len(error) == 1 or error[0].startswith("usage:")
+
+
+CORPUS_OPTIONS = {
+    "questions": [str(ROOT / "docs/examples/search/questions.jsonl")],
+    "train_sources": ["countries"],
+    "heldout_sources": ["countries"],
+    "heldout_limit": 0,
+    "topk": 5,
+    "corpus": str(ROOT / "docs/examples/search/corpus.jsonl"),
+    "list_actions": False,
+}
+
+
+def test_a_client_cannot_say_what_is_in_a_task(tmp_path: Path) -> None:
+    """The attack: a task of the client's own makes the server read a file and show it as a passage."""
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text(json.dumps({"id": "0", "contents": '"Password"\nthe password is swordfish'}) + "\n")
+    task = {"id": "mine", "split": "train", "seed": 0, "data": {"question": "?", "golden_answers": "[]", "corpus": str(secret)}}
+
+    async def attack() -> list[tuple[int, dict[str, object]]]:
+        there = serving("search_local", CORPUS_OPTIONS, processes=1, answer_timeout_s=20.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+        answers = []
+        try:
+            for asked in (task, {**task, "id": there._tasks["train"][0].id}):
+                _, created = await asyncio.to_thread(ask, url, "create", {})
+                answers.append(await asyncio.to_thread(ask, url, "reset", created | {"task": asked}))
+                search = created | {"action": "<search>password</search>"}
+                answers.append(await asyncio.to_thread(ask, url, "step", search))
+        finally:
+            await there.close()
+        return answers
+
+    unlisted, _, listed, searched = asyncio.run(attack())
+    assert unlisted[0] == 400 and "this server lists no task 'mine'" in str(unlisted[1]["error"])
+    assert (listed[0], searched[0]) == (200, 200)
+    assert "swordfish" not in json.dumps(searched)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "complaint"),
+    [
+        ({"Authorization": ""}, 401, "the API key is missing or wrong"),
+        ({"Authorization": "Bearer another"}, 401, "the API key is missing or wrong"),
+        ({"Authorization": f"Bearer {KEY}\u00e9"}, 401, "the API key is missing or wrong"),
+        ({"Origin": "https://a.site"}, 403, "not for pages of a browser"),
+        ({"Origin": "null"}, 403, "not for pages of a browser"),
+        ({"Content-Type": "text/plain"}, 415, "/create takes application/json, not 'text/plain'"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "takes application/json"),
+    ],
+)
+def test_a_stranger_is_refused(url: str, headers: dict[str, str], status: int, complaint: str) -> None:
+    code, answer = ask(url, "create", {}, JSON | headers)
+    assert code == status and complaint in str(answer["error"])
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "complaint"),
+    [
+        ("tasks", b"[" * 200_000, 400, "/tasks needs a JSON object"),
+        ("tasks", b"\xff", 400, "/tasks needs a JSON object"),
+        ("tasks", {"split": "x" * 10_000}, 400, "xxx...' is not one of"),
+        ("reset", {"id": "0", "task": {"id": {"a": 1}}}, 400, "this server lists no task"),
+        ("reset", {"id": "0", "task": {"id": "key_room-train-1", "seed": 7}}, 400, "has seed=1 on this server, not '7'"),
+        ("reset", {"id": "0", "task": {"id": "key_room-train-1", "split": "heldout"}}, 400, "has split='train' on this server"),
+        ("nothing", {}, 404, "POST /nothing: Not Found"),
+        ("tasks", b"0" * (http_server.MAX_BODY_BYTES + 1), 413, "Entity Too Large"),
+    ],
+)
+def test_a_hostile_request_is_answered_in_one_short_line(
+    url: str, verb: str, body: object, status: int, complaint: str
+) -> None:
+    code, answer = ask(url, verb, body)
+    assert code == status and complaint in str(answer["error"])
+    assert len(str(answer["error"])) < 1000 and "\n" not in str(answer["error"])
+
+
+def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
+    async def attack() -> list[tuple[int, dict[str, object]]]:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0, sessions=2)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+        try:
+            created = [await asyncio.to_thread(ask, url, "create", {}) for _ in range(3)]
+            await asyncio.to_thread(ask, url, "close", created[0][1])
+            while there._leaving:
+                await asyncio.sleep(0.01)
+            return [*created, await asyncio.to_thread(ask, url, "create", {})]
+        finally:
+            await there.close()
+
+    first, second, third, after = asyncio.run(attack())
+    assert (first[0], second[0], third[0], after[0]) == (200, 200, 503, 200)
+    assert "all 2 episodes that this server holds at once are taken" in str(third[1]["error"])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /create HTTP/1.1\r\nHost: a\r\nX: ",
+        f"POST /tasks HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        "Content-Length: 9\r\n\r\n{".encode(),
+    ],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_who_sends_half_a_request_is_disconnected(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
+
+    async def attack() -> bytes:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await there.start("127.0.0.1", 0))
+        try:
+            writer.write(sent)
+            async with asyncio.timeout(30.0):
+                return await reader.read()
+        finally:
+            writer.close()
+            await there.close()
+
+    answer = asyncio.run(attack())
+    assert answer == b"" or (b" 408 " in answer and b"did not come within 0.1 s" in answer)
+
+
+def test_a_client_too_many_is_disconnected_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+
+    async def attack() -> tuple[bytes, bytes]:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        port = await there.start("127.0.0.1", 0)
+        request = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        try:
+            first, to_first = await asyncio.open_connection("127.0.0.1", port)
+            second, to_second = await asyncio.open_connection("127.0.0.1", port)
+            refused = b"" if await _lost(second) else b"served"
+            to_first.write(request)
+            return await first.read(), refused
+        finally:
+            to_first.close()
+            to_second.close()
+            await there.close()
+
+    served, refused = asyncio.run(attack())
+    assert b" 401 " in served and refused == b""
+
+
+async def _lost(reader: asyncio.StreamReader) -> bool:
+    """Tell whether the other end closed the connection without a word."""
+    try:
+        async with asyncio.timeout(30.0):
+            return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_server_that_sends_the_client_elsewhere_does_not_get_it_to_take_the_key_there() -> None:
+    seen: list[str] = []
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{request.url.port}/elsewhere")
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization", ""))
+        return web.json_response({"id": "1"})
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/elsewhere", elsewhere)
+        app.router.add_post("/{verb}", redirect)
+        runner = await http_server.listen(app, "127.0.0.1", 0)
+        options = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+        try:
+            with pytest.raises(ValueError, match="the server answers 307"):
+                await asyncio.to_thread(RemoteEnv.tasks, "train", options)
+            env = RemoteEnv(options)
+            with pytest.raises(EnvironmentDied, match="the server answers 307"):
+                await env.reset(KeyRoom.tasks("train", {})[0])
+            env.close()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(play())
+    assert not seen
+
+
+def test_the_key_is_named_and_never_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(ValueError, match="remote option api_key_env=NOT_SET is not set in the environment"):
+        RemoteEnv({"url": "http://127.0.0.1:1", "api_key_env": "NOT_SET"})
+    with pytest.raises(ValueError, match="must be a URL like http://HOST:PORT, without a name or password"):
+        RemoteEnv({"url": "http://me:secret@127.0.0.1:1"})
+    monkeypatch.setattr(sys, "argv", ["server", "key_room", "{}", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and f"no API key: export {KEY_VARIABLE}=SECRET" in capsys.readouterr().err
+
+
+def test_a_client_without_the_key_is_told_which_variable_has_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "another")
+    with pytest.raises(EnvironmentFailed, match=f"401: the API key is missing or wrong.* is the key in {KEY_VARIABLE}"):
+        list_tasks("remote", {"url": url})
+    monkeypatch.setenv("MY_KEY", KEY)
+    assert list_tasks("remote", {"url": url, "api_key_env": "MY_KEY"})["train"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,3 +261,12 @@ def test_a_reply_is_the_same_with_and_without_the_prompts_parser(said: str, pars
     after, direct = read_reply(parsed.action), read_reply(said)
     assert (after.kind, after.text) == (direct.kind, direct.text)
     assert (after.is_valid and parsed.well_formed) == direct.is_valid
+
+
+def test_a_task_names_no_corpus(tmp_path: Path) -> None:
+    """The attack: a task that was not listed here has the environment read a file of somebody else's choice."""
+    secret = write_lines(tmp_path / "secret.jsonl", [{"id": "0", "contents": '"Password"\nthe password is swordfish'}])
+    task = a_task("Who?", ["me"])
+    env = environment_class("search_local")(LOCAL)
+    env.reset(replace(task, data={**task.data, "corpus": str(secret)}))
+    assert "swordfish" not in env.step("<search>password swordfish</search>").observation.text

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, try_environment
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, http_server, try_environment
 from envs.search import client
 from envs.search.client import ask_server
 from envs.search.library import Library, bm25_library
@@ -118,6 +118,8 @@ def test_round_trip() -> None:
         ({"queries": ["x", 1]}, "queries must be texts"),
         ({"queries": ["x"], "topk": -1}, "topk=-1 must be a whole number, at least 1"),
         ({"queries": ["x"], "topk": "3"}, "topk='3' must be"),
+        ({"queries": ["x"], "topk": 10**9}, "topk=1000000000 must be a whole number, at least 1 and at most 1000"),
+        ({"queries": ["x"] * 5000}, "5000 queries in one request; send at most 4096"),
     ],
 )
 def test_our_server_refuses_what_is_no_request(body: Any, complaint: str) -> None:
@@ -268,3 +270,39 @@ def test_the_server_command() -> None:
             server.terminate()
     wrong = subprocess.run([*command, "nowhere.jsonl"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (wrong.returncode, wrong.stderr) == (1, "no corpus at nowhere.jsonl; docs/search.md says where to get some\n")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "complaint"),
+    [
+        ({"Origin": "https://a.site"}, 403, "not for pages of a browser"),
+        ({"Content-Type": "text/plain"}, 415, "takes application/json"),
+    ],
+)
+def test_a_page_of_another_site_cannot_search(headers: dict[str, str], status: int, complaint: str) -> None:
+    async def ask() -> tuple[int, str]:
+        async with ours(bm25_library(CORPUS)) as server, aiohttp.ClientSession() as session:
+            sent = {"Content-Type": "application/json"} | headers
+            async with session.post(url_of(server), data=b'{"queries": ["x"]}', headers=sent) as answer:
+                return answer.status, await answer.text()
+
+    code, said = asyncio.run(ask())
+    assert code == status and complaint in said
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /retrieve HTTP/1.1\r\nHost: a\r\nX: "], ids=["nothing", "half a head"])
+def test_who_sends_half_a_request_is_disconnected(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
+
+    async def attack() -> bytes:
+        runner = await http_server.listen(application(bm25_library(CORPUS), topk=3), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        try:
+            writer.write(sent)
+            async with asyncio.timeout(30.0):
+                return await reader.read()
+        finally:
+            writer.close()
+            await runner.cleanup()
+
+    assert asyncio.run(attack()) == b""

@@ -145,9 +145,42 @@ def test_wrong_options_are_named(tmp_path: Path, change: dict[str, object], comp
 def test_an_unknown_split_and_a_lost_game_file_are_named(options: Mapping[str, object]) -> None:
     with pytest.raises(ValueError, match="split 'test' is not one of"):
         TextWorld.tasks("test", options)
-    lost = Task(id="x", env_name="textworld", split="train", seed=1, data={"game_path": "/no/x.z8", "objective": ""})
-    with pytest.raises(ValueError, match=r"'/no/x\.z8' is not there"):
-        TextWorld(options).reset(lost)
+    with pytest.raises(ValueError, match=r"0\.z8' is not there"):
+        TextWorld(options).reset(task_of(f"/no/{'0' * 32}.z8"))
+
+
+def task_of(game_path: str) -> Task:
+    return Task(id="x", env_name="textworld", split="train", seed=1, data={"game_path": game_path, "objective": ""})
+
+
+def test_a_task_names_no_game_elsewhere(tmp_path: Path) -> None:
+    """A game is code for its interpreter. The attack: a task of a stranger names a file of another folder."""
+    env = TextWorld(make_options(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    elsewhere = tmp_path / f"{'0' * 32}.z8"
+    elsewhere.write_bytes(b"")
+    with pytest.raises(ValueError, match="is not there"):
+        env.reset(task_of(str(elsewhere)))
+    for path in ("/etc/passwd", str(tmp_path / "x.z8"), "..", "", f"{'0' * 32}.json"):
+        with pytest.raises(ValueError, match="is no game of .*; ask for the tasks again"):
+            env.reset(task_of(path))
+    for suffix in (".z8", ".json"):
+        link = (tmp_path / "cache" / elsewhere.name).with_suffix(suffix)
+        link.symlink_to(elsewhere)
+        with pytest.raises(ValueError, match="is no game of .*; ask for the tasks again"):
+            env.reset(task_of(str(elsewhere)))
+        link.unlink()
+
+
+def test_a_folder_of_games_that_was_moved_or_is_a_link_is_played(tmp_path: Path) -> None:
+    options = make_options(tmp_path / "cache") | {"train_games": 1}
+    (task,) = TextWorld.tasks("train", options)
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    for folder in ("moved", "link"):
+        env = TextWorld(options | {"cache_dir": str(tmp_path / folder)})
+        assert env.reset(task).actions
+        env.close()
 
 
 def test_shorten_keeps_the_story_and_drops_the_frame() -> None:

@@ -16,7 +16,8 @@ from store import Catalog, RunLayout, export, write_open_sql
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("configs", "envs", "store", "gigpo", "actors", "learner")
-WIRING = tuple(sorted(path.stem for path in ROOT.glob("*.py")))
+SHARED = "printable"  # imports nothing of ours, so everybody may import it
+WIRING = tuple(sorted(path.stem for path in ROOT.glob("*.py") if path.stem != SHARED))
 HEAVY = {"ray", "torch", "vllm", "deepspeed"}
 MAY_IMPORT = {
     "configs": set(),
@@ -38,7 +39,7 @@ NEVER = {
 
 def test_all_the_wiring_is_type_checked() -> None:
     files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
-    assert sorted(files) == sorted([*FOLDERS, *(f"{name}.py" for name in WIRING)])
+    assert sorted(files) == sorted([*FOLDERS, *(f"{name}.py" for name in [*WIRING, SHARED])])
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -114,16 +115,33 @@ def test_the_three_lists_of_a_lazy_package_agree(package: str, submodules: set[s
     assert {name: module for name, module in seen.items() if module} == found
 
 
-def test_what_is_shown_is_never_read_as_markup() -> None:
-    """A task named `coffee:` would become an emoji, one named `[red]` a colour."""
+def test_the_shared_module_imports_nothing_of_ours() -> None:
+    for module in imported_modules(ROOT / f"{SHARED}.py"):
+        assert module.partition(".")[0] not in (*FOLDERS, *WIRING), f"{SHARED}.py imports {module}"
+
+
+PRINTABLE = ("printable(", "map(printable", "json.dumps(")  # which writes ASCII unless it is told otherwise
+
+
+def test_all_that_is_shown_is_made_printable() -> None:
+    """A task named `[red]` would become a colour, one with an escape sequence could write the clipboard."""
     wiring = [ROOT / f"{name}.py" for name in WIRING]
     for path in [*wiring, *(path for folder in FOLDERS for path in sources(folder))]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console":
-                settings = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                assert settings.get("markup") == settings.get("emoji") == "False", f"{path.name}: {ast.unparse(node)}"
             if isinstance(node, ast.Attribute):
-                assert node.attr != "from_markup", f"{path.name}: show plain text"
+                assert node.attr not in ("from_markup", "excepthook"), f"{path.name}: use printable.py"
+            if not isinstance(node, ast.Call):
+                continue
+            text, called = ast.unparse(node), ast.unparse(node.func)
+            where = f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+            if called == "print":
+                is_made = any(way in text for way in PRINTABLE)
+                assert is_made or all(isinstance(value, ast.Constant) for value in node.args), where
+            assert called not in ("Console", "argparse.ArgumentParser", "warnings.showwarning"), f"{where}: use printable.py"
+            if called == "Text":
+                assert text.startswith("Text(printable("), where
+            if called == "warnings.warn":
+                assert text.startswith("warnings.warn(printable("), where
 
 
 def test_nothing_waits_by_wait_for() -> None:

@@ -26,6 +26,7 @@ TASK_TYPES = (
 )
 OFFICIAL_SPLITS = ("train", "valid_seen", "valid_unseen", "valid_train")
 TASK_MARK = "@TASK@"  # stands for the task's sentence in a grammar, so that all games have one
+OFFICIAL_NAME = re.compile(r"(?!\.)[^/\x00]+/(?!\.)[^/\x00]+")  # no absolute path, and no `..`
 TASK_SENTENCE = re.compile(r'(?<="rhs": ")Your task is to: [^"]*(?=")')
 
 
@@ -57,7 +58,7 @@ def list_games(data: Path, split: str) -> list[tuple[str, str]]:
     if packed.is_file():
         found = [(name, row.type) for name, row in _read_packed(packed).items()]
     else:
-        paths = [path for path in folder.glob("*/*/game.tw-pddl") if _is_playable(path)]
+        paths = [path for path in folder.glob("*/*/game.tw-pddl") if _is_playable(_inside(data, path))]
         found = [(path.parent.relative_to(folder).as_posix(), path.parts[-3].partition("-")[0]) for path in paths]
     if not found:
         raise ValueError(f"alfworld: no solvable game in {folder}; unpack the data again")
@@ -73,13 +74,15 @@ def read_game(data: Path, split: str, name: str) -> Game:
         if row is None:
             raise ValueError(f"alfworld: {packed} has no game {name!r}; it is not the file that the tasks were listed from")
         return Game(
-            domain=_read_text(data / "domain.pddl"),
-            grammar=_read_text(data / "grammar.twl2"),
+            domain=_read_text(_inside(data, data / "domain.pddl")),
+            grammar=_read_text(_inside(data, data / "grammar.twl2")),
             problem=zlib.decompress(row.problem).decode(),
             task=row.task,
             walkthrough=row.walkthrough,
         )
-    path = folder / name / "game.tw-pddl"
+    if not OFFICIAL_NAME.fullmatch(name):
+        raise ValueError(f"alfworld: {name!r} is no game of {folder}; its games are named TASK/TRIAL")
+    path = _inside(data, folder / name / "game.tw-pddl")
     if not path.is_file():
         raise ValueError(f"alfworld: {path} is not there; env.options.data is not the folder that the tasks were listed from")
     content = json.loads(path.read_text())
@@ -97,7 +100,9 @@ def read_game(data: Path, split: str, name: str) -> Game:
 
 def _places(data: Path, split: str) -> tuple[Path, Path]:
     """The split's packed file and its folder, one of which is there; ValueError if neither is."""
-    packed, folders = data / f"{split}.jsonl.xz", [data / "json_2.1.1" / split, data / split]
+    if split not in OFFICIAL_SPLITS:
+        raise ValueError(f"alfworld: {split!r} is none of the splits {', '.join(OFFICIAL_SPLITS)}")
+    packed, folders = _inside(data, data / f"{split}.jsonl.xz"), [data / "json_2.1.1" / split, data / split]
     folder = next((folder for folder in folders if folder.is_dir()), folders[0])
     if not packed.is_file() and not folder.is_dir():
         raise ValueError(
@@ -105,6 +110,13 @@ def _places(data: Path, split: str) -> tuple[Path, Path]:
             f"`alfworld-download --data-dir {data}`, or leave data empty to play small games made on the spot"
         )
     return packed, folder
+
+
+def _inside(data: Path, path: Path) -> Path:
+    """Return the path of a game file. Raises ValueError if it leads out of the folder of games, by a link for example."""
+    if not path.resolve().is_relative_to(data.resolve()):
+        raise ValueError(f"alfworld: {path} leads out of {data}; put the file itself there, or name the other folder as data")
+    return path
 
 
 def _is_playable(path: Path) -> bool:

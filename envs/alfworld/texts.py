@@ -22,6 +22,8 @@ from textworld.envs.pddl.textgen import (
 )
 from textworld.logic import Rule, Type
 
+from envs.alfworld.expressions import Read, parse_expression
+
 Placeholder = tuple[str, str]  # name, type
 Binding = Mapping[Placeholder, str]
 Signature = tuple[str, tuple[str, ...]]  # predicate, types of its arguments
@@ -63,7 +65,7 @@ class Language:
         # Bounded by the grammar: it is the only source of texts.
         self.parse: Callable[[str], Any] = cache(_parse)
         self.query: Callable[[str], Any] = cache(self._parse_query)
-        self.code: Callable[[str], Any] = cache(lambda expression: compile(expression, "<grammar>", "eval"))
+        self.code: Callable[[str], Read] = cache(parse_expression)
 
     def say(self, text: str, binding: Binding, *, facts: Facts, entities: Mapping[str, Any]) -> str:
         """`text` of the grammar in full; `entities`: TextWorld's EntityInfo by id."""
@@ -105,7 +107,7 @@ class _Speaker:
                 return self._rule(str(symbol), binding)
             case EvalSymbol():
                 named = {name: self._entities[entity] for (name, _), entity in binding.items()}
-                return str(eval(self._language.code(symbol.expression), named))
+                return str(self._language.code(symbol.expression)(named))
             case ConditionalSymbol():
                 return "".join(self._each(symbol, binding))
             case ListSymbol():

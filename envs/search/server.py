@@ -14,8 +14,12 @@ from pathlib import Path
 
 from aiohttp import web
 
+from envs.http_server import MAX_BODY_BYTES, Handler, RequestRefused, guard, listen, read_json
 from envs.search.library import Library, Lookup, bm25_index
 from envs.search.passages import Hit, read_corpus
+from printable import ArgumentParser, printable, protect_terminal
+
+MAX_QUERIES, MAX_TOPK = 4096, 1000  # of one request
 
 
 def application(library: Library, *, topk: int) -> web.Application:
@@ -23,15 +27,24 @@ def application(library: Library, *, topk: int) -> web.Application:
 
     async def retrieve(request: web.Request) -> web.Response:
         try:
-            queries, wanted, with_scores = _parsed(await request.json(), topk=topk)
+            queries, wanted, with_scores = _parsed(await read_json(request), topk=topk)
         except ValueError as error:
             return web.json_response({"detail": str(error)}, status=422)
         found = await asyncio.to_thread(library.search, queries, wanted)
         return web.json_response({"result": [[_item(hit, with_scores=with_scores) for hit in hits] for hits in found]})
 
-    app = web.Application(client_max_size=16 << 20)
+    # Search-R1's protocol has no key, and what the corpus holds is for everybody who can reach the server.
+    app = web.Application(middlewares=[_refusals, guard("")], client_max_size=MAX_BODY_BYTES)
     app.router.add_post("/retrieve", retrieve)
     return app
+
+
+@web.middleware
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestRefused as error:
+        return web.json_response({"detail": error.why}, status=error.status)
 
 
 def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
@@ -39,9 +52,11 @@ def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
         raise ValueError('the body must be {"queries": ["...", ...], "topk": 3, "return_scores": true}')
     if not all(isinstance(query, str) for query in queries):
         raise ValueError("queries must be texts")
+    if len(queries) > MAX_QUERIES:
+        raise ValueError(f"{len(queries)} queries in one request; send at most {MAX_QUERIES}")
     wanted = topk if body.get("topk") is None else body["topk"]
-    if not isinstance(wanted, int) or wanted < 1:
-        raise ValueError(f"topk={wanted!r} must be a whole number, at least 1")
+    if not isinstance(wanted, int) or not 1 <= wanted <= MAX_TOPK:
+        raise ValueError(f"topk={repr(wanted)[:60]} must be a whole number, at least 1 and at most {MAX_TOPK}")
     return queries, wanted, bool(body.get("return_scores", False))
 
 
@@ -66,19 +81,17 @@ def load(corpus: Path, index: str) -> Library:
 
 async def serve(library: Library, *, host: str, port: int, topk: int) -> None:
     """Until it is cancelled. Prints its URL when it answers; port 0 takes a free one."""
-    runner = web.AppRunner(application(library, topk=topk))
-    await runner.setup()
+    runner = await listen(application(library, topk=topk), host, port)
     try:
-        await web.TCPSite(runner, host, port).start()
         host, port = runner.addresses[0][:2]
-        print(f"http://{host}:{port}/retrieve answers from {len(library):,} passages", flush=True)
+        print(printable(f"http://{host}:{port}/retrieve answers from {len(library):,} passages"), flush=True)
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="passages: .jsonl, .jsonl.xz or .jsonl.gz")
     parser.add_argument("--index", default="", help="module:make of another index than BM25")
     parser.add_argument("--topk", type=int, default=3, help="passages for a request that does not say how many")
@@ -91,10 +104,11 @@ def main() -> None:
         library = load(options.corpus, options.index)
         asyncio.run(serve(library, host=options.host, port=options.port, topk=options.topk))
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{error}") from None
+        raise SystemExit(printable(error)) from None
     except KeyboardInterrupt:
         print("stopped")
 
 
 if __name__ == "__main__":
+    protect_terminal()
     main()

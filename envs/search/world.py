@@ -66,6 +66,7 @@ class SearchEnv:
 class LocalSearchEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._topk = _parse(options, "search_local", corpus=str, list_actions=bool).topk
+        self._corpus = Path(str(options["corpus"])).resolve()
         self._list_actions = bool(options["list_actions"])
         self._episode: Episode | None = None
         self._library: Library
@@ -74,11 +75,11 @@ class LocalSearchEnv:
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         parsed = _parse(options, "search_local", corpus=str, list_actions=bool)
         corpus = check_file(Path(str(options["corpus"])), what="corpus")
-        # The whole path: an environment process may be in another directory than whoever lists the tasks.
         return _tasks(parsed, env_name="search_local", split=split, corpus=str(corpus.resolve()))
 
     def reset(self, task: Task) -> Observation:
-        self._library = bm25_library(Path(task.data["corpus"]))
+        # The option's file. A task may come from anywhere, so none of its texts names a file.
+        self._library = bm25_library(self._corpus)
         self._episode = Episode(task, list_actions=self._list_actions)
         return self._episode.first()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ from envs import bm25
 from envs.webshop import nouns
 from envs.webshop.catalogue import FULL, SMALL, read
 from envs.webshop.shop import catalogue_of, packed
+from printable import ArgumentParser, fail, printable
 
 
 def pack(data: Path) -> str:
@@ -37,7 +37,7 @@ def tag(data: Path, which: str, model: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m envs.webshop", description=__doc__)
+    parser = ArgumentParser(prog="python -m envs.webshop", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("pack", "arrays of the full catalogue, to play with it"), ("nouns", "spaCy's nouns of all names")):
         command = commands.add_parser(name, help=what)
@@ -46,9 +46,10 @@ def main() -> int:
     commands.choices["nouns"].add_argument("model", help="a spaCy model that is installed, such as en_core_web_sm")
     options = parser.parse_args()
     try:
-        print(pack(options.data) if options.command == "pack" else tag(options.data, options.catalogue, options.model))
+        said = pack(options.data) if options.command == "pack" else tag(options.data, options.catalogue, options.model)
+        print(printable(said))
     except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        fail(error)
         return 2
     return 0
 

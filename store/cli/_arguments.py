@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from printable import ArgumentParser
+
 LARGEST = 2**63 - 1  # that the catalog can hold
 MAX_SECONDS = 1e9
 MAX_DAYS = 1e6
 Number = TypeVar("Number", int, float)
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ArgumentParser):
     """Refuses an option that is given twice: argparse would forget the first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from printable import printable
 from store.cli._arguments import whole
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     from store.reading.bias import bias_report  # and with it DuckDB and Arrow
 
     report = bias_report(options.run_dir, as_of=options.as_of, where=options.where)
-    print("\n".join([*_kinds(report), "", *_comparisons(report), "", *_conclusions(report)]))
+    lines = [*_kinds(report), "", *_comparisons(report), "", *_conclusions(report)]
+    print("\n".join(map(printable, lines)))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from printable import printable
 from store.cli._arguments import days_above_zero, seconds, whole
 
 DEFAULT_WINDOW_S = 900.0
@@ -62,14 +63,15 @@ def run(options: argparse.Namespace) -> int:
         foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=())
         export(catalog, layout)
         after = catalog.live_segments()
-    print(f"live files    {len(before)} -> {len(after)}")
-    print(f"live bytes    {sum(file.n_bytes for file in before):,} -> {sum(file.n_bytes for file in after):,}")
-    print(f"expired files {len(expired)}")
-    print(f"removed files {len(removed)}")
+    n_bytes = [sum(file.n_bytes for file in files) for files in (before, after)]
+    print(printable(f"live files    {len(before)} -> {len(after)}"))
+    print(printable(f"live bytes    {n_bytes[0]:,} -> {n_bytes[1]:,}"))
+    print(printable(f"expired files {len(expired)}"))
+    print(printable(f"removed files {len(removed)}"))
     for text, paths in (
         ("left out: damaged (see the events view), or too large", sorted(left_out)),
         ("not ours, left alone", foreign),
     ):
         for path in paths:
-            print(f"{text}: {path}")
+            print(printable(f"{text}: {path}"))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from printable import printable
 from store.cli._arguments import whole
 
 EXPORT = """Writes whole trajectories as plain Parquet files that any tool reads, with their digests in dataset.json.
@@ -51,14 +52,16 @@ def run_export(options: argparse.Namespace) -> int:
         text_uids=options.text_uids,
     )
     n_bytes = sum(part.n_bytes for part in dataset.parts)
-    print(
+    line = (
         f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, {dataset.n_steps:,} steps: "
         f"{len(dataset.parts)} files, {n_bytes:,} bytes in {options.dest}"
     )
+    print(printable(line))
     n_missing = sum(dataset.groups.values()) - dataset.n_trajectories
     if n_missing:
         why = "they were never played" if options.groups else "--groups exports whole groups"
-        print(f"{n_missing:,} more trajectories of these groups are not in it, and only whole groups can be trained on; {why}")
+        line = f"{n_missing:,} more trajectories of these groups are not in it, and only whole groups can be trained on; {why}"
+        print(printable(line))
     return 0
 
 
@@ -66,5 +69,5 @@ def run_import(options: argparse.Namespace) -> int:
     from store.exchange import import_selection
 
     report = import_selection(options.run_dir, options.source)
-    print(f"{report.n_trajectories:,} trajectories, {report.n_steps:,} steps are new; {report.n_known:,} were known")
+    print(printable(f"{report.n_trajectories:,} trajectories, {report.n_steps:,} steps are new; {report.n_known:,} were known"))
     return 0

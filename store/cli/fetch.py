@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from printable import printable
+
 DESCRIPTION = """Copies what readers see of a run, from its store.uri, into a directory on which DuckDB's open.sql, the Python
 reader and `python -m store sql` work. Called again it catches up with the run. Credentials come from the environment."""
 
@@ -23,5 +25,6 @@ def run(options: argparse.Namespace) -> int:
     layout = fetch(options.uri, options.dest)
     manifest = read_manifest(layout)
     assert manifest is not None, "fetch writes it last"
-    print(f"run {layout.info.run_id} as of lsn {manifest.lsn}: {len(manifest.segments) - 1} segments in {layout.root}")
+    n_segments = len(manifest.segments) - 1
+    print(printable(f"run {layout.info.run_id} as of lsn {manifest.lsn}: {n_segments} segments in {layout.root}"))
     return 0

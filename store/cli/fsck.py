@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from printable import printable
+
 if TYPE_CHECKING:
     from store.upkeep.finding import Finding
 
@@ -44,19 +46,19 @@ def run(options: argparse.Namespace) -> int:
     findings = check(layout, level=level)
     if options.repair and open_sql.move(layout):
         line = f"open.sql names {layout.root}, where the run is now"
-        print(json.dumps({"repaired": line}) if options.format == "json" else f"repaired  {line}")
+        print(json.dumps({"repaired": line}) if options.format == "json" else printable(f"repaired  {line}"))
     if options.repair and any(finding.severity == "error" or finding.what in REPAIRED_WARNINGS for finding in findings):
         _show(findings, form=options.format)
         if any(finding.what.startswith("catalog") for finding in findings):  # its remedy says: rebuild
             return FINDINGS
         with Catalog.open(layout) as catalog:
             for line in repair(catalog, layout, check(layout, level=level)):
-                print(json.dumps({"repaired": line}) if options.format == "json" else f"repaired  {line}")
+                print(json.dumps({"repaired": line}) if options.format == "json" else printable(f"repaired  {line}"))
         findings = check(layout, level=level)
     _show(findings, form=options.format)
     n = sum(finding.severity == "error" for finding in findings)
     if options.format == "table":
-        print(f"{layout.root}: {f'{n} errors' if n else 'whole'}, {len(findings) - n} warnings")
+        print(printable(f"{layout.root}: {f'{n} errors' if n else 'whole'}, {len(findings) - n} warnings"))
     return FINDINGS if n else CLEAN
 
 
@@ -65,4 +67,5 @@ def _show(findings: Sequence[Finding], *, form: str) -> None:
         if form == "json":
             print(json.dumps(dataclasses.asdict(finding)))
         else:
-            print(f"{finding.severity:<9} {finding.what}: {finding.subject}: {finding.detail}; {finding.remedy}")
+            line = f"{finding.severity:<9} {finding.what}: {finding.subject}: {finding.detail}; {finding.remedy}"
+            print(printable(line))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from printable import printable
+
 DESCRIPTION = """Makes a new catalog when catalog.sqlite is lost or unreadable: trajectories and groups from the segment files,
 everything else from the tables exported every second, or every minute at the least. Says what was recovered and what could not
 be. The old catalog and files that cannot be used are moved to quarantine/, nothing is deleted.
@@ -33,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
     lines = rebuild_run_json(options.run_dir) if is_lost(options.run_dir) else []
     for line in lines:
-        print(f"recovered  {line}")
+        print(printable(f"recovered  {line}"))
     layout = RunLayout.open(options.run_dir)
     if not options.force and not FATAL.intersection(finding.what for finding in check(layout, level=CATALOG)):
         if lines:  # only run.json was lost
@@ -41,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise StoreError(f"{layout.catalog} can be read; a rebuild would lose what is not exported (--force does it anyway)")
     report = rebuild(layout)
     for line in report.recovered:
-        print(f"recovered  {line}")
+        print(printable(f"recovered  {line}"))
     for line in report.lost:
-        print(f"lost       {line}")
+        print(printable(f"lost       {line}"))
     return 0

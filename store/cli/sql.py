@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from printable import PrintableStream, printable, printable_json
 from store.cli._arguments import seconds_above_zero, whole
 from store.errors import StoreError
 
@@ -79,9 +81,9 @@ def run(options: argparse.Namespace) -> int:
     with _destination(options.output) as out:
         PRINT[options.format](table, out)
     if more:
-        print(f"only the first {limit} rows; --limit shows more", file=sys.stderr)
+        print(printable(f"only the first {limit} rows; --limit shows more"), file=sys.stderr)
     if reader.left_out:
-        print(f"warning: {reader.left_out}", file=sys.stderr)
+        print(printable(f"warning: {reader.left_out}"), file=sys.stderr)
         return INCOMPLETE
     return 0
 
@@ -90,20 +92,25 @@ def _print_table(table: pa.Table, out: TextIO) -> None:
     import duckdb
 
     if table.column_names == ["explain_key", "explain_value"]:
-        out.write("\n".join(table["explain_value"].to_pylist()) + "\n")
+        out.write(printable("\n".join(table["explain_value"].to_pylist()), lines=True) + "\n")
         return
     width = os.get_terminal_size(out.fileno()).columns if out.isatty() else WIDTH_WITHOUT_TERMINAL
+    drawn = io.StringIO()
     try:
-        with redirect_stdout(out):
+        with redirect_stdout(drawn):
             duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
     except duckdb.Error as error:
         why = " ".join(str(error).split())
         raise StoreError(f"this result cannot be shown as a table ({why}); add --format csv") from error
+    out.write(printable(drawn.getvalue(), lines=True))
 
 
 def _print_csv(table: pa.Table, out: TextIO) -> None:
-    """Write nested values as JSON text, and NULL as no text."""
-    writer = csv.writer(out)
+    """Write nested values as JSON text, and NULL as no text.
+
+    The text is exact, unless a terminal shows it: there control characters are escaped.
+    """
+    writer = csv.writer(PrintableStream(out), lineterminator="\n") if out.isatty() else csv.writer(out)
     writer.writerow(table.column_names)
     for row in _rows(table):
         writer.writerow([_cell(value, kind) for value, kind in zip(row, table.schema.types, strict=True)])
@@ -121,7 +128,7 @@ def _print_json(table: pa.Table, out: TextIO) -> None:
     names = _unique(table.column_names)
     for row in _rows(table):
         values = [_jsonable(value, kind) for value, kind in zip(row, table.schema.types, strict=True)]
-        out.write(json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False) + "\n")
+        out.write(printable_json(json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False)) + "\n")
 
 
 def _unique(names: Sequence[str]) -> list[str]:

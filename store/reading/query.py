@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import duckdb
 
+from printable import printable
 from store.beneath import is_file, read_text
 from store.catalog.as_of import read_as_of
 from store.errors import FormatError, StoreError
@@ -39,7 +40,7 @@ def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyCo
         connection.close()
         raise
     if text := left_out(connection, layout):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(printable(text), stacklevel=2)
     return connection
 
 

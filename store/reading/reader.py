@@ -19,6 +19,7 @@ from typing import Self
 
 import pyarrow as pa
 
+from printable import printable
 from store import errors
 from store.errors import StoreError
 from store.layout import RunLayout
@@ -66,7 +67,7 @@ def open_run(
         protection = LANDLOCK if landlock.abi() > 0 else FILESYSTEM
     reader = Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit)
     if warn and reader.left_out:
-        warnings.warn(reader.left_out, stacklevel=2)
+        warnings.warn(printable(reader.left_out), stacklevel=2)
     return reader
 
 
