@@ -17,7 +17,7 @@ from tests.crash.commands import COMMANDS, kill_and_give_again, undisturbed
 from tests.crash.lab import scratch, workers
 from tests.test_store_crash import evenly
 
-POINTS = int(os.environ.get("STORE_COMMAND_KILLS", "4"))  # of each command; an export takes longer than the others
+POINTS = int(os.environ.get("STORE_COMMAND_KILLS", "3"))  # of each command; an export takes longer than the others
 
 
 @pytest.mark.parametrize("name", COMMANDS)

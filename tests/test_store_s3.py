@@ -290,7 +290,7 @@ def test_segments_may_be_on_a_shared_filesystem(tmp_path: Path) -> None:
     assert main(["fsck", str(layout.root)]) == 0
 
 
-KILLS = int(os.environ.get("STORE_S3_KILLS", "4"))  # half of them at requests, half at changes of the catalog
+KILLS = int(os.environ.get("STORE_S3_KILLS", "2"))  # half of them at requests, half at changes of the catalog
 
 
 def test_an_owner_that_is_killed_loses_and_doubles_nothing(server: Server) -> None:
