@@ -21,7 +21,7 @@ import configs
 from configs import Config, ConfigError
 from runs import write_whole
 from standing import CONFIG_FILE
-from store import RunLayout
+from store import RunLayout, made_by_this_user, sign_run
 
 OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
@@ -52,7 +52,10 @@ def remember(config: Config) -> None:
     there = {key: str(path.absolute()) for key, path in outside(config).items()}
     model = replace(config.model, path=there.get("model.path", config.model.path))
     prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
-    write_whole(run / CONFIG_FILE, configs.to_yaml(replace(config, model=model, prompt=prompt)))
+    text = configs.to_yaml(replace(config, model=model, prompt=prompt))
+    if made_by_this_user(run):
+        sign_run(run, config=text.encode())  # first: killed in between, the run still has a signed config.yaml
+    write_whole(run / CONFIG_FILE, text)
 
 
 def differences(config: Config, recorded: Config) -> list[str]:

@@ -38,7 +38,7 @@ RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
 # What may be in a run's directory that was killed before it was one, or while its file system was new.
 BEFORE_IT_IS_ONE = (
-    *("run.json", "segments", "export", "weights", "checkpoints", "logs", "lost+found"),
+    *("run.json", "signed.json", "segments", "export", "weights", "checkpoints", "logs", "lost+found"),
     *(DRIVER_FILE, WANTED_FILE, STOPPING_FILE),
 )
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent

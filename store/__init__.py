@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from store.heartbeat import Heartbeat
     from store.layout import FORMAT_VERSION, RunLayout
     from store.logs import capture_output
+    from store.made_by import made_by_this_user, sign_run
     from store.reading.manifest import export
     from store.reading.query import write_open_sql
     from store.reading.reader import Reader, SqlTimeout
@@ -101,6 +102,7 @@ else:
         "fork": "forked",
         "from_table": "records",
         "live_files": "exchange",
+        "made_by_this_user": "made_by",
         "local_directory": "transfer",
         "metrics_since": "reading.trained",
         "now_us": "clock",
@@ -111,6 +113,7 @@ else:
         "read_segment": "segments",
         "read_segments": "segments",
         "restart_points": "reading.trained",
+        "sign_run": "made_by",
         "state_hash": "hashing",
         "take_sources": "stored",
         "to_table": "records",
@@ -179,6 +182,7 @@ __all__ = [
     "from_table",
     "live_files",
     "local_directory",
+    "made_by_this_user",
     "metrics_since",
     "now_us",
     "open",
@@ -188,6 +192,7 @@ __all__ = [
     "read_segment",
     "read_segments",
     "restart_points",
+    "sign_run",
     "state_hash",
     "take_sources",
     "to_table",

@@ -4,6 +4,7 @@ StoreError            bad data, a wrong path, a broken file: the message names t
 ├── FormatError       a run directory or file this code cannot read (newer format, not a run)
 ├── DigestError       a segment's bytes are not the ones that were committed
 ├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded from it
+├── UnsafePathError   a path of a run that leads out of it, or to what is no regular file
 ├── LockedError       another live process owns the catalog
 └── FencedError       the caller belongs to an older epoch; its lease is void and its data will be played again
 """
@@ -25,6 +26,13 @@ class DigestError(StoreError):
 
 class UnavailableError(StoreError):
     """Storage does not answer, or refuses: an outage, a time-out, permissions, an I/O error. What is there may be whole."""
+
+
+class UnsafePathError(StoreError, OSError):
+    """A path of a run is absolute, has "..", goes through a link, or names no regular file."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class LockedError(StoreError):

@@ -9,10 +9,12 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from store import beneath
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, write_once
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
+from store.made_by import sign_run, state_directory
 from store.storage import LocalStorage, Storage, open_storage
 
 FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
@@ -77,21 +79,27 @@ class RunLayout:
         layout = cls(root=root, info=info)
         try:
             for directory in (root, layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
-                make_directory(directory)
+                make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and not layout.run_json.exists():
                 layout._take_storage(content)
-            write_once(layout.run_json, content, mode=READ_ONLY)
+            write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
+            is_signed = sign_run(root, config=None)
         except FileExistsError as error:
             raise StoreError(f"{root} already holds a run; continue it, or choose another run directory") from error
+        except UnsafePathError:
+            raise
         except OSError as error:
             raise StoreError(f"cannot make the run directory {root}: {error.strerror}") from error
+        if storage_uri and not is_signed:  # nobody could write to that storage for a run that is not known to be ours
+            raise StoreError(f"{state_directory()} cannot be written, and says which runs are yours; set XDG_STATE_HOME")
         return layout
 
     @classmethod
     def exists(cls, root: Path) -> bool:
         """Whether a run was created at `root`."""
-        return (root / "run.json").is_file()
+        root = root.absolute()
+        return beneath.is_file(root / "run.json", root=root)
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
@@ -99,8 +107,10 @@ class RunLayout:
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(beneath.read_text(path, root=root))
             version = int(content["format_version"])
+        except UnsafePathError:
+            raise
         except (FileNotFoundError, NotADirectoryError) as error:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"

@@ -7,7 +7,6 @@ RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import stat
 import threading
@@ -22,8 +21,9 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from store import beneath
 from store.durable import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
-from store.errors import StoreError, UnavailableError
+from store.errors import StoreError, UnavailableError, UnsafePathError
 
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")  # their PUT shows an object whole or not at all
 DEADLINE_S = 30.0  # for one small file and all retries; the coordinator is waited for twice as long
@@ -85,60 +85,53 @@ def open_storage(where: str) -> Storage:
 
 
 class LocalStorage:
-    """Files in the run directory."""
+    """Files in the run directory, or in another one. No path leads out of it, and no link beneath it is followed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
         target = self.root / path
-        make_directory(target.parent)
-        write_atomically(target, memoryview(data), mode=READ_ONLY)
+        make_directory(target.parent, beneath=self.root)
+        write_atomically(target, memoryview(data), mode=READ_ONLY, beneath=self.root)
 
     def read(self, path: str) -> pa.Buffer:
         try:
-            return pa.py_buffer((self.root / path).read_bytes())
+            return pa.py_buffer(beneath.read_bytes(self.root / path, root=self.root))
+        except UnsafePathError:
+            raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # in any case not our file
             raise StoreError(f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup") from error
         except OSError as error:
             raise _unreadable(error, self.root / path) from error
 
     def exists(self, path: str) -> bool:
-        return (self.root / path).is_file()
+        return beneath.is_file(self.root / path, root=self.root)
 
     def locate(self, path: str) -> str:
         return str(self.root / path)
 
     def remove(self, path: str) -> None:
         try:
-            (self.root / path).unlink(missing_ok=True)
+            beneath.remove(self.root / path, root=self.root)
+        except UnsafePathError:
+            raise
         except OSError as error:
             raise StoreError(f"cannot remove {self.root / path}: {error.strerror}; fix the permissions") from error
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        def refused(error: OSError) -> None:  # rglob would leave out what it may not list
-            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                raise _unreadable(error, error.filename) from error
-
-        walk = os.walk(self.root / directory, onerror=refused)
-        named = sorted(
-            os.path.join(parent, name) for parent, _, names in walk for name in names
-        )  # Paths compare ten times slower
-        for path in map(Path, named):
-            if path.name.endswith(TEMPORARY_SUFFIX):
-                continue
-            try:
-                status = path.stat()
-            except FileNotFoundError:  # removed since, or a link to nothing
-                continue
-            except OSError as error:
-                raise _unreadable(error, path) from error
-            if stat.S_ISREG(status.st_mode):
-                yield StoredFile(
-                    path=path.relative_to(self.root).as_posix(),
-                    n_bytes=status.st_size,
-                    modified_us=status.st_mtime_ns // 1_000,
-                )
+        try:
+            for path, status in beneath.walk(self.root / directory, root=self.root):
+                if stat.S_ISREG(status.st_mode) and not path.name.endswith(TEMPORARY_SUFFIX):
+                    yield StoredFile(
+                        path=path.relative_to(self.root).as_posix(),
+                        n_bytes=status.st_size,
+                        modified_us=status.st_mtime_ns // 1_000,
+                    )
+        except UnsafePathError:
+            raise
+        except OSError as error:  # what may not be listed is not left out
+            raise _unreadable(error, error.filename or self.root / directory) from error
 
 
 class RemoteStorage:

@@ -47,7 +47,9 @@ sys.addaudithook(refuse_users_runs)
 
 @pytest.fixture(scope="session", autouse=True)
 def _directory_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run module and session fixtures in an empty directory."""
+    """Run module and session fixtures in an empty directory, and keep keys and caches apart from the user's."""
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
     with contextlib.chdir(tmp_path_factory.mktemp("session")):
         yield
 

@@ -208,7 +208,7 @@ def test_a_read_only_run_can_be_read_and_checked_and_says_so_when_written(layout
         one_line(problem, names=layout.catalog_lock, remedy="must be writable")
         for path in (layout.segments / "w0" / "x.parquet", layout.manifest):
             with pytest.raises(StoreError) as problem:
-                write_atomically(path, b"x", mode=0o644)
+                write_atomically(path, b"x", mode=0o644, beneath=layout.root)
             one_line(problem, names=path, remedy="fix the permissions")
         with closing(connect(layout)) as views:
             assert views.sql("SELECT count(*) FROM steps").fetchall() == [(3 * 15,)]

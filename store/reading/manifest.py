@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store.beneath import MAX_MANIFEST_BYTES, read_bytes
 from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
@@ -52,7 +53,8 @@ class Manifest:
 def read_manifest(layout: RunLayout) -> Manifest | None:
     """The current manifest; None before the first export and where one of format 1 is still to be replaced."""
     try:
-        return parse_manifest(layout.manifest.read_bytes(), name=str(layout.manifest))
+        data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+        return parse_manifest(data, name=str(layout.manifest))
     except FileNotFoundError:
         return None
 
@@ -132,7 +134,7 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     data = json.dumps(dataclasses.asdict(manifest)).encode()
     if layout.info.storage_uri is not None:  # first there: after a crash in between it is done again
         layout.storage.write(MANIFEST_NAME, data)
-    write_atomically(layout.manifest, data, mode=READ_WRITE)
+    write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 
 
 def _with(layout: RunLayout, name: str, part: NewPart, known: Mapping[str, tuple[Part, ...]], until: int) -> tuple[Part, ...]:

@@ -63,11 +63,13 @@ def fetch(uri: str, dest: Path) -> RunLayout:
             raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
         layout.exports.mkdir(parents=True, exist_ok=True)
         layout.segments.mkdir(exist_ok=True)
-        write_once(layout.run_json, json.dumps(dataclasses.asdict(info), indent=1).encode(), mode=READ_ONLY)
+        write_once(
+            layout.run_json, json.dumps(dataclasses.asdict(info), indent=1).encode(), mode=READ_ONLY, beneath=layout.root
+        )
     elif RunLayout.open(dest).info != info or layout.catalog.exists():
         raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
     views = placed(layout, storage.read("open.sql").to_pybytes().decode())
-    write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE)
+    write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _turn(layout):
         _bring(storage, layout)
     return layout
@@ -101,7 +103,7 @@ def _bring(storage: Storage, local: RunLayout) -> None:
             if tries_left == 0 or storage.read(MANIFEST_NAME).to_pybytes() == data:
                 raise
             continue
-        write_atomically(local.manifest, data, mode=READ_WRITE)
+        write_atomically(local.manifest, data, mode=READ_WRITE, beneath=local.root)
         _forget(storage, local, manifest)
         return
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from store.beneath import is_file, read_text
 from store.durable import READ_WRITE, write_atomically
 from store.layout import RunLayout
 
@@ -37,7 +38,7 @@ def compose(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> 
 
 def write(layout: RunLayout, text: str) -> None:
     """Write `<run>/open.sql`, and beside the segments if they are elsewhere."""
-    write_atomically(layout.open_sql, text.encode(), mode=READ_WRITE)
+    write_atomically(layout.open_sql, text.encode(), mode=READ_WRITE, beneath=layout.root)
     if layout.info.storage_uri is not None:
         layout.storage.write(layout.open_sql.name, text.encode())
 
@@ -58,10 +59,10 @@ def move(layout: RunLayout) -> bool:
     """Write the run's directory into its open.sql. Return whether it was another one."""
     if not is_whole(layout):
         return False
-    text = layout.open_sql.read_text()
+    text = read_text(layout.open_sql, root=layout.root)
     new = placed(layout, text)
     if new != text:
-        write_atomically(layout.open_sql, new.encode(), mode=READ_WRITE)
+        write_atomically(layout.open_sql, new.encode(), mode=READ_WRITE, beneath=layout.root)
     return new != text
 
 
@@ -72,9 +73,9 @@ def quoted(text: object) -> str:
 
 def upgrade(layout: RunLayout) -> None:
     """Give a run of an older code today's views, with its own macros and bound; the catalog was upgraded already."""
-    if not layout.open_sql.is_file():
+    if not is_file(layout.open_sql, root=layout.root):
         return
-    text = layout.open_sql.read_text()
+    text = read_text(layout.open_sql, root=layout.root)
     macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
     staleness = BOUND.search(text)
     new = compose(layout, macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0)
@@ -83,14 +84,16 @@ def upgrade(layout: RunLayout) -> None:
 
 def is_whole(layout: RunLayout) -> bool:
     """Whether it is there with all its parts."""
-    if not layout.open_sql.is_file():
+    if not is_file(layout.open_sql, root=layout.root):
         return False
-    text = layout.open_sql.read_text(errors="replace")
+    text = read_text(layout.open_sql, root=layout.root, errors="replace")
     return PLACE.search(text) is not None and VIEWS_MARK in text and MACROS_MARK in text
 
 
 def write_again(layout: RunLayout) -> None:
     """The views without macros, which only the run's next start knows; the bound is that of the run, if anything tells it."""
-    left = layout.open_sql.read_text(errors="replace") if layout.open_sql.is_file() else ""
+    left = ""
+    if is_file(layout.open_sql, root=layout.root):
+        left = read_text(layout.open_sql, root=layout.root, errors="replace")
     staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
     write(layout, compose(layout, macros=(), max_staleness=int(staleness[1]) if staleness else 0))

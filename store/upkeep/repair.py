@@ -9,7 +9,6 @@ Findings without a safe repair are left alone; their remedy says what to do. Eac
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from uuid import UUID
@@ -17,11 +16,12 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from store.beneath import MAX_TEXT_BYTES, is_file, read_bytes, rename, status
 from store.catalog.catalog import Catalog
 from store.catalog.repairs import COMPONENT
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, sync_directory, write_atomically
-from store.errors import FormatError, StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
 from store.layout import RunLayout
 from store.reading import open_sql
@@ -66,7 +66,7 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
         if finding.what in MANIFEST_CODES
     }
     for path, finding in shown.items():
-        if (layout.root / path).is_file() or layout.storage.exists(path):
+        if is_file(layout.root / path, root=layout.root) or layout.storage.exists(path):
             place = quarantine(layout, path)
             catalog.log(component=COMPONENT, what="manifest", detail=f"{path}: {finding.detail}; moved to {place}")
     if any(finding.what == "open_sql_missing" for finding in findings):
@@ -78,31 +78,35 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
 
 
 def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
-    left = layout.open_sql.read_bytes() if layout.open_sql.is_file() else None
+    left = None
+    if is_file(layout.open_sql, root=layout.root):
+        left = read_bytes(layout.open_sql, root=layout.root, at_most=MAX_TEXT_BYTES)
     open_sql.write_again(layout)
     if left is not None:
-        make_directory(layout.quarantine)
-        write_atomically(layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY)
+        make_directory(layout.quarantine, beneath=layout.root)
+        write_atomically(layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root)
     catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
     return "open.sql was written again, with the views; the next start of the run adds advantages(...)"
 
 
 def quarantine(layout: RunLayout, path: str) -> str:
     """Moves a file to quarantine/, under a name of its own; that name, relative to the run's root."""
-    make_directory(layout.quarantine)
+    make_directory(layout.quarantine, beneath=layout.root)
     plain = PurePosixPath(path)
     target, number = layout.quarantine / plain.name, 0
-    while target.exists():
+    while status(target, root=layout.root) is not None:
         number += 1
         target = layout.quarantine / f"{plain.stem}.{number}{plain.suffix}"
     source = layout.root / path
     try:
         if layout.info.storage_uri is None or not layout.storage.exists(path):
-            os.rename(source, target)
-            sync_directory(target.parent)
+            rename(source, target, root=layout.root)
+            sync_directory(target.parent, beneath=layout.root)
         else:  # stored elsewhere; a copy of it that was fetched for reading here is not what is damaged
-            write_atomically(target, memoryview(layout.storage.read(path)), mode=READ_ONLY)
+            write_atomically(target, memoryview(layout.storage.read(path)), mode=READ_ONLY, beneath=layout.root)
             layout.storage.remove(path)
+    except UnsafePathError:
+        raise
     except OSError as error:
         raise StoreError(f"cannot move {source} to {target}: {error.strerror}; fix the permissions, then retry") from error
     return layout.relative(target)
@@ -145,10 +149,11 @@ def _write_note(layout: RunLayout, place: str, meta: SegmentMeta, finding: Findi
             for trajectory in meta.trajectories
         ],
     }
-    make_directory(layout.quarantine)
+    make_directory(layout.quarantine, beneath=layout.root)
     name = layout.root / place if place != "nowhere" else layout.quarantine / f"{meta.segment_id}.parquet"
-    if not name.with_suffix(".json").exists():  # a crash came between this and the catalog; the first note knows why
-        write_atomically(name.with_suffix(".json"), json.dumps(note, indent=1).encode(), mode=READ_ONLY)
+    path = name.with_suffix(".json")
+    if status(path, root=layout.root) is None:  # a crash came between this and the catalog; the first note knows why
+        write_atomically(path, json.dumps(note, indent=1).encode(), mode=READ_ONLY, beneath=layout.root)
 
 
 def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMeta | None:

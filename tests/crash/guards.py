@@ -193,8 +193,8 @@ def change_a_byte(path: Path) -> None:
 def names_are_taken_once(root: str) -> None:
     """run.json of another process that creates the same run; a version number after a roll-back."""
     path = Path(root) / "once"
-    write_once(path, b"first", mode=READ_ONLY)
-    refuses(FileExistsError, lambda: write_once(path, b"second", mode=READ_ONLY))
+    write_once(path, b"first", mode=READ_ONLY, beneath=path.parent)
+    refuses(FileExistsError, lambda: write_once(path, b"second", mode=READ_ONLY, beneath=path.parent))
     assert path.read_bytes() == b"first" and os.listdir(root) == ["once"]
     layout, _ = run_with_everything(root)
     with Catalog.open(layout) as catalog:

@@ -53,9 +53,9 @@ def not_unique(index: str) -> Edit:
     return swap((f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ", f"CREATE INDEX IF NOT EXISTS {index} "))
 
 
-FILE_SYNC = "            os.fsync(file.fileno())\n"
-NAME_SYNC = "        sync_directory(path.parent)\n"
-DIRECTORY_SYNC = "    sync_directory(directory.parent)\n"
+FILE_SYNC = "                    os.fsync(file.fileno())\n"
+NAME_SYNC = "                _sync(directory)\n"
+DIRECTORY_SYNC = "            _sync(opened)\n"
 FULL = '_SYNCED = "PRAGMA synchronous = FULL"'
 
 DURABILITY = [
@@ -70,13 +70,13 @@ DURABILITY = [
     Mutation(
         name="directory of one that was killed",
         file="store/durable.py",
-        edit=swap(("    if directory in _SAFE_DIRECTORIES and directory.is_dir():", "    if directory.is_dir():")),
+        edit=swap(("    if directory in _SAFE_DIRECTORIES and is_there:", "    if is_there:")),
         check="power killed",
     ),
     Mutation(
         name="any directory fsync",
         file="store/durable.py",
-        edit=swap(("        os.fsync(descriptor)\n", "        pass\n")),
+        edit=swap(("    os.fsync(directory)\n", "    pass\n")),
         check="power workload",
     ),
     Mutation(
@@ -106,14 +106,19 @@ DURABILITY = [
     Mutation(
         name="written in place",
         file="store/durable.py",
-        edit=swap(("    _write_aside(path, data, mode=mode, show=os.replace)\n", "    path.write_bytes(data)\n")),
+        edit=swap(
+            ("    _write_aside(path, data, mode=mode, beneath=beneath, show=_replace)\n", "    path.write_bytes(data)\n")
+        ),
         check="power workload",
     ),
     Mutation(
         name="manifest in place",
         file="store/reading/manifest.py",
         edit=swap(
-            ("    write_atomically(layout.manifest, data, mode=READ_WRITE)\n", "    layout.manifest.write_bytes(data)\n")
+            (
+                "    write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)\n",
+                "    layout.manifest.write_bytes(data)\n",
+            )
         ),
         check="kill manifest",
     ),
@@ -122,7 +127,7 @@ OTHER_DURABILITY = [
     Mutation(
         name="quarantine fsync",
         file="store/upkeep/repair.py",
-        edit=swap(("            sync_directory(target.parent)\n", "")),
+        edit=swap(("            sync_directory(target.parent, beneath=layout.root)\n", "")),
         check="power mend",
     ),
     *(
@@ -255,7 +260,12 @@ CHECKS = [
     Mutation(
         name="name that is taken",
         file="store/durable.py",
-        edit=swap(("        os.link(aside, final)", "        os.replace(aside, final); return")),
+        edit=swap(
+            (
+                "    os.link(aside, final, src_dir_fd",
+                "    return _replace(aside, final, directory)\n    os.link(aside, final, src_dir_fd",
+            )
+        ),
         check="names_are_taken_once",
     ),
     Mutation(
@@ -283,7 +293,7 @@ MUTATIONS = [*DURABILITY, *OTHER_DURABILITY, *ATOMICITY, *CHECKS, *KEYS]
 
 SAFEGUARD = re.compile(r"fsync\(|sync_directory\(|digest != |digest\(data\) [!=]= |UNIQUE|PRIMARY KEY|synchronous = ")
 NO_SAFEGUARD = {  # lines that look like one
-    "def sync_directory(directory: Path) -> None:": "made of fsync, which is mutated",
+    "def sync_directory(directory: Path, *, beneath: Path) -> None:": "made of fsync, which is mutated",
     "def _fsync(path: Path) -> None:": "made of fsync, which is mutated",
     '_UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them': "waits for less",
     'connection.execute("PRAGMA synchronous = FULL")': "of a rebuild: a torn catalog is refused, and made again",

@@ -72,7 +72,7 @@ def publish(root: str, diary_path: str) -> None:
     directories = _directories()
     behind = directories.SyncedBehind()
     for parent in ("", "weights", "checkpoints"):
-        make_directory(Path(root) / parent)
+        make_directory(Path(root) / parent, beneath=Path(root))
     versions: list[str] = []
     for name in (*PUBLISHED[:2], PUBLISHED[1], PUBLISHED[2], *PUBLISHED[2:]):
         diary.phase(name)

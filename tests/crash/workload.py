@@ -144,7 +144,7 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     diary.done("metrics", step=step)
     if step % CHECKPOINT_EVERY == 0:
         checkpoint = layout.checkpoint_dir(step)
-        make_directory(checkpoint)
+        make_directory(checkpoint, beneath=layout.root)
         catalog.record_checkpoint(learner_step=step, path=layout.relative(checkpoint), version=latest.version + 1)
         diary.done("checkpoint", step=step)
 
