@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
 from configs import ConfigError
-from learner import RAY_HIDES_GPUS
-from runs import RUN_MARK, own_ray_session
+from learner import RAY_HIDES_GPUS, ray_token
+from runs import RUN_MARK, make_ray_directory
 from stopping import stop_held_back
 
-RAY_DIRECTORY = "gigpo-ray-"
 # Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the scaler of a cloud's
 # machines, the reader of logs (log_to_driver=False), the dashboard, which is there also without its pages. `ray.init` has no
 # option that leaves them out.
@@ -44,6 +42,9 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
 
     `processes` is how many will be asked of it first; a private one has begun to start them when this returns, all at once.
 
+    A private one has a directory that no other user can enter, with Ray's and vLLM's sockets, and a token of its own: without
+    it nobody gets an answer at Ray's ports.
+
     All its processes carry RUN_MARK, by which `runs.py` knows them. A process that asks for no GPU sees none. A stop that
     comes while Ray starts is heard when it is up: it prints pages of errors if it is left half started.
 
@@ -58,27 +59,31 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, would starve a run on a busy machine
     os.environ.update(variables | {"RAY_worker_maximum_startup_concurrency": str(processes)})  # else as many as there are cores
-    directory = ""
+    directory = None
+    token = ExitStack()
     try:
         with stop_held_back(), _as_we_need_it():
-            # Known before Ray is up, which may be interrupted while it starts; in /tmp, as names of sockets must be short.
-            directory = tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir="/tmp")
-            own_ray_session(Path(run_dir), directory)
-            os.environ[ENGINE_SOCKETS] = directory  # an engine that is killed leaves them there, and they go with it
+            # Made before Ray starts, as that may be interrupted.
+            directory = make_ray_directory(Path(run_dir))
+            os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its sockets there
+            token.enter_context(ray_token(directory))
             ray.init(
                 num_cpus=processes,  # as many are started beforehand; no part of a run asks for CPUs
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",
                 configure_logging=False,
-                _temp_dir=directory,
+                _temp_dir=str(directory / "ray"),  # Ray lets everybody write there (0777), so not in `directory` itself
             )
         yield
     finally:
-        ray.shutdown()
-        os.environ.pop(ENGINE_SOCKETS, None)
-        if directory:
-            shutil.rmtree(directory, ignore_errors=True)
+        # A signal that comes now waits for the end: half a clean-up would leave processes and files.
+        with stop_held_back():
+            ray.shutdown()
+            token.close()
+            os.environ.pop(ENGINE_SOCKETS, None)
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def on_the_drivers_node() -> NodeAffinitySchedulingStrategy:

@@ -61,6 +61,7 @@ def train_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--status", metavar="RUN", help="what every component of a run does, and when it was heard of")
     parser.add_argument("--stop", metavar="RUN", help="end a run in order, and remove what a killed one left behind")
     parser.add_argument("--workers", nargs=2, metavar=("RUN", "N"), help="N workers for a run, from now on")
+    add_trust(parser)
     options = parser.parsed(arguments)
     if not any((options.config, options.resume, options.fork, options.status, options.stop, options.workers)):
         parser.wrong(TRAIN_NEEDS)
@@ -76,10 +77,17 @@ def evaluate_options(arguments: Sequence[str], *, description: str | None) -> ar
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the tasks, ask a server once; no more"
     )
+    add_trust(parser)
     options = parser.parsed(arguments)
     if not options.weights and not options.compare:
         parser.wrong("give a run, e.g. runs/quickstart, a config, or --compare")
     return options
+
+
+def add_trust(parser: Parser) -> None:
+    parser.add_argument(
+        "--trust", action="store_true", help="follow the settings of a run that somebody else made; needed once"
+    )
 
 
 def audit_options(arguments: Sequence[str], *, description: str | None) -> argparse.Namespace:

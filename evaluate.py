@@ -62,7 +62,7 @@ from printable import fail, plain_console, protect_terminal
 from progress import Progress, said_while, said_with_spinner
 from session import Session
 from stopping import Interrupt
-from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest
+from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest, trust
 
 
 def main(arguments: list[str]) -> int:
@@ -74,6 +74,8 @@ def main(arguments: list[str]) -> int:
             first, second = options.compare
             evaluation.show_comparison(first, second, console)
             return 0
+        if options.trust:
+            trust(trusted_run(options.weights, options.overrides))
         config = asked_config(options.weights, options.overrides) if options.overrides else own_config(options.weights)
         check_run_dir(config)
         check_endpoint(config, console)
@@ -99,6 +101,11 @@ def main(arguments: list[str]) -> int:
         console.print(f"\n{str(stop) or 'stopped; no process was up'}. Go on with:  {again}", markup=False)
         return 130
     return 0
+
+
+def trusted_run(weights: str, overrides: Sequence[str]) -> Path:
+    """Return the run that --trust is about: the one that is evaluated; of a config the one in its run_dir."""
+    return Path(configs.load(weights, overrides).run_dir) if is_config(weights) else run_and_step(weights)[0]
 
 
 def own_config(run: str) -> Config:

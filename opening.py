@@ -21,7 +21,7 @@ from cluster import available_gpus, gpus_of_this_machine
 from configs import Config, ConfigError
 from envs import EnvironmentFailed, Task, is_program, list_tasks_apart, missing_packages, try_environment
 from progress import said_with_spinner
-from store import RunLayout, check_unowned, write_open_sql
+from store import RunLayout, check_trusted, check_unowned, write_open_sql
 
 FAILURE_LOG = "environment.log"  # of the check before a start; a worker has a log of its own
 
@@ -36,7 +36,10 @@ def published(config: Config) -> Config:
 
 
 def check_run_dir(config: Config) -> None:
-    """The directory of a run is one, or is to be made, or has nothing else in it. Raises ConfigError."""
+    """The directory of a run is one, or is to be made, or has nothing else in it.
+
+    Raises ConfigError; StoreError if it is a stranger's run that is not trusted.
+    """
     root = Path(config.run_dir)
     try:
         there = next(path for path in (root, *root.absolute().parents) if path.exists())
@@ -45,7 +48,9 @@ def check_run_dir(config: Config) -> None:
     if not config.run_dir or not there.is_dir():
         why = f"{there} is no directory" if config.run_dir else "it is empty"
         raise ConfigError(f"run_dir={config.run_dir!r}: {why}; give a directory to be made, e.g. run_dir=runs/mine")
-    if there is root and not RunLayout.exists(root):
+    if RunLayout.exists(root):
+        check_trusted(root)
+    elif there is root:
         others = sorted(path.name for path in root.iterdir() if not path.name.startswith((".", *runs.BEFORE_IT_IS_ONE)))
         if others:
             raise ConfigError(

@@ -22,7 +22,7 @@ import configs
 from configs import Config, ConfigError
 from runs import write_whole
 from standing import CONFIG_FILE
-from store import RunLayout, made_by_this_user, read_run_file, sign_run
+from store import RunLayout, check_trusted, made_by_this_user, read_run_file, sign_run
 
 OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
@@ -30,8 +30,12 @@ END_BYTES = 2**20  # of each file of a model: two models of one shape have other
 
 
 def load(run: Path, overrides: Sequence[str]) -> Config:
-    """The settings of the run's newest start, with `overrides` on top. Raises ConfigError, FormatError for what is no run."""
+    """The settings of the run's newest start, with `overrides` on top.
+
+    Raises ConfigError, FormatError for what is no run, StoreError for a stranger's run that is not trusted.
+    """
     layout = RunLayout.open(run)
+    check_trusted(run)
     if any(text.partition("=")[0] == "run_dir" for text in overrides):
         raise ConfigError(f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory if you like")
     newest = run / CONFIG_FILE

@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from rich.table import Table
 import store
 from printable import printable
 from standing import progress_lines
+from stopping import stop_held_back
 from store import RunLayout, StoreError, read_run_file
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
@@ -41,6 +45,9 @@ BEFORE_IT_IS_ONE = (
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
 TRACKERS_END_WITHIN_S = 5.0
+RAY_DIRECTORIES = Path("/tmp")  # of all private Rays: names of sockets must be short, and /run/user ends with a login
+RAY_DIRECTORY = "gigpo-ray-"
+OWNER_FILE = "owner.json"  # in each of them: the run that it is of
 
 # Who left for good is still in the view.
 COMPONENTS = "SELECT name, waiting_on, last_beat_at FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name"
@@ -53,18 +60,48 @@ class Driver:
     pid: int
     started_ticks: int  # numbers of processes are used again
     host: str
-    ray_session: str | None  # directory of its private Ray; None: it joined a cluster, or has not started Ray
     run: str  # resolved, on that host: a copy of the directory has this file too
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no driver wrote: the file may be a stranger's."""
+        numbers = (self.pid, self.started_ticks)
+        if not all(type(number) is int for number in numbers) or self.pid < 1:
+            raise ValueError(f"pid and started_ticks are {numbers}, not two numbers")
+        if not isinstance(self.host, str) or not isinstance(self.run, str):
+            raise ValueError("host and run are not two texts")
+
     def process(self) -> psutil.Process | None:
-        """None if it is gone, or another machine's."""
-        if self.host != socket.gethostname():
+        """Return the process that drives the run; None if it is gone, or another machine's.
+
+        Any process may be named in the file. The driver is the one that has the file open for
+        writing, see `driving`. A process of another user hides that; it cannot be signalled either.
+        """
+        if self.host != socket.gethostname() or started_ticks(self.pid) != self.started_ticks:
             return None
-        if started_ticks(self.pid) != self.started_ticks:
+        try:
+            if not writes(self.pid, Path(self.run) / DRIVER_FILE):
+                return None
+        except PermissionError:
+            pass
+        except OSError:  # it ended meanwhile
             return None
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.pid)
         return None
+
+
+def writes(pid: int, path: Path) -> bool:
+    """Return whether a process has the file open for writing. Raises OSError: it is gone, or it is another user's."""
+    wanted = path.stat()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found = descriptor.stat()  # of the file behind the link
+            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                about = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text()
+                flags = next(line.split()[1] for line in about.splitlines() if line.startswith("flags:"))
+                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                    return True
+    return False
 
 
 def started_ticks(pid: int) -> int | None:
@@ -98,17 +135,22 @@ def driving(run: Path) -> Iterator[int]:
         raise StoreError(f"cannot make the run directory {run}: {error.strerror}; give another run_dir") from error
     me, ticks = os.getpid(), started_ticks(os.getpid())
     assert ticks is not None
-    driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), ray_session=None, run=str(run.resolve()))
-    write_whole(run / DRIVER_FILE, json.dumps(asdict(driver)))
-    try:
-        yield n_removed
-    finally:
-        remove_leftovers(run)  # what environments started apart from everything else, which no component knows of
-        for mine in (DRIVER_FILE, STOPPING_FILE):
-            (run / mine).unlink(missing_ok=True)
-        if is_new:
-            with contextlib.suppress(OSError):  # there is something in it: the run has begun
-                run.rmdir()
+    driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve()))
+    unfinished, descriptor = _new_file_beside(run / DRIVER_FILE)
+    with open(descriptor, "w") as held:  # open for as long as this process drives: `Driver.process` looks for it
+        held.write(json.dumps(asdict(driver)))
+        held.flush()
+        unfinished.rename(run / DRIVER_FILE)
+        try:
+            yield n_removed
+        finally:
+            with stop_held_back():  # half a clean-up would leave processes and files
+                remove_leftovers(run)  # what environments started apart from everything else, which no component knows of
+                for mine in (DRIVER_FILE, STOPPING_FILE):
+                    (run / mine).unlink(missing_ok=True)
+                if is_new:
+                    with contextlib.suppress(OSError):  # there is something in it: the run has begun
+                        run.rmdir()
 
 
 def check_idle(run: Path, *, instead: str) -> None:
@@ -121,11 +163,30 @@ def check_idle(run: Path, *, instead: str) -> None:
         raise StoreError(f"process {driver.pid} drives {run}; {instead}, or stop it: python train.py --stop {run}")
 
 
-def own_ray_session(run: Path, directory: str) -> None:
-    """Remembers the directory of the private Ray that this process started for the run it drives; no other is ever removed."""
-    driver = driver_of(run)
-    if driver is not None and driver.pid == os.getpid():
-        write_whole(run / DRIVER_FILE, json.dumps(asdict(replace(driver, ray_session=directory))))
+def make_ray_directory(run: Path) -> Path:
+    """Make the directory of a private Ray for this run, which only this user can enter. `remove_leftovers` removes it."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir=RAY_DIRECTORIES))
+    (directory / OWNER_FILE).write_text(json.dumps(_owner(run)))
+    return directory
+
+
+def _owner(run: Path) -> dict[str, str]:
+    return {"host": socket.gethostname(), "run": str(run.resolve())}
+
+
+def _ray_directories(run: Path) -> list[Path]:
+    """Return what `make_ray_directory` made for this run.
+
+    Nothing that stands in a run's directory is asked: it could name any directory of this user.
+    """
+    found = []
+    for path in RAY_DIRECTORIES.glob(f"{RAY_DIRECTORY}*"):
+        with contextlib.suppress(OSError, ValueError, StoreError):  # another user's, gone meanwhile, or not finished
+            about = path.lstat()
+            is_mine = about.st_uid == os.geteuid() and not about.st_mode & 0o077
+            if stat.S_ISDIR(about.st_mode) and is_mine and json.loads(read_run_file(path, OWNER_FILE)) == _owner(run):
+                found.append(path)
+    return found
 
 
 def say_stopping(run: Path, text: str) -> None:
@@ -142,11 +203,13 @@ def driver_of(run: Path) -> Driver | None:
     """Who drives the run, or did when it was killed. Who drives another, of which this is a copy, has nothing to do with it."""
     here = str(run.resolve())
     try:
-        driver = Driver(**{"run": here, **json.loads(read_run_file(run, DRIVER_FILE))})
+        known = {"run": here, **json.loads(read_run_file(run, DRIVER_FILE))}
+        known.pop("ray_session", None)  # an older driver's
+        driver = Driver(**known)
         return None if driver.host == socket.gethostname() and driver.run != here else driver
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise StoreError(f"{run / DRIVER_FILE} is not readable ({error}); remove it if nothing runs there") from None
 
 
@@ -159,10 +222,15 @@ def stop(run: Path, console: Console) -> None:
     if driver is not None and driver.host != socket.gethostname():
         raise StoreError(f"{run} is driven by process {driver.pid} of {driver.host}; stop it there")
     if process is not None:
-        if not (run / STOPPING_FILE).exists():  # a second signal would end it at once, not in order
-            console.print(f"asking process {process.pid} to end {run}")
-            process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGCONT)  # it may be stopped
+        try:
+            if not (run / STOPPING_FILE).exists():  # a second signal would end it at once, not in order
+                console.print(f"asking process {process.pid} to end {run}")
+                process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # it may be stopped
+        except psutil.AccessDenied:
+            raise StoreError(
+                f"{run} is driven by process {process.pid} of {process.username()}; stop it as that user"
+            ) from None
         _wait_until_ended(process, run, console)
     n_removed = remove_leftovers(run)
     left = f"; removed {n_removed} leftover processes" if n_removed else ""
@@ -226,6 +294,8 @@ def wanted_workers(run: Path) -> int | None:
         return int(read_run_file(run, WANTED_FILE))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise StoreError(f"{run / WANTED_FILE} is no number of workers ({error}); remove it") from None
 
 
 def remove_leftovers(run: Path) -> int:
@@ -250,10 +320,10 @@ def remove_leftovers(run: Path) -> int:
     for process in stuck:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    for directory in _ray_directories(run):
+        shutil.rmtree(directory, ignore_errors=True)
     driver = driver_of(run)
     if driver is not None and driver.host == socket.gethostname():
-        if driver.ray_session is not None:
-            shutil.rmtree(driver.ray_session, ignore_errors=True)
         (run / DRIVER_FILE).unlink(missing_ok=True)
     return len(leftovers)
 
@@ -262,7 +332,7 @@ def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> N
     """As long as the driver says what it waits for: a learner step may take an hour. Raises StoreError if it says nothing."""
     said, heard_at = "", time.monotonic()
     while not has_ended(process):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError, StoreError):
             text = read_run_file(run, STOPPING_FILE)
             if text != said:
                 said, heard_at = text, time.monotonic()
@@ -287,8 +357,13 @@ def has_ended(process: psutil.Process) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Whole or not at all, for who reads it meanwhile, and if this process is killed meanwhile."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.unlink(missing_ok=True)  # what a dead process left, or a link
-    with unfinished.open("x") as file:
+    unfinished, descriptor = _new_file_beside(path)
+    with open(descriptor, "w") as file:
         file.write(text)
     unfinished.rename(path)
+
+
+def _new_file_beside(path: Path) -> tuple[Path, int]:
+    """Make a file that was not there, with a name that nobody can know before; a link that lies there is not followed."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    return unfinished, os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

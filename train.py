@@ -64,7 +64,7 @@ from printable import fail, plain_console, protect_terminal
 from progress import Progress, said_while
 from session import Session
 from stopping import Interrupt
-from store import RunLayout, StoreError
+from store import RunLayout, StoreError, trust
 
 
 def main(arguments: list[str]) -> int:
@@ -94,20 +94,30 @@ def main(arguments: list[str]) -> int:
 
 
 def asked_config(options: argparse.Namespace) -> Config:
-    """Raises ConfigError; StoreError if the run to go on with is none."""
+    """Raises ConfigError; StoreError if the run to go on with is none, or a stranger's that is not trusted."""
     given = [text for text in (options.config, *options.overrides) if text]
     if options.resume:
-        config = resume.load(Path(options.resume), given)
+        run = Path(options.resume)
+        trust_if_asked(options, run)
+        config = resume.load(run, given)
     elif options.fork:
+        trust_if_asked(options, forking.parsed(options.fork)[0])
         config = forking.load(options.fork, given)
     else:
         config = configs.load(options.config, options.overrides)
+        trust_if_asked(options, Path(config.run_dir))
     if config.endpoint.url:
         raise ConfigError(
             f"endpoint.url={config.endpoint.url} is for python evaluate.py: a server gives neither its tokens nor their "
             "log-probabilities, so nothing can be trained from it; leave it out"
         )
     return config
+
+
+def trust_if_asked(options: argparse.Namespace, run: Path) -> None:
+    """With --trust, count the run as one of this user's. Raises StoreError for what is no run."""
+    if options.trust:
+        trust(run)
 
 
 def interrupted(stop: KeyboardInterrupt, options: argparse.Namespace, console: Console) -> int:

@@ -113,15 +113,17 @@ class Receiver:
         self._thread.join(2 * LISTEN_TIMEOUT.total_seconds())
 
     def _follow(self) -> None:
-        host, _, port = self.address.rpartition(":")
+        address = protocol.Address.of(self.address)
+        place = (address.host, address.port)
         try:
-            with socket.create_connection((host, int(port)), timeout=MESSAGE_TIMEOUT.total_seconds()) as connection:
+            with socket.create_connection(place, timeout=MESSAGE_TIMEOUT.total_seconds()) as connection:
                 own_host = connection.getsockname()[0]
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=MESSAGE_TIMEOUT)
-            self._take_part(store, own_host)
-        except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
-            _log.warning("lost touch with the learner at %s, which sends weights: %s", self.address, error)
-        self.is_lost = True
+            store = dist.TCPStore(*place, is_master=False, timeout=MESSAGE_TIMEOUT)
+            self._take_part(dist.PrefixStore(address.secret, store), own_host)
+        except Exception as error:  # noqa: BLE001 - a thread's end: whatever it is, the engine joins again
+            _log.warning("lost touch with the learner at %s:%s, which sends weights: %s", *place, error)
+        finally:
+            self.is_lost = True
 
     def _take_part(self, store: dist.Store, own_host: str) -> None:
         member = n_calls = group_number = 0

@@ -1,16 +1,18 @@
 """A process for code that is not ours: it may hang, stop, crash and start others, and none of that outlives its owner.
 
-child = Child(["-c", "...", str(theirs.fileno())], channel=theirs, log=log)    # on the event loop of its owner
+child = Child(["-c", "...", str(theirs.fileno())], options=options, channel=theirs, log=log)    # on its owner's event loop
 code = child.end(patience_s=5.0)                                               # with all that it started
 child.place()                                                                  # where in the author's code it crashed
 
 begin(sys.argv[-1])                                                            # the first thing the child does
+options = given_options(sys.argv[-2])
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import resource
 import signal
@@ -18,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -38,8 +40,12 @@ class Child:
     that makes this object; make it on the event loop that talks to the child, as that is of no use without its thread.
     """
 
-    def __init__(self, arguments: Sequence[str], *, channel: socket.socket, log: Path | None) -> None:
-        """Start `python arguments... DUMP` with `channel` open, with this process's import path, in its folder.
+    def __init__(
+        self, arguments: Sequence[str], *, options: Mapping[str, object], channel: socket.socket, log: Path | None
+    ) -> None:
+        """Start `python arguments... OPTIONS DUMP` with `channel` open, with this process's import path, in its folder.
+
+        OPTIONS and DUMP are descriptors. Options may be a key of a server, and every user can read a command line.
 
         Everything the child prints is appended to `log`; without one it goes where this process's output goes.
         """
@@ -48,12 +54,14 @@ class Child:
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") if log is not None else nullcontext() as output:
+        with tempfile.TemporaryFile() as given, log.open("ab") if log is not None else nullcontext() as output:
+            given.write(json.dumps(dict(options)).encode())
+            given.seek(0)
             self._process = subprocess.Popen(
                 # -P: what lies in this folder is imported only where it is here too.
                 # -u: what was printed is in the log also after a crash.
-                [sys.executable, "-P", "-u", *arguments, str(self._dump.fileno())],
-                pass_fds=[channel.fileno(), self._dump.fileno()],
+                [sys.executable, "-P", "-u", *arguments, str(given.fileno()), str(self._dump.fileno())],
+                pass_fds=[channel.fileno(), given.fileno(), self._dump.fileno()],
                 env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path),
                 stdin=subprocess.PIPE,  # nothing is written: the guard waits for its end
                 stdout=output,
@@ -92,6 +100,13 @@ class Child:
         """Return ", at FILE:LINE in FUNCTION" of the crash; "" if it is unknown."""
         place = where_it_was(self.dump())
         return f", at {place}" if place else ""
+
+
+def given_options(descriptor: str) -> Mapping[str, object]:
+    """Return the options that the parent gave this child."""
+    with open(int(descriptor), "rb") as given:
+        options: dict[str, object] = json.loads(given.read())
+    return options
 
 
 def begin(dump: str) -> None:

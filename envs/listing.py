@@ -18,7 +18,7 @@ from pathlib import Path
 
 from envs.base import Task
 from envs.check import EnvironmentFailed, check_can_be_made, list_tasks, planned_tasks
-from envs.child import Child, begin
+from envs.child import Child, begin, given_options
 from envs.failures import exit_text, full, keep, log_hint
 from envs.registry import is_program
 
@@ -63,8 +63,8 @@ def _asked_apart(
     """Ask a child for the tasks. Return them, or its error."""
     ours, theirs = socket.socketpair()
     with theirs:
-        arguments = ["-c", CHILD, str(theirs.fileno()), name, json.dumps(dict(options)), json.dumps(playable), str(log)]
-        child = Child(arguments, channel=theirs, log=None)  # what it prints is progress, for the terminal
+        arguments = ["-c", CHILD, str(theirs.fileno()), name, json.dumps(playable), str(log)]
+        child = Child(arguments, options=options, channel=theirs, log=None)  # what it prints is progress, for the terminal
     try:
         with Connection(ours.detach()) as connection, suppress(EOFError, ConnectionResetError):
             return _read(connection.recv_bytes(), name)
@@ -105,12 +105,12 @@ def _read(written: bytes, name: str) -> tuple[Splits | None] | EnvironmentFailed
 
 
 def main() -> None:
-    """The child: descriptor of its socket, environment, options as JSON, playable, log, descriptor for the dump of a crash."""
-    descriptor, name, options, playable, log, dump = sys.argv[1:7]
+    """The child: descriptor of its socket, environment, playable, log, descriptors of options and dump."""
+    descriptor, name, playable, log, options, dump = sys.argv[1:7]
     begin(dump)
     answer: tuple[Splits | None] | EnvironmentFailed
     try:
-        answer = (_listed(name, json.loads(options), playable=json.loads(playable), log=Path(log)),)
+        answer = (_listed(name, given_options(options), playable=json.loads(playable), log=Path(log)),)
     except EnvironmentFailed as error:
         answer = error
     with Connection(int(descriptor)) as connection, suppress(BrokenPipeError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import pickle
 import socket
@@ -22,7 +21,7 @@ from typing import Any
 from envs.answers import Answers
 from envs.base import Environment, Task
 from envs.check import checked_answer
-from envs.child import Child, begin
+from envs.child import Child, begin, given_options
 from envs.closing import close_safely
 from envs.failures import exit_text, full, keep, log_hint, one_line
 from envs.options import Options
@@ -127,8 +126,8 @@ class EnvironmentProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name, json.dumps(dict(self._options))]
-            self._process = Child(arguments, channel=theirs, log=self._log)
+            arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name]
+            self._process = Child(arguments, options=self._options, channel=theirs, log=self._log)
         self._channel, self._answers = ours, Answers(ours)
         self._connection = Connection(os.dup(ours.fileno()), readable=False)
         loop = asyncio.get_running_loop()
@@ -254,7 +253,7 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
 
 
 def main() -> None:
-    """The child: descriptor of its socket, environment, options as JSON, descriptor for the dump of a crash."""
+    """The child: descriptor of its socket, environment, descriptor of its options, descriptor for the dump of a crash."""
     descriptor, env_name, options, dump = sys.argv[1:5]
     begin(dump)
-    serve(Connection(int(descriptor)), env_name, json.loads(options))
+    serve(Connection(int(descriptor)), env_name, given_options(options))

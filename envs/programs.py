@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from envs.base import Task
-from envs.child import Child, begin
+from envs.child import Child, begin, given_options
 from envs.failures import exit_text, full, keep, log_hint, one_line
 from envs.options import Options
 from envs.process import EnvironmentDied
@@ -150,8 +150,8 @@ class _ProgramProcess:
     def __init__(self, name: str, options: Mapping[str, object], *, log: Path | None) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            arguments = ["-c", CHILD, str(theirs.fileno()), name, json.dumps(dict(options))]
-            self._process = Child(arguments, channel=theirs, log=log)
+            arguments = ["-c", CHILD, str(theirs.fileno()), name]
+            self._process = Child(arguments, options=options, channel=theirs, log=log)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
@@ -234,10 +234,10 @@ def _run(program: Program, task: Task, client: ClientSettings) -> Outcome:
 
 
 def main() -> None:
-    """The child: descriptor of its socket, program, options as JSON, descriptor for the dump of a crash."""
+    """The child: descriptor of its socket, program, descriptor of its options, descriptor for the dump of a crash."""
     descriptor, name, options, dump = sys.argv[1:5]
     begin(dump)
     for variable in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine, whatever proxy leads to the others
         os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
     with suppress(ConnectionError):  # it was closed before an answer was read
-        serve(socket.socket(fileno=int(descriptor)).makefile("rw"), name, json.loads(options))
+        serve(socket.socket(fileno=int(descriptor)).makefile("rw"), name, given_options(options))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from learner.guards import BadUpdatesError, CollapseError, StarvationError
     from learner.learner import Learner
     from learner.objective import advantage_settings, with_published
-    from learner.process import LEARNER_STEP, RAY_HIDES_GPUS, LearnerActor, LearnerSetup, RankError
+    from learner.process import LEARNER_STEP, RAY_HIDES_GPUS, LearnerActor, LearnerSetup, RankError, ray_token
     from learner.publish import copy_weights, write_weights
     from learner.selection import check_train_on
     from learner.tiny_model import make_tiny_model, train_tokenizer
@@ -44,6 +44,7 @@ else:
         "export_version": "export",
         "find_version": "export",
         "make_tiny_model": "tiny_model",
+        "ray_token": "process",
         "train_tokenizer": "tiny_model",
         "with_published": "objective",
         "write_weights": "publish",
@@ -73,6 +74,7 @@ __all__ = [
     "export_version",
     "find_version",
     "make_tiny_model",
+    "ray_token",
     "train_tokenizer",
     "with_published",
     "write_weights",

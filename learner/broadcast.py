@@ -36,8 +36,10 @@ class Broadcast:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._store = host_ranks(host)
-        self.address = f"{host}:{self._store.port}"
+        meeting_point = host_ranks(host)
+        address = protocol.Address.new(host, meeting_point.port)
+        self.address = str(address)
+        self._store = dist.PrefixStore(address.secret, meeting_point)
         self._calls: dict[int, int] = {}  # how often each member was called
         self._n_joined = self._round = self._n_groups = 0
         self._members: list[int] = []  # of the group

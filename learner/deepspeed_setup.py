@@ -1,7 +1,8 @@
 """The first to import DeepSpeed: its settings, the group of ranks, its standard output turned to the log.
 
     store = host_ranks(LOOPBACK)                                    # in one process; several ranks only
-    join_ranks(0, ranks=2, address=f"{LOOPBACK}:{store.port}")      # in each rank's process, before `initialize`
+    address = str(protocol.Address.new(LOOPBACK, store.port))
+    join_ranks(0, ranks=2, address=address)                         # in each rank's process, before `initialize`
     engine = initialize(module, dtype="float32", learner=learner)
     with whole(parameter):                                          # ZeRO 3: all ranks together
         parameter.shape
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from configs import BUCKET_ELEMENTS, LearnerConfig
+from store import broadcast as protocol
 
 # Read when deepspeed is imported. A process of a run sees a GPU only if its config asks for one (`device.py` checks it).
 if not torch.cuda.is_available():
@@ -166,8 +168,8 @@ def host_ranks(host: str) -> dist.TCPStore:
 def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
     """Makes this process one rank of a group, for good; returns when all have come. Raises RuntimeError if they do not.
 
-    `address` is host:port of a `host_ranks`; one rank alone needs none. A process stays what it has become: DeepSpeed
-    keeps groups of its own.
+    `address` is the `Address` of a `host_ranks`, as text; one rank alone needs none. A process stays what it has become:
+    DeepSpeed keeps groups of its own.
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
@@ -178,14 +180,14 @@ def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
         return
     # A kernel for several ranks on one CPU, compiled at the first start (a minute, and it needs a C++ compiler).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    host, _, port = (address or f"{LOOPBACK}:").rpartition(":")
-    if host == LOOPBACK:  # gloo would resolve the host name otherwise, which may hang
+    if ranks > 1 and not address:
+        raise ValueError(f"{ranks} ranks need an address to meet at; see host_ranks")
+    place = protocol.Address.of(address) if address else protocol.Address(secret="", host=LOOPBACK, port=0)
+    if place.host == LOOPBACK:  # gloo would resolve the host name otherwise, which may hang
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks == 1:
         store: dist.Store = dist.HashStore()
-    elif port:
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
-    else:
-        raise ValueError(f"{ranks} ranks need an address to meet at; see host_ranks")
+    else:  # a stray connection to the port does not know the names of the keys
+        store = dist.PrefixStore(place.secret, dist.TCPStore(place.host, place.port, is_master=False, timeout=GROUP_TIMEOUT))
     backend = "nccl" if accelerator() == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)

@@ -31,6 +31,7 @@ from learner.process import RankError
 from learner.publish import publish_weights
 from learner.stats import UpdateStats
 from store import RunLayout, capture_output
+from store import broadcast as protocol
 
 START_TIMEOUT_S = 120.0  # of a rank's process: a wait for devices that others hold would otherwise have no end
 WATCH_S = 0.2  # between two looks at the other ranks while this one works
@@ -59,7 +60,7 @@ class Ranks:
         if self.peers:
             host = self._host()
             self._meeting_point = host_ranks(host)
-            address = f"{host}:{self._meeting_point.port}"
+            address = str(protocol.Address.new(host, self._meeting_point.port))
         calls = [peer.start.remote(address) for peer in self.peers]
         self.engine = self._together(calls, lambda: make_engine(config, model_path=model_path, rank=0, address=address))
         self.broadcast: Broadcast | None = None

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -34,7 +34,7 @@ from learner.deepspeed_setup import PARTITIONED
 from learner.device import described, reservation
 from learner.explain import Explanation, explain, reasons, table
 from learner.metrics import timeless_metrics
-from learner.process import RAY_HIDES_GPUS
+from learner.process import RAY_HIDES_GPUS, ray_token
 from learner.ranks import Ranks
 from learner.source import ready_batch, source_of
 from printable import plain_console
@@ -192,28 +192,35 @@ def _scratch(layout: RunLayout) -> Iterator[Path]:
 @contextmanager
 def _ranks(config: Config, *, model_path: Path) -> Iterator[Ranks]:
     """As many as the run had; several need a Ray of their own."""
-    directory = None
-    if config.learner.ranks > 1:
-        directory = tempfile.mkdtemp(prefix="replay-ray-", dir="/tmp")  # names of sockets must be short
-        os.environ.update(RAY_HIDES_GPUS)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            configure_logging=False,
-            _temp_dir=directory,
-        )
-    try:
+    with _private_ray() if config.learner.ranks > 1 else nullcontext():
         ranks = Ranks(config, model_path=str(model_path))
         try:
             yield ranks
         finally:
             ranks.close()
+
+
+@contextmanager
+def _private_ray() -> Iterator[None]:
+    """Start a Ray whose directory no other user can enter, and remove both at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="replay-ray-", dir="/tmp"))  # names of sockets must be short
+    os.environ.update(RAY_HIDES_GPUS)
+    try:
+        with ray_token(directory):
+            try:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="error",
+                    configure_logging=False,
+                    _temp_dir=str(directory / "ray"),  # Ray lets everybody write there
+                )
+                yield
+            finally:
+                ray.shutdown()
     finally:
-        if directory is not None:
-            ray.shutdown()
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _restored(layout: RunLayout, ranks: Ranks, *, before: int, model_path: Path, scratch: Path) -> Replayed:

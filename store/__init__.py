@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from store.stored import find_sources, take_sources
     from store.stored_source import StoredSource, TakenSource, parse_source
     from store.transfer import local_directory, publish_directory
+    from store.trusted import check_trusted, trust
     from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
     from store.upkeep.maintainer import Maintainer, MaintainerSettings
 else:
@@ -95,6 +96,7 @@ else:
         "Unfinished": "catalog.records",
         "VersionRecord": "catalog.records",
         "capture_output": "logs",
+        "check_trusted": "trusted",
         "check_unowned": "catalog.database",
         "export": "reading.manifest",
         "files_digest": "hashing",
@@ -119,6 +121,7 @@ else:
         "take_sources": "stored",
         "to_table": "records",
         "trained_step": "reading.trained",
+        "trust": "trusted",
         "uid": "hashing",
         "uid_text": "records",
         "write_open_sql": "reading.query",
@@ -175,6 +178,7 @@ __all__ = [
     "VersionRecord",
     "broadcast",
     "capture_output",
+    "check_trusted",
     "check_unowned",
     "export",
     "files_digest",
@@ -199,6 +203,7 @@ __all__ = [
     "take_sources",
     "to_table",
     "trained_step",
+    "trust",
     "uid",
     "uid_text",
     "write_open_sql",

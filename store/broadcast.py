@@ -1,7 +1,9 @@
 """Weights sent to the engines beside being published as files: what both ends agree on. The bytes are those of the files.
 
-They meet at a key-value store of torch.distributed, kept by the learner. An engine process joins by taking the next number
-of JOINED. A round is one version:
+They meet at a key-value store of torch.distributed, kept by the learner. It answers whoever reaches its port, so all keys
+begin with a secret: `secret@host:port` is the address that engines are told. Keys without it are a stranger's and are not
+looked at. Whoever has the store list its keys can still disturb a round; then the files are loaded, whose digest counts.
+An engine process joins by taking the next number of JOINED. A round is one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
     ready/<round>/<member>  member: it takes part
@@ -15,11 +17,36 @@ tensor; the tensors in the order of the header, those of more than CUT_BYTES in 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 JOINED = "joined"
+SECRET_BYTES = 16
 N_BYTES = 8  # little-endian
 CUT_BYTES = 64 * 2**20  # of one message: what a device needs beside the model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where a group of processes meets, and the secret that its keys begin with."""
+
+    secret: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.secret}@{self.host}:{self.port}"
+
+    @classmethod
+    def new(cls, host: str, port: int) -> Address:
+        return cls(secret=secrets.token_hex(SECRET_BYTES), host=host, port=port)
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        secret, _, place = text.rpartition("@")
+        host, _, port = place.rpartition(":")
+        return cls(secret=secret, host=host, port=int(port))
 
 
 def call_key(member: int, number: int) -> str:

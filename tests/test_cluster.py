@@ -19,8 +19,9 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 import cluster
-from cluster import AUTHENTICATION_HINT, RAY_DIRECTORY
+from cluster import AUTHENTICATION_HINT
 from configs import ConfigError
+from runs import RAY_DIRECTORY
 from stopping import REPEAT_S, STOP_SIGNALS, stop_held_back
 
 ROOT = Path(__file__).resolve().parent.parent

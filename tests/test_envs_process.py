@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, PooledEnvironment, Task, try_environment
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, PooledEnvironment, Task, list_tasks_apart, try_environment
 from tests.processes import end_with_their_owner, wait_until_gone
 
 OPTIONS: Mapping[str, object] = {}
@@ -198,6 +198,7 @@ class Slow:
     def tasks(cls, split, options): return []
     def reset(self, task): return Observation(text="here")
     def step(self, action): pass
+    def step(self, action): ...
     def close(self): pass
 """
 
@@ -244,6 +245,7 @@ class Hanging:
         with open("PATH", "w") as file: file.write(f"{os.getpid()} {child.pid}")
         ctypes.PyDLL(None).sleep(600)
     def step(self, action): pass
+    def step(self, action): ...
     def close(self): pass
 """
 
@@ -286,6 +288,7 @@ class Reads:
         import lying_about
         return Observation(text=open(self.path).read())
     def step(self, action): pass
+    def step(self, action): ...
     def close(self): pass
 """
 
@@ -314,3 +317,34 @@ def test_a_relative_path_means_the_same_in_the_process_and_imports_do_too(
             pool.close()
 
     assert asyncio.run(play()) == "found"
+
+
+# Its task and its observation are the command lines of their processes, with the option that is a secret here.
+NOSY = """
+from pathlib import Path
+from envs import Observation, Task
+def seen(options):
+    return Path("/proc/self/cmdline").read_text().replace("\\0", " ") + " KEY " + options.get("key", "")
+class Nosy:
+    def __init__(self, options): self.options = options
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=split, env_name="nosy", split=split, seed=0, data={"seen": seen(options)})]
+    def reset(self, task): return Observation(text=seen(self.options))
+    def step(self, action): ...
+    def close(self): pass
+"""
+
+
+def test_options_are_in_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every user of the machine can read those, and an option may be the key of a server."""
+    (tmp_path / "nosy.py").write_text(NOSY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"key": "s3cret"}
+    splits = list_tasks_apart("nosy:Nosy", options, playable=True, log=tmp_path / "log")
+    assert splits is not None
+    observation = try_environment("nosy:Nosy", options, splits["train"][0], answer_timeout_s=60.0, log=None)
+    assert observation is not None
+    for text in (str(splits["train"][0].data["seen"]), observation.text):
+        command_line, _, key = text.partition(" KEY ")
+        assert "envs" in command_line and "s3cret" not in command_line
+        assert key == "s3cret"

@@ -169,14 +169,17 @@ def test_what_cannot_be_evaluated_is_one_line(weights: str, overrides: list[str]
         evaluate.asked_config(weights, overrides)
 
 
-def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The catalog's lock names the coordinator instead, which is no process of the user's."""
+    monkeypatch.setattr(runs, "writes", lambda pid, path: True)  # as if it had the file open
     run, other = tmp_path / "run", os.getppid()
     config = replace(configs.load(ROOT / "configs/key_room.yaml"), run_dir=str(run))
     ticks = runs.started_ticks(other)
     assert ticks is not None
     layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
-    driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), ray_session=None, run=str(run))
+    driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run))
     (run / "driver.json").write_text(json.dumps(asdict(driver)))
     with Catalog.open(layout):
         assert evaluate.main([str(run)]) == 2

@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 import runs
 import store
 import train
-from cluster import RAY_DIRECTORY
 from configs import Config
 from learner.batch import micro_batches
 from learner.engine import Engine
@@ -75,7 +74,7 @@ class Before:
 
 def left_since(before: Before, driver: int) -> list[str]:
     """Of Ray's sessions only those of our driver's number: another run on the same machine is not our litter."""
-    sessions = [path.name for path in Path("/tmp").glob(f"{RAY_DIRECTORY}{driver}-*")]
+    sessions = [path.name for path in Path("/tmp").glob(f"{runs.RAY_DIRECTORY}{driver}-*")]
     return [*map(str, Before.now().pids - before.pids), *litter(before.shared_memory), *sessions]
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -21,11 +21,12 @@ from rich.console import Console
 import configs
 import runs
 import train
-from runs import DRIVER_FILE, RUN_MARK, Driver, driver_of, driving, own_ray_session, remove_leftovers, started_ticks
+from runs import DRIVER_FILE, RUN_MARK, driver_of, driving, make_ray_directory, remove_leftovers, started_ticks
 from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
 
+ROOT = Path(__file__).resolve().parent.parent
 HOST = socket.gethostname()
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -50,10 +51,25 @@ def sleep_with(mark: Path | None, sleepers: list[subprocess.Popen[bytes]]) -> su
 def driven_by(
     pid: int, ticks: int | None, *, host: str = HOST, ray_session: Path | None = None, run: Path | None = None
 ) -> str:
-    """What an older driver wrote has no `run`."""
+    """What an older driver wrote has a `ray_session` and no `run`."""
     session = None if ray_session is None else str(ray_session)
     known = {"pid": pid, "started_ticks": ticks, "host": host, "ray_session": session}
     return json.dumps(known if run is None else {**known, "run": str(run)})
+
+
+def drive(run: Path, sleepers: list[subprocess.Popen[bytes]]) -> psutil.Process:
+    """Start another process that drives the run, as far as can be seen from outside."""
+    code = """
+import sys, time
+from pathlib import Path
+import runs
+with runs.driving(Path(sys.argv[1])):
+    print("drives", flush=True)
+    time.sleep(600)
+"""
+    sleepers.append(subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, stdout=subprocess.PIPE))
+    assert sleepers[-1].stdout is not None and sleepers[-1].stdout.readline() == b"drives\n"
+    return psutil.Process(sleepers[-1].pid)
 
 
 def test_leftovers_are_those_that_carry_the_runs_mark(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
@@ -77,8 +93,7 @@ def test_one_process_drives_a_run_at_a_time(tmp_path: Path, sleepers: list[subpr
         driver = driver_of(run)
         assert driver is not None and driver.pid == os.getpid()
     assert driver_of(run) is None
-    other = psutil.Process(sleep_with(None, sleepers).pid)
-    (run / DRIVER_FILE).write_text(driven_by(other.pid, started_ticks(other.pid)))
+    other = drive(run, sleepers)
     with pytest.raises(StoreError, match=rf"process {other.pid} drives .*--stop"), driving(run):
         pass
     assert other.is_running()
@@ -150,24 +165,99 @@ def test_a_run_that_plays_nothing_takes_no_workers(tmp_path: Path, capsys: pytes
     assert "plays nothing (stored.share=1)" in capsys.readouterr().err
 
 
-def test_only_the_ray_session_a_driver_started_is_removed(tmp_path: Path) -> None:
-    """Ray's directories end with a process number, which may be somebody else's by now."""
-    run, gone = tmp_path / "run", 2**22 + 1  # a number no process has
-    mine, others = (tmp_path / "ray" / f"session_2026-01-0{day}_{gone}" for day in (1, 2))
-    for directory in (run, mine, others):
-        directory.mkdir(parents=True)
-    with driving(run):
-        own_ray_session(run, str(mine))
-        me = psutil.Process()
-        assert driver_of(run) == Driver(**json.loads(driven_by(me.pid, started_ticks(me.pid), ray_session=mine, run=run)))
-    own_ray_session(run, str(others))  # of a process that drives nothing
-    assert driver_of(run) is None
-    (run / DRIVER_FILE).write_text(driven_by(gone, 0, ray_session=mine))
-    remove_leftovers(run)
-    assert not mine.exists() and others.exists()
-    (run / DRIVER_FILE).write_text(driven_by(gone, 0))
-    remove_leftovers(run)
-    assert others.exists()
+def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    mine, others = make_ray_directory(tmp_path / "run"), make_ray_directory(tmp_path / "run2")
+    try:
+        assert mine.stat().st_mode & 0o777 == 0o700
+        remove_leftovers(tmp_path / "run")
+        assert not mine.exists() and others.exists()
+    finally:
+        remove_leftovers(tmp_path / "run2")
+    assert not others.exists()
+
+
+def test_a_ray_directory_that_another_user_made_or_that_is_a_link_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "RAY_DIRECTORIES", tmp_path)
+    open_to_all = make_ray_directory(tmp_path / "run")
+    open_to_all.chmod(0o777)
+    elsewhere = tmp_path / "precious"
+    make_ray_directory(tmp_path / "run").rename(elsewhere)
+    link = tmp_path / f"{runs.RAY_DIRECTORY}1-link"
+    link.symlink_to(elsewhere)
+    foreign = make_ray_directory(tmp_path / "run")
+    if os.geteuid() == 0:
+        os.chown(foreign, 65534, 65534)
+    else:
+        foreign.chmod(0o755)
+    remove_leftovers(tmp_path / "run")
+    assert open_to_all.exists() and elsewhere.exists() and link.is_symlink() and foreign.exists()
+
+
+@pytest.mark.parametrize("asks", [lambda run: runs.stop(run, Console(file=StringIO())), remove_leftovers])
+def test_a_strangers_run_cannot_name_a_directory_to_be_removed(tmp_path: Path, asks: Callable[[Path], object]) -> None:
+    run, precious, gone = tmp_path / "run", tmp_path / "precious", 2**22 + 1  # a number no process has
+    RunLayout.create(run, config_yaml="")
+    precious.mkdir()
+    (run / DRIVER_FILE).write_text(driven_by(gone, 0, ray_session=precious, run=run))
+    asks(run)
+    assert precious.exists()
+
+
+def test_a_strangers_run_cannot_name_a_process_to_be_ended(tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
+    """With its right start time, and although it reads the file just now."""
+    run = tmp_path / "run"
+    RunLayout.create(run, config_yaml="")
+    (run / DRIVER_FILE).touch()
+    with (run / DRIVER_FILE).open() as reading:
+        sleepers.append(subprocess.Popen(SLEEP, stdin=reading))
+    other = sleepers[-1]
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, started_ticks(other.pid), run=run))
+    runs.stop(run, Console(file=StringIO()))
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        driven_by(-1, 0),
+        driven_by("self/../1", 0),  # type: ignore[arg-type]
+        driven_by(1, 0, host=["a"]),  # type: ignore[arg-type]
+        "[" * 100_000,
+        "[1]",
+        "7" * 5000,
+    ],
+)
+def test_a_strangers_driver_file_is_an_error_of_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / DRIVER_FILE).write_text(text)
+    with pytest.raises(StoreError, match=r"driver\.json is not readable") as refused:
+        driver_of(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_pipe_or_a_link_in_the_place_of_the_driver_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / DRIVER_FILE)
+    with pytest.raises(StoreError, match=r"driver\.json is not readable"):
+        driver_of(tmp_path)
+    (tmp_path / DRIVER_FILE).unlink()
+    (tmp_path / DRIVER_FILE).symlink_to("/proc/self/environ")
+    with pytest.raises(StoreError, match=r"driver\.json is not readable"):
+        driver_of(tmp_path)
+
+
+def test_a_link_that_waits_for_a_file_of_the_driver_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (DRIVER_FILE, runs.STOPPING_FILE):
+        (tmp_path / f"{name}.{os.getpid()}").symlink_to(precious)
+        (tmp_path / name).symlink_to(precious)
+    (tmp_path / DRIVER_FILE).unlink()
+    with driving(tmp_path):
+        runs.say_stopping(tmp_path, "stopping")
+    assert precious.read_text() == "mine"
 
 
 class Ending:

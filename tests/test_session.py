@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import secrets
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ import parts
 import session as session_module
 import stopping
 import train
-from actors import Component, Coordinator, EngineLostError, EngineMemoryError, EngineStartError, PromptForm
+from actors import ENGINE_SOCKETS, Component, Coordinator, EngineLostError, EngineMemoryError, EngineStartError, PromptForm
 from causes import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from cluster import DRIVER_DIRECTORY, ray_cluster
 from configs import PromptConfig
@@ -555,6 +558,52 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
     assert children("gcs_server", recursive=True) and children("raylet", recursive=True)
     assert not children("dashboard.py", recursive=True) + children("monitor.py", recursive=True)
+
+
+ASKS_RAY = """
+import sys
+from ray._raylet import GcsClient
+try:
+    print(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def asks_ray(**token: str) -> str:
+    """Ask the running Ray for all its keys from another process, and return the answer."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", ASKS_RAY, address]
+    return subprocess.run(command, env={**environ, **token}, text=True, capture_output=True, check=False).stdout.strip()
+
+
+def test_a_neighbour_gets_no_answer_from_ray(cluster: None) -> None:
+    """Whoever gets one can have any command run by this user."""
+    wrong = asks_ray(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    assert wrong in ("AuthenticationError", "RpcError", "GetTimeoutError"), wrong
+    path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert asks_ray(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=path.read_text()).startswith("["), "the attack itself works"
+
+
+def test_a_neighbour_cannot_enter_the_directory_of_the_sockets(cluster: None) -> None:
+    directory = Path(os.environ[ENGINE_SOCKETS])
+    sockets = [path for path in directory.rglob("*") if path.is_socket()]
+    assert sockets, "Ray's are in it"
+    assert (directory.stat().st_uid, directory.stat().st_mode & 0o777) == (os.geteuid(), 0o700)
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    code = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+except PermissionError:
+    print("refused")
+"""
+    command = [sys.executable, "-c", code, str(sockets[0])]
+    assert subprocess.run(command, text=True, capture_output=True, check=False).stdout == "refused\n"
 
 
 def test_an_actor_sees_the_gpus_it_asked_for_and_no_others(cluster: None) -> None:

@@ -226,3 +226,22 @@ def test_an_engine_knows_when_the_learner_is_gone(tmp_path: Path) -> None:
     del sender
     soon(lambda: engine.is_lost)
     assert_has(soon(lambda: engine.take(digest)), seed=0)  # what came is still good
+
+
+def test_a_stranger_at_the_port_joins_nothing(sender: Broadcast, tmp_path: Path) -> None:
+    """Each member that never comes would cost every version READY_S, and be asked again."""
+    host, _, port = sender.address.rpartition("@")[2].rpartition(":")
+    stranger = torch.distributed.TCPStore(host, int(port), is_master=False)
+    stranger.add("joined", 1)
+    (engine,) = receivers(sender, n=1)
+    digest = publish(sender, tmp_path / "v0", seed=0)
+    assert_has(soon(lambda: engine.take(digest)), seed=0)
+    assert list(sender._calls) == [1], "the engine alone"
+
+
+def test_a_receiver_whose_thread_fails_is_lost_and_joins_again(sender: Broadcast, tmp_path: Path) -> None:
+    (engine,) = receivers(sender, n=1)
+    sender._store.set("call/1/1", "no number")
+    soon(lambda: engine.is_lost)
+    receiver(sender)
+    joined(sender, 2)
