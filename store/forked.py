@@ -23,7 +23,7 @@ from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
 from store.durable import make_directory
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, RunLayout, checked_name
 from store.reading.pins import Pin
 
@@ -90,8 +90,12 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             version = _copy_catalog(source, layout, learner_step=learner_step)
             _link_files(source, layout, learner_step=learner_step, version=version)
         unfinished.rename(root)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, sqlite3.Error):
+            raise FormatError(
+                f"{source.catalog} cannot be read ({error}); restore it from a backup, or python -m store rebuild {source.root}"
+            ) from error
         raise
     return RunLayout.open(root)
 
