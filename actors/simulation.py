@@ -192,6 +192,6 @@ class SimulatedLearner:
             await self.coordinator.checkpoint.remote(self.step, f"checkpoints/{self.step}", self.version)
 
     async def _publish(self, version: int) -> None:
-        record = VersionRecord(version=version, path=f"weights/{version}", digest="simulated", learner_step=self.step)
+        record = VersionRecord(version=version, path=f"weights/v{version}", digest="simulated", learner_step=self.step)
         await self.coordinator.publish.remote(record)
         self.version = version
