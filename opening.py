@@ -76,10 +76,14 @@ def check_writable(config: Config) -> None:
 
 
 def check_same_run(config: Config) -> None:
-    """A run is continued by one process at a time, with the config it was made with. Raises LockedError, ConfigError."""
+    """A run is continued by one process at a time, with the config it was made with, and has no links that lead elsewhere.
+
+    Raises LockedError, ConfigError, StoreError.
+    """
     root = Path(config.run_dir)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
+        layout.check_no_links()  # logs and curves are written from here on
         runs.check_idle(root, instead="choose another run_dir")
         check_unowned(layout)
         changed = resume.differences(config, published(configs.from_yaml(layout.info.config_yaml)))

@@ -189,9 +189,9 @@ class SimulatedLearner:
         await self._publish(trained_at + 1)
         await self.coordinator.settle.remote(batch.batch_id, self.step, {}, trained_at, {})
         if self.step % self.config.learner.checkpoint_every == 0:
-            await self.coordinator.checkpoint.remote(self.step, f"checkpoints/{self.step}", self.version)
+            await self.coordinator.checkpoint.remote(self.step, f"checkpoints/step{self.step}", self.version)
 
     async def _publish(self, version: int) -> None:
-        record = VersionRecord(version=version, path=f"weights/{version}", digest="simulated", learner_step=self.step)
+        record = VersionRecord(version=version, path=f"weights/v{version}", digest="simulated", learner_step=self.step)
         await self.coordinator.publish.remote(record)
         self.version = version

@@ -23,7 +23,7 @@ from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
 from store.durable import make_directory, sync_directory
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name
 from store.reading.pins import Pin
 
@@ -101,7 +101,11 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         sync_directory(root.parent, beneath=root.parent)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, (OSError, sqlite3.Error)):
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            raise FormatError(
+                f"{source.catalog} cannot be read ({error}); restore it from a backup, or python -m store rebuild {source.root}"
+            ) from error
+        if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
             raise StoreError(f"cannot make the fork {root}: {error}; free space or fix the permissions, then retry") from error
         raise
     return RunLayout.open(root)

@@ -7,6 +7,7 @@ learner is killed and goes on from its checkpoint, the coordinator is replaced, 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import random
 import shutil
@@ -225,7 +226,8 @@ def write_nothing(layout: RunLayout, trajectories: Sequence[Trajectory], *, work
     )
     name = f"{worker}-{time.perf_counter_ns()}"
     n_steps = sum(meta.n_steps for meta in metas)
-    return SegmentMeta(segment_id=name, path=name, digest=name, n_steps=n_steps, n_bytes=1, worker=worker, trajectories=metas)
+    path = f"segments/{worker}/{hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()}.parquet"  # as the store names it
+    return SegmentMeta(segment_id=name, path=path, digest=name, n_steps=n_steps, n_bytes=1, worker=worker, trajectories=metas)
 
 
 def the_views(open_sql: str) -> list[str]:

@@ -15,7 +15,8 @@ import pytest
 
 import runs
 import store
-from configs import ConfigError
+from configs import Config, ConfigError
+from opening import check_same_run
 from standing import config_of
 from store import RunLayout, StoreError, beneath, sign_run, write_open_sql
 from store.__main__ import main
@@ -247,3 +248,25 @@ def test_a_path_stays_beneath_its_root(outside: Path, tmp_path: Path) -> None:
     beneath.remove_tree(root / "a", root=root)
     assert sorted(path.name for path in root.iterdir()) == ["fifo"]
     assert snapshot(outside) == before
+
+
+@pytest.mark.parametrize("name", ["logs", "tensorboard", "weights", "checkpoints", "config.yaml", "driver.json"])
+def test_a_run_with_a_link_does_not_go_on(name: str, sound: RunLayout, outside: Path) -> None:
+    run = hostile_run(sound, outside.parent / "run", f"link: {name}", outside=outside)
+    with pytest.raises(UnsafePathError, match=f"{name} is a symbolic link, and a run has none"):
+        check_same_run(Config(run_dir=str(run)))
+
+
+def test_a_model_that_an_evaluation_links_to_is_no_such_link(sound: RunLayout, tmp_path: Path) -> None:
+    run = RunLayout.open(shutil.copytree(sound.root, tmp_path / "run"))
+    (tmp_path / "model").mkdir()
+    run.weights_dir(0).symlink_to(tmp_path / "model")
+    run.check_no_links()
+
+
+def test_a_fork_of_a_run_whose_catalog_is_none_is_one_line(sound: RunLayout, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound.root, tmp_path / "run"))
+    (run / "catalog.sqlite").write_text("no catalog at all, but a text that is long enough to be looked at\n" * 99)
+    with pytest.raises(FormatError, match="catalog.sqlite cannot be read"):
+        fork(run)
+    assert not list(tmp_path.glob("forked*"))

@@ -70,11 +70,11 @@ def run_with_everything(root: str, *, storage_uri: str | None = None) -> tuple[R
         both = write_segment(layout, [make_trajectory(group, member) for member in range(2)], worker="w0", epoch=catalog.epoch)
         catalog.commit(early, epoch=catalog.epoch)
         catalog.commit(both, epoch=catalog.epoch)  # one of it is a duplicate
-        catalog.record_version(version=5, path="weights/5", digest="", learner_step=None)
+        catalog.record_version(version=5, path="weights/v5", digest="", learner_step=None)
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=5)
-        catalog.record_checkpoint(learner_step=1, path="checkpoints/1", version=5)
+        catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=5)
         catalog.record_metrics(learner_step=1, policy_version=5, values={"loss": 1.0})
         export(catalog, layout)
     return layout, early
@@ -199,4 +199,4 @@ def names_are_taken_once(root: str) -> None:
     layout, _ = run_with_everything(root)
     with Catalog.open(layout) as catalog:
         catalog.roll_back(0)
-        refuses(StoreError, lambda: catalog.record_version(version=4, path="weights/4", digest="", learner_step=1))
+        refuses(StoreError, lambda: catalog.record_version(version=4, path="weights/v4", digest="", learner_step=1))

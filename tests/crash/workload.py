@@ -153,7 +153,7 @@ def publish(catalog: Catalog, diary: Diary, *, learner_step: int | None) -> None
     """The next version; the number of one that was rolled back is not free again."""
     latest = catalog.latest_version()
     version = 0 if latest is None else latest.version + 1
-    catalog.record_version(version=version, path=f"weights/{version}", digest=f"{version:032x}", learner_step=learner_step)
+    catalog.record_version(version=version, path=f"weights/v{version}", digest=f"{version:032x}", learner_step=learner_step)
     diary.done("version", version=version)
 
 
