@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import pkgutil
@@ -33,11 +34,24 @@ def main(arguments: list[str]) -> int:
     except StoreError as error:
         fail(error)
         return EXIT_ERROR
+    except (OSError, MemoryError) as error:  # a process border: of a full disk, a limit, a permission
+        print(f"error: {_in_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     else:
         return status
     return 0
+
+
+def _in_one_line(error: OSError | MemoryError) -> str:
+    """Return what the machine refused, and what to do."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory; ask for less, or free some"
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{where}too many open files; raise the limit, e.g. ulimit -n 4096, then retry"
+    return f"{where}{error.strerror or error}; free space or fix the permissions, then retry"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +101,23 @@ def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
     ):
         assert main(["sql", root, *arguments]) == 2
         assert (f"python -m store compact {root} upgrades it" in capsys.readouterr().err) == hinted
+
+
+LIMITED = """import resource, sys
+from store.__main__ import main
+import store.reading.reader, store.upkeep.fsck, store.upkeep.repair, store.catalog.catalog, store.cli.sql
+held = [open("/dev/null")]
+resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1].fileno() + int(sys.argv[1]), 4096))
+sys.exit(main(sys.argv[2:]))"""
+
+
+@pytest.mark.parametrize("n_files", [1, 2, 3, 5])
+def test_without_free_descriptors_a_command_ends_in_one_line(run: RunLayout, n_files: int) -> None:
+    for arguments in (["sql", str(run.root), "SELECT 1"], ["fsck", str(run.root)]):
+        command = [sys.executable, "-c", LIMITED, str(n_files), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 0 or "error: " in done.stderr, done
 
 
 # A value of every type of DuckDB, and what it is in CSV and in JSON. None: nobody can know it before.

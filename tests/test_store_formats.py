@@ -124,6 +124,7 @@ def segment_of(layout: RunLayout, meta: SegmentMeta, table: pa.Table, *, version
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     changes = {"segment_id": digest, "digest": digest, "path": layout.relative(path), "n_bytes": len(data)}
+    changes["worker"] = "w0"
     return SegmentMeta(**{**{name: getattr(meta, name) for name in meta.__slots__}, **changes})
 
 

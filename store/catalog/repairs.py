@@ -204,6 +204,21 @@ class Repairs:
         with self._database.transaction() as tx:
             return exclude(tx, path=path, traj_uids=traj_uids)
 
+    def correct(self, path: str, *, digest: str, n_bytes: int, n_steps: int, worker: str, epoch: int) -> None:
+        """Set a segment's row to what its file says."""
+        with self._database.transaction() as tx:
+            tx.run(
+                """UPDATE segment SET digest = :digest, n_bytes = :n_bytes, n_steps = :n_steps, worker = :worker,
+                       epoch = :epoch WHERE path = :path""",
+                digest=digest,
+                n_bytes=n_bytes,
+                n_steps=n_steps,
+                worker=worker,
+                epoch=epoch,
+                path=path,
+            )
+            tx.log(component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file")
+
     def recompute(self, group_uid: bytes) -> None:
         """Set a group's figures to those of its trajectories."""
         with self._database.transaction() as tx:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from store.catalog.database import Transaction
+from store.errors import FormatError
 from store.records import UID_TYPE
 
 MERGE_RATIO = 2  # a part is merged with a newer one at least half its size
@@ -243,7 +244,7 @@ def export_trigger(name: str) -> str:
 def arrow_table(export: Export, rows: Sequence[Iterable[object]]) -> pa.Table:
     """Rows of the export's query as Arrow."""
     columns = zip(*rows, strict=True) if rows else [()] * len(export.schema)
-    arrays = [_array(values, field.type) for values, field in zip(columns, export.schema, strict=True)]
+    arrays = [_array(values, field) for values, field in zip(columns, export.schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=export.schema)
 
 
@@ -262,7 +263,13 @@ def _new_part(tx: Transaction, export: Export, *, parts: tuple[Part, ...], until
     return NewPart(since=since, table=arrow_table(export, rows))
 
 
-def _array(values: tuple[object, ...], kind: pa.DataType) -> pa.Array:
-    if kind == pa.bool_():
+def _array(values: tuple[object, ...], field: pa.Field) -> pa.Array:
+    if field.type == pa.bool_():
         values = tuple(None if value is None else bool(value) for value in values)
-    return pa.array(values, kind)
+    try:
+        return pa.array(values, field.type)
+    except (pa.ArrowException, OverflowError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise FormatError(
+            f"the catalog has a {field.name} out of range ({why}); put a backup of catalog.sqlite back"
+        ) from error

@@ -184,7 +184,12 @@ class Reader:
                 "parent": os.getpid(),
                 "die_with_thread": threading.current_thread() is threading.main_thread(),
             }
-            self._child = _Child()
+            try:
+                self._child = _Child()
+            except OSError as error:
+                raise StoreError(
+                    f"SQL: no query process can be started: {error.strerror}; raise ulimit -n and -u, then retry"
+                ) from error
             self.lsn, self.left_out = self._child.start(order)
         return self._child
 

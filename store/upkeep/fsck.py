@@ -20,6 +20,7 @@ from store.layout import RunLayout
 from store.upkeep import fsck_manifest, fsck_segments
 from store.upkeep.finding import Finding, error
 from store.upkeep.fsck_catalog import check_catalog, check_identity
+from store.upkeep.fsck_exports import check_exported
 
 CATALOG, NAMES, CONTENTS = 1, 2, 3
 FATAL = frozenset({"catalog_missing", "catalog_damaged", "catalog_foreign"})  # without a catalog nothing else can be judged
@@ -38,6 +39,8 @@ def check(layout: RunLayout, *, level: int) -> list[Finding]:
             found += fsck_segments.check_segments(lambda: open_catalog(layout), layout, contents=contents)
             found += confirmed(lambda: fsck_manifest.check_manifest(lambda: open_catalog(layout), layout, contents=contents))
             found += fsck_manifest.check_unfinished(layout)
+            if contents and not any(finding.severity == "error" for finding in found):  # else it would say the same again
+                found += confirmed(lambda: check_exported(lambda: open_catalog(layout), layout))
     except sqlite3.OperationalError as problem:  # it cannot be opened: that is not damage
         raise StoreError(
             f"{layout.catalog} cannot be read ({problem}); fix the permissions, or stop what locks it"

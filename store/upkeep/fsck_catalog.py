@@ -31,7 +31,53 @@ _LOST = """(SELECT group_uid, count(DISTINCT traj_uid) AS n FROM lost_trajectory
 _SUMS = """(SELECT group_uid, count(*) AS n, sum(n_steps) AS steps, sum(won) AS won, sum(episode_return) AS returns,
                    min(version_min) AS oldest, max(version_max) AS newest FROM trajectory GROUP BY group_uid)"""
 
+# Every lsn of the catalog: its name for people, its table and its column.
+LSNS = (
+    ("segment", "segment", "lsn"),
+    ("segment retired", "segment", "retired_lsn"),
+    ("group changed", "grp", "changed_lsn"),
+    ("group opened", "grp", "opened_lsn"),
+    ("group completed", "grp", "completed_lsn"),
+    ("group state", "group_state", "lsn"),
+    ("trajectory", "trajectory", "lsn"),
+    ("lost trajectory", "lost_trajectory", "lsn"),
+    ("batch claimed", "batch", "claimed_lsn"),
+    ("batch trained", "batch", "trained_lsn"),
+    ("batch rolled back", "batch", "rolled_back_lsn"),
+    ("batch changed", "batch_group", "changed_lsn"),
+    ("version", "version", "lsn"),
+    ("checkpoint", "checkpoint", "lsn"),
+    ("checkpoint changed", "checkpoint", "changed_lsn"),
+    ("metric", "metric", "lsn"),
+    ("metric changed", "metric", "changed_lsn"),
+    ("unfinished episode", "unfinished", "lsn"),
+    ("event", "event", "lsn"),
+    ("table changed", "changed", "lsn"),
+    ("horizon", "meta", "horizon_lsn"),
+)
+
+
+def _span(kind: str, table: str, column: str) -> str:
+    """Return the query for the smallest and the largest lsn of a column."""
+    return f"SELECT '{kind} at lsn' AS kind, min({column}) AS first, max({column}) AS last FROM {table}"
+
+
 RULES = (
+    Rule(
+        what="segment_name",
+        query="""SELECT 'segment', segment_id, format('its path is %s, which is another file''s', path) FROM segment
+            WHERE path NOT LIKE '%/' || segment_id || '.parquet' AND path <> segment_id""",  # GONE of a rebuild has no file
+        remedy=REBUILD,
+    ),
+    Rule(
+        what="epoch",
+        query="""SELECT 'epoch', m.epoch,
+                format('%s is of epoch %d: workers of an older owner would not be refused', t.kind, t.epoch)
+            FROM meta m, (SELECT 'a segment' AS kind, max(epoch) AS epoch FROM segment
+                UNION ALL SELECT 'a batch', max(epoch) FROM batch UNION ALL SELECT 'a version', max(epoch) FROM version) t
+            WHERE t.epoch > m.epoch""",
+        remedy=REBUILD,
+    ),
     Rule(
         what="group_sums",
         query=f"""SELECT 'group', g.group_uid,
@@ -103,14 +149,10 @@ RULES = (
     ),
     Rule(
         what="future_lsn",
-        query="""SELECT t.kind, t.lsn, format('the catalog is at lsn %d; readers do not see it', m.lsn) FROM (
-                SELECT 'segment at lsn' AS kind, max(lsn) AS lsn FROM segment
-                UNION ALL SELECT 'group changed at lsn', max(changed_lsn) FROM grp
-                UNION ALL SELECT 'group state at lsn', max(lsn) FROM group_state
-                UNION ALL SELECT 'batch changed at lsn', max(changed_lsn) FROM batch_group
-                UNION ALL SELECT 'version at lsn', max(lsn) FROM version
-                UNION ALL SELECT 'unfinished episode at lsn', max(lsn) FROM unfinished
-                UNION ALL SELECT 'event at lsn', max(lsn) FROM event) t, meta m WHERE t.lsn > m.lsn""",
+        query=f"""SELECT t.kind, iif(t.first < 0, t.first, t.last),
+                       format('the catalog is at lsn %d; readers do not see it', m.lsn)
+                  FROM ({" UNION ALL ".join(_span(*columns) for columns in LSNS)}) t, meta m
+                  WHERE t.last > m.lsn OR t.first < 0""",
         remedy=REBUILD,
     ),
 )

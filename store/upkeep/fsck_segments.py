@@ -38,6 +38,8 @@ class Committed:
     digest: str
     n_steps: int
     n_bytes: int
+    worker: str
+    epoch: int
     retired_why: str | None
     trajectories: tuple[TrajectoryMeta, ...]
     excluded: frozenset[bytes]  # rows of it that do not count
@@ -88,7 +90,7 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
     connection.execute("BEGIN")  # one moment for all queries
     try:
         segment = connection.execute(
-            """SELECT segment_id, path, digest, n_steps, n_bytes, retired_why FROM segment
+            """SELECT segment_id, path, digest, n_steps, n_bytes, worker, epoch, retired_why FROM segment
                WHERE segment_id = ? AND removed_us IS NULL""",
             (segment_id,),
         ).fetchone()
@@ -106,7 +108,8 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
 def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, contents: bool) -> list[Finding]:
     retired = committed.retired_why is not None
     codes = ("retired_missing", "retired_damaged") if retired else ("segment_missing", "segment_damaged")
-    repair = f"restore it from a backup, or python -m store fsck --repair {layout.root}"
+    mend = f"python -m store fsck --repair {layout.root}"
+    repair = f"restore it from a backup, or {mend}"
 
     def problem(what: str, detail: str, *, remedy: str = repair) -> Finding:
         # A retired file is missed only by snapshots from before.
@@ -115,9 +118,7 @@ def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, 
     n = len(committed.trajectories)
     if file is None:
         return [problem(codes[0], f"the file is gone; {n} trajectories are read from it")]
-    if file.n_bytes != committed.n_bytes:
-        return [problem(codes[1], f"it has {file.n_bytes} bytes, committed were {committed.n_bytes}")]
-    if not contents:
+    if file.n_bytes == committed.n_bytes and not contents:
         return []
     try:
         data = layout.storage.read(committed.path)
@@ -126,9 +127,14 @@ def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, 
     except StoreError as unreadable:
         return [problem(codes[1], str(unreadable))]
     digest = file_digest(data)
-    if digest != committed.digest:
+    if (digest, data.size) != (committed.digest, committed.n_bytes):
+        if digest == PurePosixPath(committed.path).stem:  # the file is what it was: the row is not
+            detail = f"the file is whole; the catalog says digest {committed.digest}, {committed.n_bytes} bytes"
+            return [error("segment_row", committed.path, f"{detail} instead of {digest}, {data.size} bytes", remedy=mend)]
+        if data.size != committed.n_bytes:
+            return [problem(codes[1], f"it has {data.size} bytes, committed were {committed.n_bytes}")]
         return [problem(codes[1], f"it has digest {digest}, committed was {committed.digest}")]
-    if retired:
+    if retired or not contents:
         return []
     try:
         held = rows.open_rows(data, path=layout.root / committed.path)
@@ -139,9 +145,15 @@ def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, 
     hashes = layout.info.canonicaliser_version == CANONICALISER_VERSION
     found = [problem(what, detail) for what, detail in rows.malformed(held) if hashes or what != "state_hash"]
     rebuild = f"python -m store rebuild --force {layout.root}"
-    return found or [
+    found = found or [
         problem(*wrong, remedy=repair if wrong[0] != "figures" else rebuild) for wrong in _compare(committed, held)
     ]
+    said = (committed.n_steps, committed.worker, committed.epoch)
+    if not found and said != (held.table.num_rows, held.worker, held.epoch):
+        detail = f"the catalog says {committed.n_steps} rows by {committed.worker} in epoch {committed.epoch}; "
+        detail += f"the file has {held.table.num_rows} by {held.worker} in {held.epoch}"
+        found = [error("segment_row", committed.path, detail, remedy=mend)]
+    return found
 
 
 def _compare(committed: Committed, held: rows.Rows) -> list[tuple[str, str]]:

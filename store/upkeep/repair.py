@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -53,6 +52,8 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     for finding in findings:
         if finding.what == "segment_returned":
             done.append(_take_back(catalog, layout, finding.subject))
+    for path in dict.fromkeys(finding.subject for finding in findings if finding.what == "segment_row"):
+        done.append(_correct(catalog, layout, path))
     for path in dict.fromkeys(finding.subject for finding in findings if finding.what == "uncounted_rows"):
         if path not in damaged:
             held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
@@ -60,7 +61,7 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
             done.append(f"{path}: {n} trajectories in it are no longer seen")
     for finding in findings:
         if finding.what == "group_sums":
-            catalog.repairs.recompute(UUID(finding.subject.removeprefix("group ")).bytes)
+            catalog.repairs.recompute(bytes.fromhex(finding.subject.removeprefix("group ").replace("-", "")))
             done.append(f"{finding.subject}: its figures are those of its trajectories again")
     shown = {
         layout.relative(layout.manifest) if finding.what.startswith("manifest") else finding.subject: finding
@@ -128,6 +129,17 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
     line = f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
     line += f", {len(result.reopened)} groups are played again"
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
+
+
+def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
+    """Set a segment's row to what its file says, which has the digest it is named by."""
+    data = _whole(layout, path)
+    if data is None:
+        raise StoreError(f"{path} has changed since it was checked; run fsck again")
+    held = open_rows(data, path=layout.root / path)
+    figures = {"digest": PurePosixPath(path).stem, "n_bytes": data.size, "n_steps": held.table.num_rows}
+    catalog.repairs.correct(path, **figures, worker=held.worker, epoch=held.epoch)
+    return f"{path}: its row in the catalog is that of its file again; the file stays where it is"
 
 
 def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
