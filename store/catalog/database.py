@@ -15,6 +15,7 @@ from typing import Any
 from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError
+from store.hashing import whole_text
 from store.layout import FORMAT_VERSION, RunLayout
 
 _SYNCED = "PRAGMA synchronous = FULL"
@@ -69,8 +70,8 @@ class Transaction:
             lsn=self.lsn,
             at_us=self.now_us,
             component=component,
-            what=what,
-            detail=detail,
+            what=whole_text(what),
+            detail=whole_text(detail),  # an error may quote what a program or a server wrote
         )
         self.touch("events")
 

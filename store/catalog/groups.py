@@ -12,7 +12,7 @@ from store.catalog.records import CommitResult, GroupRecord
 from store.catalog.sums import recompute
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
-from store.hashing import uid
+from store.hashing import uid, whole_text
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
@@ -119,6 +119,7 @@ def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reaso
     """
     if state not in ("open", "stale", "abandoned"):
         raise StoreError(f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'")
+    reason = whole_text(reason)  # it may quote what an environment or a program wrote
     changed = tx.run(
         """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state), reason = :reason,
                           lease_worker = NULL, lease_until_us = NULL
