@@ -9,11 +9,12 @@ Going on never writes a reply anew: what was sampled stays token for token, so e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+SHORTEST_BOUND = 16  # characters of a token, where a vocabulary has only shorter ones: a normaliser may shorten text too
 MESSAGE, REPLY = "0message0", "0reply0"  # looked for in what a chat template makes of them
 
 
@@ -28,6 +29,16 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def get_vocab(self) -> Mapping[str, int]: ...  # empty where each token is one character, or a byte of one
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Return a bound of the characters of one token: n tokens never stand for more than n times as many.
+
+    A byte-level vocabulary has a character for each byte, so its entries are no shorter than their text.
+    """
+    return max(SHORTEST_BOUND, max(map(len, tokenizer.get_vocab()), default=0))
 
 
 class Chat:
