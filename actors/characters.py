@@ -41,6 +41,9 @@ class CharacterTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(chr(token) for token in token_ids if token not in REMOVED)
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
 
 def character_form(config: PromptConfig) -> PromptForm:
     """The same prompts as for a model of ours, with `max_prompt_tokens` counted as so many times CHARACTERS_PER_TOKEN."""

@@ -9,11 +9,13 @@ Going on never writes a reply anew: what was sampled stays token for token, so e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
-from jinja2 import TemplateError
-
+SHORTEST_BOUND = 16  # characters of a token, where a vocabulary has only shorter ones: a normaliser may shorten text too
+TEMPLATE_TIMEOUT_S = 15.0  # for a chat template to write one short message, a few times: it takes milliseconds
 MESSAGE, REPLY = "0message0", "0reply0"  # looked for in what a chat template makes of them
 
 
@@ -29,27 +31,58 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
+    def get_vocab(self) -> Mapping[str, int]: ...  # empty where each token is one character, or a byte of one
+
+
+T = TypeVar("T")
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Return a bound of the characters of one token: n tokens never stand for more than n times as many.
+
+    A byte-level vocabulary has a character for each byte, so its entries are no shorter than their text.
+    """
+    return max(SHORTEST_BOUND, max(map(len, tokenizer.get_vocab()), default=0))
+
+
+def within(work: Callable[[], T], *, seconds: float, late: Callable[[], str]) -> T:
+    """Return `work()`. Raises ValueError with `late()` if it has not ended after so many seconds.
+
+    It then goes on in its thread, which nobody can end but the end of this process: the caller has to report the error.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - passed on to the caller
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="chat template", daemon=True).start()
+    try:
+        return done.result(timeout=seconds)
+    except TimeoutError:
+        raise ValueError(late()) from None
+
 
 class Chat:
     """`thinking` is handed to the template as `enable_thinking`, None leaves it alone; many templates ignore it.
 
     Pure: the same arguments give the same token ids. Templates of vision models get their text as a content part.
-    Raises ValueError for a tokenizer without a chat template, or with one that drops what the user says.
+    Raises ValueError for a tokenizer without a chat template, or with one that drops what the user says, that fails, or that
+    does not end. A template is a program, and comes with the model from whoever made that.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool | None) -> None:
         self._tokenizer = tokenizer
         self._variables: dict[str, object] = {} if thinking is None else {"enable_thinking": thinking}
         self._in_parts = False
-        fault = self._fault()
-        if fault:
-            self._in_parts = True
-            if self._fault():
-                raise ValueError(
-                    f"the chat template of the tokenizer in model.path cannot be used ({fault}); take an instruction-tuned "
-                    "model, or put a chat_template.jinja beside its tokenizer"
-                )
-        self.opening = self._opening()
+        if fault := within(self._tried, seconds=TEMPLATE_TIMEOUT_S, late=self._never_ended):
+            raise ValueError(
+                f"the chat template of the tokenizer in {self._where()} cannot be used ({fault}); take an instruction-tuned "
+                "model, or put a chat_template.jinja beside its tokenizer"
+            )
+        self.opening = within(self._opening, seconds=TEMPLATE_TIMEOUT_S, late=self._never_ended)
 
     def begun(self, message: str, *, n_images: int = 0) -> tuple[int, ...]:
         """The conversation's first message, up to where the assistant's reply begins; images come before its text."""
@@ -70,12 +103,29 @@ class Chat:
         has_ended = bool(after) and token_ids[:1] == [after[-1]]
         return tuple(token_ids[has_ended:])
 
+    def _where(self) -> str:
+        path = str(getattr(self._tokenizer, "name_or_path", ""))
+        return f"model.path={path}" if path else "model.path"
+
+    def _never_ended(self) -> str:
+        return (
+            f"the chat template of the tokenizer in {self._where()} did not end within {TEMPLATE_TIMEOUT_S:g} s: it loops; "
+            "put a chat_template.jinja that does not beside its tokenizer"
+        )
+
+    def _tried(self) -> str:
+        """Return why the chat template is of no use, with the text as a content part or without; "" if it is."""
+        fault = self._fault()
+        if fault:
+            self._in_parts = True
+        return fault and self._fault() and fault
+
     def _fault(self) -> str:
         """Why the chat template does not show what the user says; "" if it does."""
         try:
             token_ids = self._apply([("user", MESSAGE)], generation=False, tokenize=True)
-        except (ValueError, TemplateError) as error:
-            return " ".join(str(error).split())[:100]
+        except Exception as error:  # noqa: BLE001 - a template may raise anything: it is another's program
+            return " ".join((str(error) or type(error).__name__).split())[:100]
         shown = MESSAGE in self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return "" if shown else "it leaves out the user's message"
 

@@ -24,12 +24,14 @@ from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from configs import Config, EndpointConfig, hint
 from envs import Waits
+from store import whole_text
 
 if TYPE_CHECKING:
     import aiohttp
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between two attempts; doubled after each
 CONNECT_TIMEOUT_S = 20.0
+MAX_ANSWER_BYTES = 16 * 2**20  # of a server's answer: hundreds of times the longest reply that is asked for
 SAID_CHARACTERS = 300  # of what a server says to an error
 NAMES_SHOWN = 10  # of its models
 
@@ -133,7 +135,7 @@ class ChatPolicy:
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True)
         try:
             async with self._session.request(method, self._endpoint.url.rstrip("/") + path, json=body) as response:
-                text = (await response.read()).decode(errors="replace")
+                text = (await _body_of(response)).decode(errors="replace")
                 text = text.replace(self._key, "***") if self._key else text
                 status, after = response.status, response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError) as error:
@@ -143,7 +145,7 @@ class ChatPolicy:
         if status == 200 and said:  # as some routers have it
             status = said["code"] if isinstance(said, dict) and isinstance(said.get("code"), int) else 500
         if status != 200:
-            after_s = float(after) if after.isdigit() else 0.0
+            after_s = min(float(after), self._endpoint.timeout_s) if after.isascii() and after.isdigit() else 0.0
             raise _Refused(f"answered {status}: {_said(said, text)}", status=status, retry_after_s=after_s)
         if answer is None:
             raise _Refused(f"answered what is no JSON: {_said(None, text)}", status=status)
@@ -223,11 +225,26 @@ def with_stop_text(text: str, *, stop: Sequence[str], at: object, is_whole: bool
     return (text + opened[last], True) if is_whole and last >= 0 else (text, False)
 
 
+async def _body_of(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer, unpacked. Raises _Refused for more than MAX_ANSWER_BYTES."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
+            why = f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB; endpoint.url must be a server of chat completions"
+            raise _Refused(why, status=400)
+    return bytes(body)
+
+
 def _json(text: str) -> Any:
+    """Return the value of a JSON text, every text in it whole; None for what is no JSON, or nested too deeply."""
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # the one way to write half a character
+            value = json.loads(whole_text(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
         return None
+    return value
 
 
 def _said(error: object, text: str) -> str:

@@ -14,6 +14,9 @@ from typing import Any
 from actors.conversation import Message
 
 MAX_N = 128
+LONG_CHARACTERS = 2**14  # of all messages; more take a noticeable time to tokenise ...
+MANY_MESSAGES = 1000  # ... as do so many, however short they are
+SAID_CHARACTERS = 300  # of an error: it may quote what was asked, which may be as long as a body
 MAX_STOPS = 4
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 OF_THE_RUN = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"}
@@ -61,6 +64,12 @@ class ChatRequest:
     anchor: str | None
 
     @property
+    def takes_long(self) -> bool:
+        """Return whether an event loop must not wait for the prompt of these messages."""
+        n_characters = sum(len(message.content) for message in self.messages)
+        return len(self.messages) > MANY_MESSAGES or n_characters > LONG_CHARACTERS
+
+    @property
     def observation(self) -> str:
         """The newest message that is not the model's."""
         return next((message.content for message in reversed(self.messages) if message.role != "assistant"), "")
@@ -72,6 +81,8 @@ def parse_request(body: object) -> ChatRequest:
         raise refused("the request must be a JSON object", None)
     try:
         json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError:
+        raise refused("the request is nested too deeply", None) from None
     except UnicodeEncodeError as error:  # half a surrogate pair: no text, for the tokenizer and the store
         raise refused(f"the request holds what is not Unicode text: {error.object[error.start : error.end]!r}", None) from None
     given = {name: value for name, value in body.items() if value is not None}
@@ -97,6 +108,8 @@ def parse_request(body: object) -> ChatRequest:
 
 
 def refused(message: str, param: str | None) -> RequestError:
+    if len(message) > SAID_CHARACTERS:
+        message = f"{message[: SAID_CHARACTERS // 2]} ... {message[-SAID_CHARACTERS // 2 :]}"
     return RequestError(message, status=400, code="invalid_value", param=param)
 
 

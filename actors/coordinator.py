@@ -7,8 +7,8 @@ Waits for nothing: every call is a short transaction on the catalog and returns;
 
 It keeps no counter of its own: what is outstanding, which task comes next and which version is the newest are queries on the
 catalog, so a restart has nothing to recover. What it remembers beside that dies with the processes it is about: who was heard
-of when (`pulse.py`), which groups are being played and how often they were given up, how many were abandoned in a row, notices
-for the screen (the catalog has all of it as events).
+of when (`pulse.py`), which groups are being played and how often they were given up, which tasks workers were lost
+with, how many groups were abandoned in a row, notices for the screen (the catalog has all of it as events).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ray
 
 from actors.admission import free_groups
 from actors.maintenance import Exporter, start_maintainer
-from actors.plays import Lease, Plays, Turn
+from actors.plays import Lease, Plays, Suspects, Turn
 from actors.pulse import Pulse, Status
 from actors.resume import ResumePoint
 from actors.shared_handle import Question
@@ -56,6 +56,7 @@ class Coordinator:
         self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = Pulse()
         self._plays, self._turn = Plays(spare_members=config.actors.spare_members), Turn()
+        self._suspects = Suspects(self.catalog.times_lost())
         self._meeting_point: str | None = None  # of this learner: the next one, after its death, has another
         self._n_abandoned = self._n_notices = 0  # groups in a row; notices in all
         self._notices: dict[int, str] = {}
@@ -92,15 +93,31 @@ class Coordinator:
             return None
         split = None if self._training_is_due() else "heldout"
         lease_s = self.config.actors.lease_s
-        group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
+        self._abandon_condemned(worker)
+        suspects, playing = self._suspects.task_ids, self._plays.of(worker)
+        if any(lease.task.id in suspects for lease in playing):
+            return None
+        group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split, without=suspects)
+        if group is None and suspects and not playing:
+            group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split, only=suspects)
+            self._suspects.release(worker)
+        elif group is None and self.catalog.has_free_group(suspects, split=split) and self._suspects.drains(worker):
+            return None
         if group is None and split is None and self._free_groups() > 0:
             self.tasks.open_next_group(self.catalog)
-            group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split)
+            group = self.catalog.lease_open_group(worker=worker, lease_s=lease_s, split=split, without=suspects)
         if group is None:
             return None
         temperature = (self.config.evaluation if group.split == "heldout" else self.config.actors).temperature
         task = self.tasks[group.task_id]
         return Lease(group=group, task=task, version=version, worker=worker, temperature=temperature, epoch=self.catalog.epoch)
+
+    def _abandon_condemned(self, worker: str) -> None:
+        """Nobody plays a task again that took workers with it: its other groups are abandoned too."""
+        condemned = self._suspects.condemned
+        while condemned and (group := self.catalog.lease_open_group(worker=worker, lease_s=1.0, only=condemned)):
+            reason = condemned[group.task_id]
+            self.catalog.give_up(group.group_uid, worker=worker, state="abandoned", reason=reason)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
         self._pulse.heard(segment.worker)
@@ -108,6 +125,8 @@ class Coordinator:
         self._plays.committed(segment)
         for group_uid in result.whole:
             self._n_abandoned = 0
+            if (task_id := self._plays.task_id(group_uid)) is not None:
+                self._suspects.played(task_id)
             self._plays.end(group_uid)
         self._exporter.when_due()
         return result
@@ -120,6 +139,9 @@ class Coordinator:
     def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], epoch: int) -> None:
         """Enter episodes that gave no trajectory, unless their lease is another owner's."""
         if epoch == self.catalog.epoch:
+            failed = {episode.group_uid for episode in episodes if episode.why == "worker_failed"}
+            leases = [lease for lease in self._plays.of(worker) if lease.group.group_uid in failed]
+            self._suspects.report(worker, leases)
             self.catalog.record_unfinished(self._plays.reported(worker, episodes), worker=worker)
 
     def give_up(self, worker: str, group_uid: bytes, why: str) -> None:
@@ -154,8 +176,13 @@ class Coordinator:
     def forget(self, component: str, why: str) -> None:
         """A component is gone, or was stopped: others may play its groups at once."""
         self._pulse.forget(component)
+        blamed = self._suspects.lose(component, self._plays.of(component), why)
         self.catalog.record_unfinished(self._plays.lose(component), worker=component)
         self._turn.end(component)
+        if blamed is not None:
+            reason = self._suspects.condemned[blamed.task.id]
+            self.catalog.give_up(blamed.group.group_uid, worker=component, state="abandoned", reason=reason)
+            self.notice("group abandoned", f"{reason}; see {self.layout.logs / component}.log")
         n_groups = self.catalog.release_leases(component)
         self.catalog.log(component=component, what="gone", detail=f"{why}; {n_groups} groups are free for others")
 

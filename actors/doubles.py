@@ -73,6 +73,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token for token in token_ids if token).decode(errors="replace")
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
 
 class SimulatedPolicy:
     """A ScriptedPolicy that takes its time and has a version, which may change under a running request."""

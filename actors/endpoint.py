@@ -29,17 +29,21 @@ from pathlib import Path
 from aiohttp import web
 from jinja2 import TemplateError
 
-from actors.chat import Tokenizer
+from actors.chat import Tokenizer, longest_token
 from actors.chat_reply import Reply, chat_completion, chunks, cut_reply
 from actors.chat_request import ChatRequest, RequestError, parse_request, refused
-from actors.conversation import Conversation
+from actors.conversation import Conversation, PromptTooLong
 from actors.policy import Completion, Policy, Prompt
-from actors.rollout import EpisodeIds, EpisodeRules, completion_of, step_of
+from actors.rollout import LONG_PROMPTS, EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config
 from envs import ClientSettings, Observation
 from store import Step, now_us, uid_text
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 64 * 2**20  # of a request, whatever the model takes
+LEAST_BODY_BYTES = 2**20
+BYTES_PER_CHARACTER = 6  # of JSON, where a character is written as "\\u1234"
+BODY_TIMEOUT_S = 60.0  # for a client to send all of a request
+IDLE_TIMEOUT_S = 120.0  # of a connection on which no request is complete; else half-open ones would add up
 CLOSE_TIMEOUT_S = 1.0  # for answers that are being written
 
 
@@ -102,12 +106,17 @@ class Endpoint:
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[int, Recording] = {}
+        self._max_characters = settings.max_model_tokens * longest_token(tokenizer)
+        longest = max(LEAST_BODY_BYTES, BYTES_PER_CHARACTER * self._max_characters)
+        self._max_body_bytes = min(MAX_BODY_BYTES, longest)
 
     async def start(self) -> None:
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=self._max_body_bytes)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S, keepalive_timeout=IDLE_TIMEOUT_S
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
@@ -121,7 +130,9 @@ class Endpoint:
         """Requests with its API key are recorded until the end of the `with` block; later ones are refused."""
         number = next(self._numbers)
         client = ClientSettings(base_url=self.base_url, api_key=f"episode-{number}-{self._signature(number)}")
-        conversation = Conversation(self.tokenizer, chat_variables=self.settings.chat_variables)
+        conversation = Conversation(
+            self.tokenizer, chat_variables=self.settings.chat_variables, max_characters=self._max_characters
+        )
         recording = self._open[number] = Recording(ids, rules, conversation, client)
         try:
             yield recording
@@ -153,10 +164,13 @@ class Endpoint:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
+        body_bytes = await self._body(request, recording)
         try:
-            asked = parse_request(await request.json())
+            asked = parse_request(json.loads(body_bytes))
         except ValueError as error:  # not JSON, not UTF-8
             raise refused(f"the request is not JSON: {error}", None) from None
+        except RecursionError:
+            raise refused("the request is not JSON that can be read: it is nested too deeply", None) from None
         first, replies, n_prompt = await self._answer(recording, asked)
         body = chat_completion(
             replies,
@@ -175,10 +189,29 @@ class Endpoint:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def _body(self, request: web.Request, recording: Recording) -> bytes:
+        """Read what the client sends. Raises RequestError for a body that is too long for the model, or too slow."""
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            limit = self.settings.max_model_tokens
+            size = f"the request has more than {self._max_body_bytes} bytes"
+            why = f"{size}; the model takes {limit} tokens, prompt and reply together"
+            raise recording.cut(why, status=400, code="context_length_exceeded") from None
+        except TimeoutError:
+            why = f"the request did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise RequestError(why, status=408, code="request_timeout", param=None) from None
+
     async def _answer(self, recording: Recording, asked: ChatRequest) -> tuple[int, list[Reply], int]:
         """Generates, cuts and records; returns the number of the first completion, all of them, and the prompt's length."""
         recording.refuse_beyond(asked.n)
-        prompt_ids = self._prompt(recording, asked)
+        if asked.takes_long:  # beside the event loop, which has to say that the worker is alive
+            loop = asyncio.get_running_loop()
+            prompt_ids = await loop.run_in_executor(LONG_PROMPTS, self._prompt, recording, asked)
+            recording.refuse_beyond(asked.n)  # others may have been asked for meanwhile
+        else:
+            prompt_ids = self._prompt(recording, asked)
         room = self.settings.max_model_tokens - len(prompt_ids)
         max_tokens = min(asked.max_tokens or room, self.settings.max_response_tokens, room)
         numbers = [next(recording.numbers) for _ in range(asked.n)]
@@ -219,6 +252,10 @@ class Endpoint:
             prompt_ids = recording.conversation.prompt(asked.messages)
         except TemplateError as error:
             raise refused(f"the model's chat template does not take these messages: {error}", "messages") from None
+        except PromptTooLong as error:
+            limit = self.settings.max_model_tokens
+            why = f"the prompt has {error.n_characters} characters; the model takes {limit} tokens, prompt and reply together"
+            raise recording.cut(why, status=400, code="context_length_exceeded") from None
         if len(prompt_ids) >= self.settings.max_model_tokens:
             limit = self.settings.max_model_tokens
             why = f"the prompt has {len(prompt_ids)} tokens; the model takes {limit}, prompt and reply together"

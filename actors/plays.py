@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envs import Task
 from store import GroupRecord, SegmentMeta, Unfinished, VersionRecord, now_us
 
 MAX_GIVEN_UP = 3  # times that a group is played again because it became too old; it then counts as stale
+SUSPECT_LOSSES = 2  # workers that were lost with a task in play; from then on it is played alone, after all others
+MAX_LOSSES = 3  # the last one while the task was played alone; it is then abandoned
 TURN_S = 60.0  # how long a worker may take to change its weights before the next one may
 
 
@@ -48,6 +50,15 @@ class Plays:
         spares = range(size, size + self._spare_members if lease.group.split == "train" else size)
         numbers = {*lease.group.missing, *spares}
         self._plays[lease.group.group_uid] = Play(lease=lease, begun_us=now_us(), numbers=numbers)
+
+    def of(self, worker: str) -> list[Lease]:
+        """Return the leases that `worker` plays."""
+        return [play.lease for play in self._plays.values() if play.lease.worker == worker]
+
+    def task_id(self, group_uid: bytes) -> str | None:
+        """Return the task of a group that is being played; None for one that nobody plays."""
+        play = self._plays.get(group_uid)
+        return None if play is None else play.lease.task.id
 
     def committed(self, segment: SegmentMeta) -> None:
         """Note the episodes that ended as trajectories.
@@ -100,6 +111,61 @@ class Plays:
         """Whether a training group is being played that began at `version`."""
         leases = (play.lease for play in self._plays.values())
         return any(lease.version.version == version for lease in leases if lease.group.split == "train")
+
+
+class Suspects:
+    """Count the workers that were lost while they played a task, and find the task that is to blame.
+
+    A worker plays several groups at once, and all of them are lost with it. A task that was in play twice is a suspect: it is
+    played after all others, by a worker that plays nothing else. If that worker is lost too, the task is condemned.
+    """
+
+    def __init__(self, losses: Mapping[str, int]) -> None:
+        """`losses` is what earlier sessions of the run have counted, by task id."""
+        self._losses = Counter(losses)
+        self._reported: dict[str, list[Lease]] = {}
+        self._drained = ""
+        self.condemned: dict[str, str] = {}  # task id -> reason
+
+    @property
+    def task_ids(self) -> set[str]:
+        """The tasks that are played alone, or not any more."""
+        return {task_id for task_id, n in self._losses.items() if n >= SUSPECT_LOSSES}
+
+    def report(self, worker: str, leases: Sequence[Lease]) -> None:
+        """Note groups that `worker` gave up because it fails; it is lost next."""
+        self._reported.setdefault(worker, []).extend(leases)
+
+    def lose(self, worker: str, leases: Sequence[Lease], why: str) -> Lease | None:
+        """Count the loss of `worker` with `leases` in play. Return the one that is to blame, if that is known now."""
+        in_play = [*self._reported.pop(worker, []), *leases]
+        self.release(worker)
+        self._losses.update({lease.task.id for lease in in_play})
+        if len(in_play) != 1 or self._losses[in_play[0].task.id] < MAX_LOSSES:
+            return None
+        task_id = in_play[0].task.id
+        self.condemned[task_id] = (
+            f"task {task_id!r} was in play {self._losses[task_id]} times when a worker was lost, "
+            f"the last time alone: {worker} {why}"
+        )
+        return in_play[0]
+
+    def played(self, task_id: str) -> None:
+        """Clear a task of suspicion: a whole group of it has been played."""
+        self._losses.pop(task_id, None)
+
+    def drains(self, worker: str) -> bool:
+        """Return whether `worker` gets no new group until it plays nothing, to play a suspect then.
+
+        One worker does so at a time.
+        """
+        self._drained = self._drained or worker
+        return self._drained == worker
+
+    def release(self, worker: str) -> None:
+        """Let the next worker drain."""
+        if self._drained == worker:
+            self._drained = ""
 
 
 class Turn:

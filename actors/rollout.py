@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,6 +22,9 @@ from actors.vllm_engine import EngineLostError
 from configs import Config
 from envs import Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid
+
+# Tokenises long prompts, one after the other, while the event loop goes on: it has to say that the worker is alive.
+LONG_PROMPTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt")
 
 
 class AsyncEnvironment(Protocol):
@@ -94,7 +98,7 @@ async def play_episode(
             observation = await environment.reset(task)
             history: list[Turn] = []
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
-                prompt = _prompt(form, observation, history, task=task)
+                prompt = await _prompt(form, observation, history, task=task)
                 step, transition = await _act(
                     *(environment, policy, form),
                     prompt=prompt,
@@ -124,8 +128,11 @@ async def play_episode(
     return trajectory_of(steps, task=task, episode=episode, won=transition.won, task_score=transition.task_score)
 
 
-def _prompt(form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task) -> Prompt:
+async def _prompt(form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task) -> Prompt:
     try:
+        if form.takes_long(observation, history):
+            making = asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, form.prompt, observation, tuple(history))
+            return await making
         return form.prompt(observation, history)
     except ValueError as error:  # mostly of images, which an environment may show at any step
         raise ValueError(f"{task.env_name} task {task.id!r}, step {len(history)}: {error}") from error

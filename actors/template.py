@@ -168,15 +168,18 @@ def _without_middle(text: str, limit: int) -> str:
 
 
 def _ends(actions: Sequence[str], limit: int) -> tuple[str, ...]:
-    """The first and the last actions, as many as have `limit` characters together, in their order."""
-    inwards = sorted(range(len(actions)), key=lambda i: min(i, len(actions) - 1 - i))
-    kept, characters = [], 0
-    for i in inwards:
-        characters += len(actions[i])
+    """The first and the last actions, as many as have `limit` characters together, in their order.
+
+    Takes them in turn from the beginning and the end, and looks at no more than it keeps: a list may have a million.
+    """
+    first, last, characters = 0, len(actions), 0
+    while first < last:
+        from_the_end = first > len(actions) - last
+        characters += len(actions[last - 1 if from_the_end else first])
         if characters > limit:
             break
-        kept.append(i)
-    return tuple(actions[i] for i in sorted(kept))
+        first, last = (first, last - 1) if from_the_end else (first + 1, last)
+    return (*actions[:first], *actions[last:])
 
 
 def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:

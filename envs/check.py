@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 OF_THIS_MACHINE = (OSError, ImportError, ValueError)
 
 
+MAX_CHARACTERS = 64 * 2**20  # of one observation; every step of an episode keeps its own until the episode is written
+
+
 class EnvironmentFailed(RuntimeError):
     """An environment cannot be used; the message is one line that names it, what it did, and what to change.
 
@@ -146,15 +149,26 @@ def _checked_observation(answer: object, *, what: str) -> Observation:
     if answer.demonstrated is not None and not isinstance(answer.demonstrated, str):
         raise TypeError(f"{what} returned demonstrated={answer.demonstrated!r}; it must be text or None")
     check_images(answer.images, what=what)
+    _check_length(answer.text, answer.objective, answer.anchor or "", answer.demonstrated or "", what=what)
     for text in (answer.text, answer.objective, answer.anchor or "", answer.demonstrated or ""):
         _check_encodable(text, what=what)
     if answer.actions is None:
         return answer
     if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in answer.actions):
         raise TypeError(f"{what} returned actions={answer.actions!r}; they must be a tuple of texts or None")
+    _check_length(*answer.actions, what=what)
     for action in answer.actions:
         _check_encodable(action, what=what)
     return replace(answer, actions=tuple(answer.actions))
+
+
+def _check_length(*texts: str, what: str) -> None:
+    n_characters = sum(map(len, texts))
+    if n_characters > MAX_CHARACTERS:
+        raise ValueError(
+            f"{what} returned an Observation with {n_characters} characters; at most {MAX_CHARACTERS} can be kept, "
+            "return the part that matters"
+        )
 
 
 def _check_encodable(text: str, *, what: str) -> None:

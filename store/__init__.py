@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
     from store.exchange import live_files
     from store.forked import fork
-    from store.hashing import files_digest, state_hash, uid
+    from store.hashing import files_digest, state_hash, uid, whole_text
     from store.heartbeat import Heartbeat
     from store.layout import FORMAT_VERSION, RunLayout, read_run_file
     from store.logs import capture_output
@@ -124,6 +124,7 @@ else:
         "trust": "trusted",
         "uid": "hashing",
         "uid_text": "records",
+        "whole_text": "hashing",
         "write_open_sql": "reading.query",
         "write_segment": "segments",
     }
@@ -206,6 +207,7 @@ __all__ = [
     "trust",
     "uid",
     "uid_text",
+    "whole_text",
     "write_open_sql",
     "write_segment",
 ]

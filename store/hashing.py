@@ -32,7 +32,19 @@ def state_hash(text: str) -> bytes:
     """16 bytes that identify an anchor state by its canonical text. TypeError if `text` is no str."""
     if not isinstance(text, str):
         raise TypeError(f"state_hash takes a text, not a value of type {type(text).__name__}; write the state as a text")
-    return hashlib.blake2b(canonical(text).encode(), digest_size=HASH_BYTES, person=_STATE_TAG).digest()
+    return hashlib.blake2b(canonical(whole_text(text)).encode(), digest_size=HASH_BYTES, person=_STATE_TAG).digest()
+
+
+def whole_text(text: str) -> str:
+    """Return `text` with U+FFFD in place of every lone surrogate, which no file and no database takes.
+
+    Two halves of one character that follow each other become that character. JSON's "\\ud83d" is where they come from.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def uid(*parts: str | int | bytes | None) -> bytes:

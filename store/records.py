@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.errors import StoreError
-from store.hashing import HASH_BYTES
+from store.hashing import HASH_BYTES, whole_text
 
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
@@ -229,9 +229,23 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
     try:
         if field.type in _LIST_TYPECODES:
             return _lists(values, typecode=_LIST_TYPECODES[field.type], value_type=field.type.value_type)
-        return pa.array(values, field.type)
+        return _array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError, struct.error) as error:
         raise StoreError(f"column {name} does not hold {field.type} values: {error}") from error
+
+
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:  # nearly no run has one: the values are looked at one by one only then
+        return pa.array([_whole(value) for value in values], kind)
+
+
+def _whole(value: Any) -> Any:
+    """Make a text, or each text of a sequence, whole. Other values are returned as they are."""
+    if isinstance(value, str):
+        return whole_text(value)
+    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _lists(values: Sequence[Sequence[Any]], *, typecode: str, value_type: pa.DataType) -> pa.Array:

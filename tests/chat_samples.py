@@ -138,6 +138,9 @@ class LetterTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(chr(token) for token in token_ids if token != 7 or not skip_special_tokens)
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
 
 async def two_turns_over_http(policy: Policy, *, max_model_tokens: int) -> list[Step]:
     """The steps of a program that asks, hands the reply back with a new message, and asks again."""

@@ -81,6 +81,9 @@ class CharacterTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(chr(token) for token in token_ids if token)
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
 
 @pytest.fixture
 def form() -> Callable[..., PromptForm]:

@@ -270,3 +270,32 @@ def test_it_plays_with_this_projects_own_endpoint(monkeypatch: pytest.MonkeyPatc
     assert completion.token_ids == ids_of("it is 7")
     assert [step.action_text for step in recording.steps()] == ["it is 7"]
     assert "You see a door." in recording.steps()[0].obs_text
+
+
+def test_half_a_character_from_a_server_is_replaced() -> None:
+    """A server that cuts a reply in the middle of an emoji writes its first half, and the evaluation goes on."""
+    with chat_server(in_turn(said("<action>open \ud83d</action>", reasoning="x"))) as server:
+        completion = ask(config_of(server.url))
+    text = CharacterTokenizer().decode(completion.token_ids, skip_special_tokens=True)
+    assert text == "<action>open \ufffd</action>"
+    with chat_server(in_turn((400, {"error": {"message": "no \udead"}}))) as server:
+        assert "no \ufffd" in failure(config_of(server.url))
+
+
+@pytest.mark.parametrize("body", ["[" * 200_000, '{"choices": ' + "[" * 200_000 + "]" * 200_000 + "}"])
+def test_json_nested_without_end_is_no_answer(body: str) -> None:
+    with chat_server(in_turn((200, body))) as server:
+        assert "no JSON" in failure(config_of(server.url, attempts=1))
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_policy, "MAX_ANSWER_BYTES", 2**20)
+    with chat_server(in_turn(said("x" * 2**21))) as server:
+        assert "more than 1 MiB" in failure(config_of(server.url))
+
+
+@pytest.mark.parametrize("after", ["9" * 400, "\u00b2"])
+def test_a_server_that_asks_for_any_pause_is_given_up_in_time(after: str) -> None:
+    busy = (503, {}, {"Retry-After": after})
+    with chat_server(in_turn(busy)) as server:
+        assert "503" in failure(config_of(server.url, attempts=2, timeout_s=0.3))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.chat import REPLY
 from actors.chat_reply import cut_reply
-from actors.conversation import Conversation, Message
+from actors.conversation import Conversation, Message, PromptTooLong
 from actors.policy import Prompt
 from tests.chat_samples import NoisePolicy, completion, encode, tokenizer
 
@@ -28,7 +28,7 @@ def said(text: str) -> Message:
 
 
 def conversation(template: str) -> Conversation:
-    return Conversation(tokenizer(template), chat_variables={})
+    return Conversation(tokenizer(template), chat_variables={}, max_characters=10**6)
 
 
 def whole(template: str, messages: tuple[Message, ...]) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def test_a_reply_edited_later_keeps_what_was_said_before_it() -> None:
 def test_a_template_that_hides_replies_is_tokenised_anew() -> None:
     hiding = "{% for m in messages if m['role'] != 'assistant' %}<user>{{ m['content'] }}{% endfor %}<assistant>"
     changed = train_tokenizer_with(hiding)
-    made = Conversation(changed, chat_variables={})
+    made = Conversation(changed, chat_variables={}, max_characters=10**6)
     made.record((user("it is"),), reply="7", token_ids=(*made.prompt((user("it is"),)), *encode("7"), EOS), ended=True)
     messages = ({"role": "user", "content": "it is"}, {"role": "user", "content": "low"})
     shown = changed.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -181,3 +181,31 @@ def test_a_reply_is_cut_at_a_stop_text_and_at_a_number_of_tokens(
     assert (reply.text, len(reply.token_ids), reply.finish_reason, reply.ended) == (text, tokens, finish_reason, ended)
     assert reply.token_ids == whole_reply.token_ids[:tokens]
     assert reply.logprobs == whole_reply.logprobs[:tokens]
+
+
+class Read(str):
+    """A text that counts how often one like it was read whole."""
+
+    times = 0
+
+    def encode(self, *how: str, **options: str) -> bytes:
+        Read.times += 1
+        return super().encode(*how, **options)
+
+
+def test_each_of_many_messages_is_looked_at_once() -> None:
+    """A hundred thousand messages took five minutes: each beginning of them was hashed anew."""
+    Read.times = 0
+    made = Conversation(tokenizer("chatml"), chat_variables={}, max_characters=1000)
+    messages = tuple(Message(role=("user", "assistant")[n % 2], content=Read("7")) for n in range(100_000))
+    with pytest.raises(PromptTooLong):
+        made.prompt((*messages, user("low")))
+    assert Read.times == len(messages)
+
+
+def test_messages_are_told_apart_by_where_each_ends() -> None:
+    made = conversation("tiny")
+    ids = (*made.prompt((user("ab"),)), *encode("1"), *encode("2"), EOS)
+    made.record((user("ab"),), reply="12", token_ids=ids, ended=True)
+    other = (user("a"), Message(role="user", content="b"), said("12"), user("low"))
+    assert made.prompt(other) == whole("tiny", other)

@@ -12,6 +12,7 @@ import aiohttp
 import openai
 import pytest
 
+from actors import endpoint as endpoint_module
 from actors.attempts import Progress
 from actors.endpoint import Endpoint, Recording
 from actors.policy import Completion, Prompt
@@ -345,3 +346,66 @@ def test_it_listens_on_this_machine_alone() -> None:
             elsewhere.connect(("127.0.0.2", int(port)))
 
     served(TextPolicy(["7"]), body)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"[" * 200_000, "invalid_value"),
+        (b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "invalid_value"),
+        (json.dumps({"messages": [{"role": "user", "content": "x" * 900_000}]}).encode(), "context_length_exceeded"),
+        (json.dumps({"messages": [{"role": "user", "content": ""}] * 20_000}).encode(), "context_length_exceeded"),
+        (b"x" * 2**21, "context_length_exceeded"),
+    ],
+    ids=["deep", "deep messages", "long", "many", "body"],
+)
+def test_a_request_beyond_measure_is_refused_and_the_next_one_answered(body: bytes, code: str) -> None:
+    async def ask_both(endpoint: Endpoint) -> tuple[int, Any, int, str]:
+        with endpoint.episode(IDS, rules()) as recording:
+            status, answer = await post(recording.client, body)
+            return status, answer, (await post(recording.client, ask()))[0], recording.cut_off
+
+    status, answer, after, cut_off = served(TextPolicy(["7"]), ask_both)
+    assert (status, answer["error"]["code"], after) == (400, code, 200)
+    assert bool(cut_off) == (code == "context_length_exceeded"), "so that the episode counts as truncated"
+
+
+def test_an_error_quotes_no_more_than_a_line() -> None:
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            return await post(recording.client, ask(n="7" * 100_000))
+
+    status, answer = served(TextPolicy(["7"]), body)
+    assert status == 400
+    assert answer["error"]["message"].startswith("n='777") and len(answer["error"]["message"]) < 400
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half a header"])
+def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "IDLE_TIMEOUT_S", 0.1)
+
+    async def body(endpoint: Endpoint) -> bytes:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        end = await asyncio.wait_for(reader.read(), timeout=40)
+        writer.close()
+        return end
+
+    assert served(TextPolicy(["7"]), body) == b""
+
+
+def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "BODY_TIMEOUT_S", 0.1)
+
+    async def body(endpoint: Endpoint) -> bytes:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        with endpoint.episode(IDS, rules()) as recording:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {recording.client.api_key}\r\n"
+            writer.write(head.encode() + b"Content-Length: 1000000000\r\n\r\n{")
+            line = await asyncio.wait_for(reader.readline(), timeout=40)
+            writer.close()
+        return line
+
+    assert b" 408 " in served(TextPolicy(["7"]), body)

@@ -10,9 +10,9 @@ import pytest
 
 from actors import Coordinator, Lease
 from actors.coordinator import MAX_ABANDONED
-from actors.plays import MAX_GIVEN_UP, TURN_S, Turn
+from actors.plays import MAX_GIVEN_UP, MAX_LOSSES, SUSPECT_LOSSES, TURN_S, Turn
 from envs import EnvironmentFailed
-from store import export
+from store import Unfinished, export
 from store.reading.query import connect
 from tests.test_actors_coordinator import leases, make_config, make_coordinator, play, publish
 
@@ -157,3 +157,87 @@ def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatc
     assert turn.take("b")
     now[0] += TURN_S
     assert turn.take("a"), "who takes too long loses it"
+
+
+def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
+    """The worker "w" dies, or first reports that it lost its engine."""
+    for lease in held if reports else []:
+        row = Unfinished(
+            group_uid=lease.group.group_uid,
+            number=0,
+            version=0,
+            begun_us=1,
+            ended_us=2,
+            n_steps=0,
+            n_response_tokens=0,
+            why="worker_failed",
+        )
+        coordinator.record_unfinished("w", [row], lease.epoch)
+    coordinator.forget("w", "gave no sign of life")
+
+
+@pytest.mark.parametrize("reports", [False, True], ids=["died", "lost its engine"])
+def test_a_task_that_kills_every_worker_is_abandoned_by_name_and_the_others_are_played(tmp_path: Path, reports: bool) -> None:
+    """It killed a worker again and again, as the first one to be leased, until the run ended without a word about it."""
+    coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
+    publish(coordinator, 0, 0)
+    first = leased(coordinator)
+    poison = first.task.id
+    lose(coordinator, [first], reports=reports)
+    deaths, played = 1, set()
+    for _ in range(40):
+        held = [lease] if (lease := coordinator.lease("w")) else []
+        while held and len(held) < 3 and (lease := coordinator.lease("w")):
+            held.append(lease)
+        if any(lease.task.id == poison for lease in held):
+            deaths += 1
+            lose(coordinator, held, reports=reports)
+            continue
+        for lease in held:
+            play(coordinator, lease)
+            played.add(lease.task.id)
+    assert deaths == MAX_LOSSES
+    assert len(played) >= 3
+    abandoned = [reason for state, reason in states(coordinator).values() if state == "abandoned"]
+    assert len(abandoned) == 1
+    assert f"task {poison!r} was in play {MAX_LOSSES} times" in abandoned[0]
+    assert "w gave no sign of life" in abandoned[0]
+    assert any("group abandoned" in notice and poison in notice for notice in coordinator.status().notices.values())
+    coordinator.catalog.open_group(ordinal=None, task_id=poison, split="train", size=2, purpose_version=None)
+    assert all(lease.task.id != poison for lease in leases(coordinator)), "nor is any other group of it played"
+    assert [state for state, _ in states(coordinator).values()].count("abandoned") == 2
+
+
+def test_a_task_that_killed_workers_is_leased_last_also_after_a_restart(tmp_path: Path) -> None:
+    coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
+    publish(coordinator, 0, 0)
+    first = leased(coordinator)
+    other = leased(coordinator, "v")
+    for _ in range(SUSPECT_LOSSES - 1):
+        coordinator.forget("w", "died")
+        assert leased(coordinator).group.group_uid == first.group.group_uid
+    coordinator.forget("w", "died")
+    coordinator.forget("v", "was stopped")
+    coordinator.close()
+    again = make_coordinator(tmp_path / "run", max_staleness=1)
+    assert leased(again).group.group_uid == other.group.group_uid
+    assert all(lease.group.group_uid != first.group.group_uid for lease in leases(again)), "w plays others"
+    alone = leased(again, "v")
+    assert alone.group.group_uid == first.group.group_uid
+    assert again.lease("v") is None, "it plays nothing beside a suspect"
+    play(again, alone)
+    assert first.task.id not in again.catalog.times_lost()
+    assert alone.task.id not in again._suspects.task_ids
+
+
+def test_groups_that_were_lost_together_are_not_all_to_blame(coordinator: Coordinator) -> None:
+    for _ in range(MAX_LOSSES + 2):
+        together = [lease for _ in range(2) if (lease := coordinator.lease("w")) is not None]
+        assert together
+        if len(together) == 1:
+            break
+        coordinator.forget("w", "died")
+    assert not [state for state, _ in states(coordinator).values() if state == "abandoned"]
+    play(coordinator, together[0])
+    rest = leased(coordinator)
+    assert rest.group.group_uid != together[0].group.group_uid

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import random
 import re
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from actors import TEMPLATES, Answer, PromptForm, Turn
+from actors import chat as chat_module
 from actors.chat import Chat
 from actors.policy import Prompt
 from actors.template import FOLDER
@@ -24,6 +28,7 @@ from configs import PromptConfig
 from envs import Observation
 from learner.batch import micro_batches
 from learner.tiny_model import CHAT_TEMPLATE, train_tokenizer
+from tests.chat_samples import tokenizer as made_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -252,3 +257,52 @@ def test_published_chat_templates_begin_and_go_on(trained: PreTrainedTokenizerFa
         assert gone_on.count("Two rooms.") == 1, path.name
         assert begun[-8:] == gone_on[-8:], f"{path.name}: both end where the assistant begins to speak"
         assert "One room." not in gone_on and "0reply0" not in gone_on, path.name
+
+
+class Looping:
+    """A tokenizer whose chat template goes on until `ends` is set."""
+
+    eos_token_id, name_or_path = 0, "somebody/model"
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> list[int]:
+        self.ends.wait()
+        return []
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return []
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def test_a_chat_template_that_never_ends_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "TEMPLATE_TIMEOUT_S", 0.05)
+    looping = Looping()
+    try:
+        with pytest.raises(ValueError, match=r"model.path=somebody/model did not end within 0.05 s.*chat_template.jinja"):
+            Chat(looping, thinking=None)
+    finally:
+        looping.ends.set()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ messages.nothing.at_all }}", "nothing"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+    ],
+)
+def test_a_chat_template_that_fails_in_any_way_is_one_line(template: str, says: str) -> None:
+    failing = copy.deepcopy(made_tokenizer())
+    failing.chat_template = template
+    with pytest.raises(ValueError, match="cannot be used") as caught:
+        Chat(failing, thinking=None)
+    assert says in str(caught.value) and "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envs import EnvironmentDied, EnvironmentPool, environment_class, list_tasks
+from envs import EnvironmentDied, EnvironmentPool, Observation, check, environment_class, list_tasks
 
 OPTIONS: Mapping[str, object] = {}
 SOON_S = 2.0  # a busy machine answers within this; what hangs costs a test as much
@@ -258,3 +258,11 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
     said = rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, at .*moody_world.py:29 in step"
     assert re.search(said, str(hung))
     assert fine.reward == 1.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("field", ["text", "objective", "anchor", "actions"])
+def test_an_observation_that_no_episode_can_keep_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "MAX_CHARACTERS", 10)
+    long = ("go " * 2, "go " * 2) if field == "actions" else "go " * 4
+    with pytest.raises(ValueError, match="an Observation with 12 characters; at most 10 can be kept"):
+        check.checked_answer("reset", Observation(**{"text": "", field: long}))  # type: ignore[arg-type]

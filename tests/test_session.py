@@ -80,6 +80,9 @@ class UntalkativeTokenizer:
     def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
         return ""
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
 
 def bad_template(path: Path) -> Callable[[], object]:
     path.write_text("{system: hello}")

@@ -24,6 +24,7 @@ from store import (
     state_hash,
     to_table,
     uid,
+    whole_text,
     write_segment,
 )
 from tests.store_samples import make_step, make_trajectory, open_train_group
@@ -174,3 +175,42 @@ def test_a_segment_needs_distinct_trajectories_and_a_plain_worker_name(layout: R
         write_segment(layout, trajectories[:1] * 2, worker="w0", epoch=1)
     with pytest.raises(StoreError, match="'../w'"):
         write_segment(layout, trajectories, worker="../w", epoch=1)
+
+
+def test_text_that_holds_half_a_character_is_stored_whole(layout: RunLayout, trajectories: list) -> None:
+    """Such text came from JSON that another program wrote, and no file can hold it."""
+    half = "a\ud83d\0b"
+    texts = {"finish_reason": half, "obs_text": half, "anchor_text": half, "action_text": half, "state_hash": state_hash(half)}
+    step = dataclasses.replace(trajectories[0].steps[0], admissible_actions=("go", half), **texts)
+    changed = {"env_name": half, "task_id": half, "split": half}
+    trajectory = dataclasses.replace(trajectories[0], steps=(step, *trajectories[0].steps[1:]), **changed)
+    meta = write_segment(layout, [trajectory], worker="w0", epoch=1)
+    (found,) = from_table(read_segment(layout, meta))
+    assert {found.env_name, found.task_id, found.split} == {"a\ufffd\0b"}
+    first = found.steps[0]
+    assert {first.finish_reason, first.obs_text, first.anchor_text, first.action_text} == {"a\ufffd\0b"}
+    assert first.admissible_actions == ("go", "a\ufffd\0b")
+    assert first.state_hash == state_hash("a\ufffd\0b")
+    assert found.steps[1:] == trajectories[0].steps[1:]
+
+
+def test_an_error_that_quotes_half_a_character_is_logged(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        group = catalog.lease_open_group(worker="w0", lease_s=60.0, split=None) or open_train_group(catalog, 0)
+        leased = catalog.lease_open_group(worker="w0", lease_s=60.0, split=None)
+        assert leased is not None and leased.group_uid == group.group_uid
+        catalog.log(component="w0", what="episode failed", detail="it said \ud83d")
+        catalog.give_up(group.group_uid, worker="w0", state="abandoned", reason="it said \ud83d")
+
+
+@given(st.text(st.characters(codec=None), max_size=20))
+def test_whole_text_changes_nothing_but_halves_of_characters(text: str) -> None:
+    whole = whole_text(text)
+    whole.encode()
+    assert whole_text(whole) == whole
+    if not any("\ud800" <= char <= "\udfff" for char in text):
+        assert whole == text
+
+
+def test_two_halves_of_one_character_become_it() -> None:
+    assert whole_text("\ud83d\ude00!\ude00\ud83d") == "\U0001f600!\ufffd\ufffd"

@@ -102,12 +102,32 @@ class Catalog:
         with self._database.transaction() as tx:
             return groups.next_ordinal(tx, split=split, purpose_version=purpose_version)
 
-    def lease_open_group(self, *, worker: str, lease_s: float, split: str | None = None) -> GroupRecord | None:
+    def lease_open_group(
+        self,
+        *,
+        worker: str,
+        lease_s: float,
+        split: str | None = None,
+        without: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> GroupRecord | None:
         """The oldest open group without a live lease, held-out ones first; None if there is none. After a crash this hands out
-        what was dispatched but not finished before anything new.
+        what was dispatched but not finished before anything new. Not of the tasks `without`, and `only` of those, if given.
         """
         with self._database.transaction() as tx:
-            return groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split)
+            return groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split, without=without, only=only)
+
+    def has_free_group(self, task_ids: Collection[str], *, split: str | None) -> bool:
+        """Return whether an open group of one of the tasks is played by nobody."""
+        if not task_ids:
+            return False
+        with self._database.transaction() as tx:
+            return groups.has_free_group(tx, task_ids=task_ids, split=split)
+
+    def times_lost(self) -> dict[str, int]:
+        """Return how often a worker was lost while it played a task, by task id; tasks that were played since are left out."""
+        with self._database.transaction() as tx:
+            return groups.times_lost(tx)
 
     def renew_leases(self, workers: Collection[str], lease_s: float) -> int:
         """Extend all leases of living workers; how many they hold."""

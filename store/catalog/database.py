@@ -17,6 +17,7 @@ from store.beneath import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, st
 from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
+from store.hashing import whole_text
 from store.layout import FORMAT_VERSION, RunLayout
 from store.made_by import made_by_this_user
 
@@ -72,8 +73,8 @@ class Transaction:
             lsn=self.lsn,
             at_us=self.now_us,
             component=component,
-            what=what,
-            detail=detail,
+            what=whole_text(what),
+            detail=whole_text(detail),  # an error may quote what a program or a server wrote
         )
         self.touch("events")
 

@@ -12,7 +12,7 @@ from store.catalog.records import CommitResult, GroupRecord
 from store.catalog.sums import recompute
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
-from store.hashing import uid
+from store.hashing import uid, whole_text
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
@@ -75,12 +75,26 @@ def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) ->
     return 0 if row is None else int(row["ordinal"]) + 1
 
 
-def lease_open_group(tx: Transaction, *, worker: str, lease_s: float, split: str | None) -> GroupRecord | None:
-    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that rounds end soon."""
+def lease_open_group(
+    tx: Transaction,
+    *,
+    worker: str,
+    lease_s: float,
+    split: str | None,
+    without: Collection[str],
+    only: Collection[str] | None,
+) -> GroupRecord | None:
+    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that rounds end soon.
+
+    Skip groups of the tasks `without`, and all but those of the tasks `only`, where it is given.
+    """
+    tasks = {"without": json.dumps(list(without)), "only": None if only is None else json.dumps(list(only))}
     oldest = """SELECT * FROM grp WHERE state = 'open' AND {} AND (:split IS NULL OR split = :split)
+                AND (:without = '[]' OR task_id NOT IN (SELECT value FROM json_each(:without)))
+                AND (:only IS NULL OR task_id IN (SELECT value FROM json_each(:only)))
                 ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' comes before 'train'
-    free = tx.row(oldest.format("lease_until_us IS NULL"), split=split)  # not one query: each has an index of its own
-    expired = tx.row(oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us)
+    free = tx.row(oldest.format("lease_until_us IS NULL"), split=split, **tasks)  # not one query: each has an index of its own
+    expired = tx.row(oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us, **tasks)
     candidates = [group for group in (free, expired) if group is not None]
     group = min(candidates, key=lambda group: (group["split"], group["opened_lsn"], group["ordinal"]), default=None)
     if group is None:
@@ -92,6 +106,33 @@ def lease_open_group(tx: Transaction, *, worker: str, lease_s: float, split: str
         group_uid=group["group_uid"],
     )
     return _record(tx, group)
+
+
+def has_free_group(tx: Transaction, *, task_ids: Collection[str], split: str | None) -> bool:
+    """Return whether an open group of one of the tasks is played by nobody."""
+    row = tx.row(
+        """SELECT 1 FROM grp WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
+               AND (:split IS NULL OR split = :split) AND task_id IN (SELECT value FROM json_each(:task_ids)) LIMIT 1""",
+        now_us=tx.now_us,
+        split=split,
+        task_ids=json.dumps(list(task_ids)),
+    )
+    return row is not None
+
+
+def times_lost(tx: Transaction) -> dict[str, int]:
+    """Return how often a worker was lost with a group of a task in play, for tasks whose group was never finished.
+
+    Each loss has left a row for every episode of the group that had not ended, so the most rows of one episode count them.
+    """
+    rows = tx.rows(
+        """SELECT task_id, max(n) AS n
+           FROM (SELECT task_id, count(*) AS n FROM unfinished JOIN grp USING (group_uid)
+                 WHERE why IN ('worker_lost', 'worker_failed') AND state IN ('open', 'abandoned')
+                 GROUP BY group_uid, number)
+           GROUP BY task_id"""
+    )
+    return {row["task_id"]: row["n"] for row in rows}
 
 
 def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -> int:
@@ -119,6 +160,7 @@ def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reaso
     """
     if state not in ("open", "stale", "abandoned"):
         raise StoreError(f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'")
+    reason = whole_text(reason)  # it may quote what an environment or a program wrote
     changed = tx.run(
         """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state), reason = :reason,
                           lease_worker = NULL, lease_until_us = NULL

@@ -1,0 +1,151 @@
+"""Texts of any length: a prompt of bounded work, the same as the one of a form that tokenises everything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors import PromptForm, Turn
+from actors import prompt as prompt_module
+from actors.policy import Prompt, ScriptedPolicy
+from actors.rollout import play_episode
+from actors.template import shortened
+from configs import PromptConfig
+from envs import Observation, Task, Transition
+from tests.chat_samples import IDS, rules, tokenizer
+
+UNLIMITED = 10**12
+TASK = Task(id="long", env_name="long", split="train", seed=0)
+
+
+class Counting:
+    """A tokenizer that says how many characters it was given, and in which thread the longest text."""
+
+    def __init__(self) -> None:
+        self.made, self.n_characters, self.longest = tokenizer(), 0, 0
+        self.thread: threading.Thread | None = None
+        self.eos_token_id = self.made.eos_token_id
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        self._note("".join(message["content"] for message in conversation))
+        return self.made.apply_chat_template(conversation, **options)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self._note(text)
+        return self.made.encode(text, add_special_tokens=add_special_tokens)  # type: ignore[no-any-return]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self.made.decode(token_ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.made.get_vocab()  # type: ignore[no-any-return]
+
+    def _note(self, text: str) -> None:
+        self.n_characters += len(text)
+        if len(text) > self.longest:
+            self.longest, self.thread = len(text), threading.current_thread()
+
+
+def settings(style: str, budget: int) -> PromptConfig:
+    return PromptConfig(template="compact", style=style, history_length=-1, max_prompt_tokens=budget)
+
+
+@pytest.mark.parametrize("style", ["window", "chat"])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        Observation(text="a room. " * 640_000, objective="win"),
+        Observation(text="x" * 50_000_000),
+        Observation(text="a room", objective="win " * 1_500_000),
+        Observation(text="a room", actions=tuple(f"go {n}" for n in range(1_000_000))),
+    ],
+    ids=["5 MB", "50 MB", "objective", "actions"],
+)
+def test_a_text_of_any_length_is_bounded_work(seen: Observation, style: str) -> None:
+    """Each of these had the worker tokenise tens of megabytes, once and then again for every cut that it tried."""
+    counting = Counting()
+    form = PromptForm(counting, settings(style, 500))
+    most = form.max_prompt_tokens * 16
+    first = form.prompt(seen, [])
+    turn = Turn(observation=seen.text, action="wait", prompt=first, response_ids=(7, 1))
+    prompts = [first, form.prompt(seen, [turn] * 3)]
+    assert [len(prompt.token_ids) <= 500 for prompt in prompts] == [True, True]
+    assert all(prompt.n_dropped_tokens >= 5_000_000 // 16 - 500 for prompt in prompts)
+    assert counting.longest <= most
+    assert counting.n_characters <= 30 * most
+
+
+def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
+    counting = Counting()
+    form = PromptForm(counting, settings("window", 4000))
+
+    class Wordy:
+        async def reset(self, task: Task) -> Observation:
+            return Observation(text="a room. " * 20_000, actions=("wait",))
+
+        async def step(self, action: str) -> Transition:
+            return Transition(observation=Observation(text="done"), reward=1.0, terminated=True, truncated=False, won=True)
+
+    policy = ScriptedPolicy(form.encode_answer)
+    trajectory = asyncio.run(play_episode(Wordy(), policy, form, task=TASK, episode=IDS, rules=rules()))
+    assert len(trajectory.steps[0].prompt_ids) <= 4000
+    assert counting.longest > prompt_module.LONG_CHARACTERS
+    assert counting.thread is not threading.main_thread()
+
+
+long_texts = st.builds(lambda text, n: text * n, st.text("ab \n'{}7", max_size=40), st.sampled_from([1, 1, 3, 60]))
+
+
+@given(
+    style=st.sampled_from(["window", "chat"]),
+    seen=st.builds(
+        Observation, text=long_texts, objective=long_texts, actions=st.none() | st.lists(long_texts, max_size=5).map(tuple)
+    ),
+    past=st.lists(long_texts, max_size=4),
+    budget=st.integers(10, 120),
+    counted=st.sampled_from([0, prompt_module.COUNTED_CHARACTERS]),
+)
+def test_the_prompt_is_that_of_a_form_that_tokenises_everything(
+    style: str, seen: Observation, past: list[str], budget: int, counted: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_module, "COUNTED_CHARACTERS", counted)
+        bounded, uncut = (PromptForm(tokenizer(), settings(style, budget)) for _ in range(2))
+        uncut._max_characters = UNLIMITED
+        histories: list[list[Turn]] = [[], []]
+        for text in [*past, None]:
+            observation = seen if text is None else replace(seen, text=text)
+            found, exact = (
+                form.prompt(observation, history) for form, history in zip((bounded, uncut), histories, strict=True)
+            )
+            assert found.token_ids == exact.token_ids
+            assert found.n_dropped_turns == exact.n_dropped_turns
+            assert 0 <= found.n_dropped_tokens <= exact.n_dropped_tokens
+            if counted:
+                assert found.n_dropped_tokens == exact.n_dropped_tokens
+            assert (found.n_dropped_tokens > 0) == (exact.n_dropped_tokens > 0)
+            for history, prompt in zip(histories, (found, exact), strict=True):
+                history.append(turn_of(observation, prompt))
+
+
+def turn_of(observation: Observation, prompt: Prompt) -> Turn:
+    return Turn(observation=observation.text, action="wait", prompt=prompt, response_ids=(7, 1))
+
+
+@given(st.lists(st.text("x", max_size=4), max_size=9), st.integers(0, 20))
+def test_actions_are_kept_from_both_ends_in_turn(actions: list[str], limit: int) -> None:
+    inwards = sorted(range(len(actions)), key=lambda place: min(place, len(actions) - 1 - place))
+    kept: list[int] = []
+    for place in inwards:
+        if sum(len(actions[other]) for other in [*kept, place]) > limit:
+            break
+        kept.append(place)
+    made = shortened(Observation(text="", actions=tuple(actions)), limit)
+    assert made.actions == tuple(actions[place] for place in sorted(kept))
