@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import duckdb
+
 from store.durable import READ_WRITE, write_atomically
+from store.errors import FormatError
 from store.layout import RunLayout
 
 SOURCES = Path(__file__).with_name("sources.sql")
@@ -25,6 +28,13 @@ BOUND = re.compile(r"SET VARIABLE max_staleness = (\d+);")
 CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d+)$", re.MULTILINE)
 VIEWS_MARK = "-- The views."
 MACROS_MARK = "-- The macros."
+# A comment in front of a statement ends with its line: DuckDB takes a carriage return for the end too.
+ALLOWED_STATEMENT = re.compile(
+    r"(?:\s|--[^\r\n]*[\r\n])*"
+    r"(?:SET\s+VARIABLE|CREATE\s+(?:OR\s+REPLACE\s+)?(?:VIEW|MACRO|FUNCTION|SCHEMA))\s",
+    re.IGNORECASE | re.ASCII,
+)
+SHOWN_CHARACTERS = 60  # of a statement that is refused
 FORMAT_1_VIEWS_END = "GROUP BY t.learner_step, t.begin_us, t.end_us;\n"
 
 
@@ -49,9 +59,21 @@ def placed(layout: RunLayout, text: str) -> str:
     return PLACE.sub(lambda _: place, text, count=1)
 
 
-def fixed(text: str, root: Path) -> str:
+def fixed(text: str, root: Path | str) -> str:
     """Return the text for a connection of ours, which reads this directory wherever it was started."""
     return PLACE.sub(lambda _: f"SET VARIABLE run = {quoted(root)};\n", text, count=1)
+
+
+def check_statements(text: str) -> None:
+    """Refuse any statement that a run's own SQL has no use for. Raises FormatError naming the first.
+
+    The sandbox is the guard, whatever a statement does. This check gives the reader a reason, and leaves the sandbox less
+    to guard: no database, file, extension, secret or setting is touched while a run is opened.
+    """
+    for statement in duckdb.extract_statements(text):
+        if not ALLOWED_STATEMENT.match(statement.query):
+            shown = " ".join(statement.query.split())[:SHOWN_CHARACTERS]
+            raise FormatError(f"open.sql may only make views, macros and variables, not {shown}")
 
 
 def move(layout: RunLayout) -> bool:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import duckdb
 
 from store.catalog.as_of import read_as_of
-from store.errors import FormatError
+from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import open_sql
 from store.reading.manifest import export_nothing
 from store.reading.mirror import mirror
-from store.reading.open_sql import VIEWS_MARK, compose, fixed
+from store.reading.open_sql import VIEWS_MARK, check_statements, compose, fixed
 from store.reading.open_sql import quoted as _quoted
 
 
@@ -25,38 +25,60 @@ def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: i
 
 
 def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with the run's views as of now, or of the lsn `as_of`. It may do anything: not for users' SQL.
+    """Return a DuckDB connection with the run's views as of now, or of the lsn `as_of`.
 
-    Damaged segments that cannot be opened are left out, with one warning; `left_out` has its text. Raises FormatError if the
-    run has no views yet or they cannot be made, StoreError if files that `as_of` needs were removed.
+    It may do anything, and so may the run's open.sql: for a run of our own in tests. Readers open runs in the sandbox.
+    Damaged segments that cannot be opened are left out, with one warning; `left_out` has its text. Raises as `show`.
     """
     layout = mirror(layout, as_of=as_of)
+    connection = duckdb.connect()
+    try:
+        show(connection, layout, as_of=as_of, prefix="")
+    except StoreError:
+        connection.close()
+        raise
+    if text := left_out(connection, layout):
+        warnings.warn(text, stacklevel=2)
+    return connection
+
+
+def show(connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, as_of: int | None, prefix: str) -> None:
+    """Execute the run's open.sql, which makes its views as of now, or of the lsn `as_of`.
+
+    `prefix` leads its paths through a file system of the connection. What open.sql may do is settled before: the caller
+    gives `connection` its limits and locks them. Raises FormatError if the run has no views yet, if open.sql has other
+    statements than views need, or if the views cannot be made. Raises StoreError for files that `as_of` needs and that
+    were removed, and if the memory limit is too low.
+    """
     if not layout.open_sql.is_file():
         raise FormatError(f"{layout.root} has no open.sql; it was made by an incomplete start, start the run again")
     # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and all of it is `sources`.
     sources, mark, views = layout.open_sql.read_text().partition(VIEWS_MARK)
     if as_of is not None and not mark:
         raise FormatError(f"{layout.root} is of format 1, without snapshots; python -m store compact {layout.root} upgrades it")
-    connection = duckdb.connect()
+    root = f"{prefix}{layout.root}"
     try:
-        connection.execute(fixed(sources, layout.root))
+        for text in (sources, views):
+            check_statements(text)
+        connection.execute(fixed(sources, root))
         if as_of is not None:
-            _show_as_of(connection, layout, as_of)
+            _show_as_of(connection, layout, as_of, root=root)
         try:
             connection.execute(views)
         except duckdb.Error:  # one file that cannot be opened, and there would be no view at all
-            if not _leave_out_unreadable(connection):
+            if not _leave_out_unreadable(connection, prefix=prefix):
                 raise
             connection.execute(views)
-    except duckdb.Error as error:
-        connection.close()
+    except duckdb.OutOfMemoryException as error:
+        limit = connection.execute("SELECT current_setting('memory_limit')").fetchall()[0][0]
+        raise StoreError(
+            f"the views of {layout.root} need more memory than they may have ({limit}); raise memory_limit if you trust the run"
+        ) from error
+    except (duckdb.Error, FormatError) as error:
         why = " ".join(str(error).split())
         raise FormatError(
             f"the views of {layout.root} cannot be made ({why}); python -m store fsck --repair {layout.root}"
         ) from error
-    if text := left_out(connection, layout):
-        warnings.warn(text, stacklevel=2)
-    return connection
 
 
 def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
@@ -69,7 +91,7 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
     return f"{some}: first {broken[0]}; python -m store fsck {layout.root}"
 
 
-def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection) -> bool:
+def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection, *, prefix: str) -> bool:
     """Whether there were any. Slow with many files, but then something is broken."""
     paths = connection.execute("SELECT getvariable('segments')").fetchall()[0][0] or []
     broken = []
@@ -79,16 +101,17 @@ def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection) -> bool:
         except duckdb.Error:
             broken.append(path)
     whole = [path for path in paths if path not in broken]
-    for name, some in (("segments", whole), ("left_out", broken)):
+    named = [path.removeprefix(prefix) for path in broken]
+    for name, some in (("segments", whole), ("left_out", named)):
         connection.execute(f"SET VARIABLE {name} = [{', '.join(map(_quoted, some))}]::VARCHAR[]")
     return bool(broken)
 
 
-def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int) -> None:
+def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int, *, root: str) -> None:
     """Replace what sources.sql took from the manifest by what the catalog says of `lsn`."""
     snapshot = read_as_of(layout, lsn)
     empty = connection.execute("SELECT getvariable('segments')[1]").fetchall()[0][0]
-    files = [_quoted(empty), *(_quoted(layout.root / path) for path in snapshot.segments)]
+    files = [_quoted(empty), *(_quoted(f"{root}/{path}") for path in snapshot.segments)]
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
     for name, table in snapshot.tables.items():
         connection.register("arriving", table)

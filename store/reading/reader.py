@@ -204,7 +204,10 @@ class _Child:
             kind, content = wire.receive(self.channel, deadline=deadline)
         except TimeoutError as error:
             self.end()
-            raise StoreError(f"SQL: the query process did not start within {START_S:g} s; try again later") from error
+            raise StoreError(
+                f"SQL: the run is not open within {START_S:g} s: its open.sql asks too much, or the machine is busy; "
+                f"look at {order['run']}/open.sql, or try again later"
+            ) from error
         except (EOFError, OSError) as error:
             why = self.why_it_died()
             self.end()

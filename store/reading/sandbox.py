@@ -3,13 +3,14 @@
 What a statement does is never guessed from its text: a COPY may hide in a CTE. Two protections, the first where there is one:
 
 landlock    the kernel refuses this process every write, every read outside the run directory (but a few facts about the
-            machine that DuckDB needs, see MACHINE) and TCP. It holds whatever DuckDB does, so also against its faults, and
-            for the run's own open.sql: a run that came from a stranger can be opened.
+            machine that DuckDB needs, see MACHINE) and TCP. It holds whatever DuckDB does, so also against its faults.
 filesystem  DuckDB's file system is switched off; it reads through a Python one that has no write and does not leave the run.
-            Other systems and old kernels. It holds as long as DuckDB keeps to it, and trusts open.sql. Scans are slower.
+            Other systems and old kernels. It holds as long as DuckDB keeps to it. Scans are slower.
 
-In both: no environment, no files of size, no core dumps, an end with the parent's, and DuckDB set to neither load extensions
-nor spill nor let its settings be changed. The first lines of a statement are looked at only for a clearer error.
+In both: no environment, no files of size, no core dumps, an end with the parent's, a memory limit, and DuckDB set to neither
+load extensions nor spill nor let its settings be changed. All of it holds before the run's own open.sql is executed, which is
+a stranger's text as a query is: a run that came from a stranger can be opened. The parent ends a child that does not open in
+time. The first lines of a statement are looked at only for a clearer error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +36,7 @@ from store.errors import StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
-from store.reading.query import connect, left_out
+from store.reading.query import left_out, show
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -58,15 +60,6 @@ SETTINGS = (
     "enable_progress_bar = false",
     "parquet_metadata_cache = true",  # files never change; saves a third of a small query over many
 )
-# The variables that hold the paths the views read, led through the read-only file system. `exports` is of format 1.
-REROUTED = {
-    "run": "'{prefix}' || getvariable('run')",
-    "segments": "list_transform(getvariable('segments'), lambda path: '{prefix}' || path)",
-    "parts": """map_from_entries(list_transform(map_entries(getvariable('parts')), lambda entry:
-        {{key: entry.key, value: list_transform(entry.value, lambda path: '{prefix}' || path)}}))""",
-    "exports": """map_from_entries(list_transform(map_entries(getvariable('exports')), lambda entry:
-        {{key: entry.key, value: '{prefix}' || entry.value}}))""",
-}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -102,6 +95,7 @@ def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None
 
 
 def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
+    """Open the run within all limits: no text of the run is executed before they hold and are locked."""
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"])).local  # the parent has fetched what is stored elsewhere
@@ -109,10 +103,14 @@ def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
     sys.path.clear()  # whoever would import more now hears that it is not there, which is expected, not that it is closed
     if files is None:
         landlock.restrict([layout.root, *(Path(path) for path in MACHINE if os.path.exists(path))])
-    connection, lsn = _connect(layout, order["lsn"])
-    ready = {"lsn": lsn, "left_out": left_out(connection, layout)}
-    _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])
-    return connection, ready
+
+    def limited() -> duckdb.DuckDBPyConnection:
+        connection = duckdb.connect()
+        _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])
+        return connection
+
+    connection, lsn = _connect(layout, order["lsn"], limited, prefix="" if files is None else f"{files.protocol}://")
+    return connection, {"lsn": lsn, "left_out": left_out(connection, layout)}
 
 
 def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
@@ -139,8 +137,10 @@ def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
             os._exit(0)
 
 
-def _connect(layout: RunLayout, lsn: int | None) -> tuple[duckdb.DuckDBPyConnection, int | None]:
-    """The run's views at `lsn`, by default now, and the lsn they show; None for a run of an older format.
+def _connect(
+    layout: RunLayout, lsn: int | None, limited: Callable[[], duckdb.DuckDBPyConnection], *, prefix: str
+) -> tuple[duckdb.DuckDBPyConnection, int | None]:
+    """Return the run's views at `lsn`, by default now, and the lsn they show; None for a run of an older format.
 
     The manifest serves if it is the same before and after; where it changes faster than it is read, the catalog does.
     """
@@ -148,13 +148,17 @@ def _connect(layout: RunLayout, lsn: int | None) -> tuple[duckdb.DuckDBPyConnect
         before = read_manifest(layout)
         if before is None or lsn not in (None, before.lsn):
             break
-        connection = connect(layout)
+        connection = limited()
+        show(connection, layout, as_of=None, prefix=prefix)
         after = read_manifest(layout)
         if after is not None and before.lsn == after.lsn:
             return connection, before.lsn
+        connection.close()
     if lsn is None and before is not None:
         lsn = before.lsn
-    return connect(layout, as_of=lsn), lsn
+    connection = limited()
+    show(connection, layout, as_of=lsn, prefix=prefix)
+    return connection, lsn
 
 
 def _lock_settings(
@@ -168,9 +172,6 @@ def _lock_settings(
     if files is not None:
         prefix = f"{files.protocol}://"
         connection.register_filesystem(files)
-        for (name,) in connection.sql("SELECT name FROM duckdb_variables()").fetchall():
-            if name in REROUTED:
-                connection.execute(f"SET VARIABLE {name} = {REROUTED[name].format(prefix=prefix)}")
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     settings = [
         *SETTINGS,
@@ -249,7 +250,7 @@ def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch
 
 
 def _send_error(channel: socket.socket, error: Exception) -> None:
-    """In one line; of an error inside the read-only file system only the last of its traceback."""
+    """Send it in one line; of an error inside the read-only file system only the last of its traceback."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
     if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's advice is settings that are locked
