@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
 import pytest
 
-from store import Catalog, RunLayout, export, write_open_sql
+from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading.query import show
 from store.reading.read_only_files import PREFIX, ReadOnlyFiles
 from store.reading.reader import open_run
@@ -89,3 +91,64 @@ def test_a_file_that_is_no_segment_is_left_out_at_once(layout: RunLayout, damage
     with open_run(layout.root, warn=False) as reader:
         assert f"1 of {N_FILES} files cannot be read and are left out: first {broken}" in reader.left_out
         assert reader.sql("SELECT count(DISTINCT group_uid) AS n FROM steps")["n"].to_pylist() == [N_FILES - 1]
+
+
+def plans(catalog: Catalog, ask: Callable[[], object]) -> list[str]:
+    """Return how SQLite goes through its tables for every statement of `ask`."""
+    connection = catalog._database._connection
+    statements: list[str] = []
+    connection.set_trace_callback(statements.append)
+    ask()
+    connection.set_trace_callback(None)
+    reads = [text for text in statements if text.lstrip().startswith(("SELECT", "WITH"))]
+    assert reads
+    return [row["detail"] for text in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {text}")]
+
+
+@pytest.mark.parametrize("name", ["counts", "outstanding", "open_heldout", "finished_evaluations", "latest_metrics"])
+def test_the_status_goes_through_no_table_that_grows(layout: RunLayout, name: str) -> None:
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=None)
+        catalog.open_round(["a", "b"], episodes_per_task=1, version=0)
+        whole = [
+            line for line in plans(catalog, getattr(catalog, name)) if re.match(r"SCAN (grp|g|v|version|m|metric)\b", line)
+        ]
+        assert whole == []
+        # The groups of one state, or of one round, may be gone through; not all of a split.
+        # A min() over a covering index ends at its first row.
+        wide = [line for line in lines if re.search(r"USING INDEX grp\w+ \(split=\?\)$", line)]
+        assert wide == []
+
+
+def change_and_fail(catalog: Catalog) -> None:
+    with catalog._database.transaction() as tx:
+        tx.run("UPDATE grp SET state = 'stale', n_members = 7")
+        tx.run("INSERT INTO no_such_table VALUES (1)")
+
+
+def test_the_counts_are_those_of_the_groups_after_every_change_and_after_one_that_failed(layout: RunLayout) -> None:
+    counted = "SELECT split, state, count(*), sum(n_members), sum(n_steps) FROM main.grp GROUP BY split, state ORDER BY 1, 2"
+    kept = "SELECT * FROM group_count WHERE n_groups > 0 ORDER BY 1, 2"
+
+    def check(catalog: Catalog) -> None:
+        with catalog._database.transaction() as tx:
+            assert [tuple(row) for row in tx.rows(kept)] == [tuple(row) for row in tx.rows(counted)]
+
+    with Catalog.open(layout) as catalog:
+        check(catalog)
+        group = open_train_group(catalog, N_FILES)
+        check(catalog)
+        play(layout, catalog, group)
+        batch = catalog.claim(n_groups=3, current_version=0, max_staleness=1)
+        assert batch is not None
+        check(catalog)
+        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=0)
+        catalog.roll_back(0)
+        check(catalog)
+        before = catalog.counts()
+        with pytest.raises(StoreError, match="nothing of this transaction was written"):
+            change_and_fail(catalog)
+        check(catalog)
+        assert catalog.counts() == before and before.complete == N_FILES + 1
+    with Catalog.open(layout) as catalog:
+        check(catalog)
