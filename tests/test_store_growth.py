@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import duckdb
 import pytest
 
+import store.reading.manifest as manifest_module
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from store.reading.manifest import read_manifest
+from store.reading.pins import Pin, pinned
 from store.reading.query import show
 from store.reading.read_only_files import PREFIX, ReadOnlyFiles
 from store.reading.reader import open_run
@@ -110,10 +115,8 @@ def test_the_status_goes_through_no_table_that_grows(layout: RunLayout, name: st
     with Catalog.open(layout) as catalog:
         catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=None)
         catalog.open_round(["a", "b"], episodes_per_task=1, version=0)
-        whole = [
-            line for line in plans(catalog, getattr(catalog, name)) if re.match(r"SCAN (grp|g|v|version|m|metric)\b", line)
-        ]
-        assert whole == []
+        lines = plans(catalog, getattr(catalog, name))
+        assert [line for line in lines if re.match(r"SCAN (grp|g|v|version|m|metric)\b", line)] == []
         # The groups of one state, or of one round, may be gone through; not all of a split.
         # A min() over a covering index ends at its first row.
         wide = [line for line in lines if re.search(r"USING INDEX grp\w+ \(split=\?\)$", line)]
@@ -152,3 +155,53 @@ def test_the_counts_are_those_of_the_groups_after_every_change_and_after_one_tha
         assert catalog.counts() == before and before.complete == N_FILES + 1
     with Catalog.open(layout) as catalog:
         check(catalog)
+
+
+@pytest.mark.parametrize("as_of", [False, True])
+def test_a_reader_left_open_keeps_the_exports_it_shows_and_no_later_ones(
+    layout: RunLayout, as_of: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes = itertools.count(1)
+    start_us = manifest_module.now_us()
+    monkeypatch.setattr(manifest_module, "now_us", lambda: start_us + next(minutes) * 61_000_000)  # past the grace
+    questions = [f"SELECT count(*) AS n FROM {view}" for view in ("groups", "events", "ledger", "versions", "components")]
+    manifest = read_manifest(layout)
+    assert manifest is not None
+    shown = {part.path for parts in manifest.tables.values() for part in parts}
+    with Catalog.open(layout) as catalog, open_run(layout.root, as_of=manifest.lsn if as_of else None) as reader:
+        before = [reader.sql(question) for question in questions]
+        for number in range(40):
+            catalog.record_version(version=number, path=f"weights/v{number:06d}", digest="d", learner_step=None)
+            catalog.heartbeats({"w": str(number)})
+            catalog.log(component="w", what="x", detail=str(number))
+            export(catalog, layout)
+        newest = read_manifest(layout)
+        assert newest is not None
+        named = {part.path for parts in newest.tables.values() for part in parts} | {newest.segments[0]}
+        there = {layout.relative(path) for path in layout.exports.iterdir()}
+        assert there - named - shown == set(newest.superseded) - shown
+        assert len(there - named - shown) <= 10, "those that the last export replaced have their grace"
+        assert [reader.sql(question) for question in questions] == before
+        with open_run(layout.root) as other:
+            assert other.sql("SELECT count(*) AS n FROM versions")["n"].to_pylist() == [40]
+    export_and_sweep(layout)
+    assert shown.isdisjoint({layout.relative(path) for path in layout.exports.iterdir()} - named)
+
+
+def export_and_sweep(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        for _ in range(2):
+            catalog.log(component="w", what="x", detail="")
+            export(catalog, layout)
+
+
+def test_while_a_reader_opens_nothing_from_its_lsn_on_is_removed(layout: RunLayout) -> None:
+    with closing(Pin(layout, 5)) as opening, closing(Pin(layout, 9)) as settled:
+        settled.settle(11)
+        coarse, exact = sorted(pinned(layout), key=lambda pin: pin.since)
+        assert (coarse.since, coarse.shown, exact.since, exact.shown) == (5, None, 9, 11)
+        assert coarse.needs(written=8, replaced=20) and not coarse.needs(written=2, replaced=5)
+        assert exact.needs(written=11, replaced=12) and not exact.needs(written=12, replaced=20)
+        assert not exact.needs(written=3, replaced=11)
+        opening.settle(2**80)  # no lsn: as if nothing was said
+        assert {pin.shown for pin in pinned(layout)} == {None, 11}

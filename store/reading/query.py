@@ -12,6 +12,7 @@ from pathlib import Path
 import duckdb
 
 from store.catalog.as_of import read_as_of
+from store.catalog.snapshot import EXPORTS
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import open_sql
@@ -165,3 +166,7 @@ def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: i
         # A run that only older code has opened has no view of a newer table.
         connection.execute(f"DROP VIEW IF EXISTS exported.{name}; CREATE TABLE exported.{name} AS FROM arriving")
         connection.unregister("arriving")
+    for name in EXPORTS.keys() - snapshot.tables.keys():  # as they are now: the files that have them may go
+        if connection.execute("SELECT getvariable('parts')[?]", [name]).fetchall()[0][0]:
+            made = f"CREATE TABLE exported.{name}_now AS FROM exported.{name}"
+            connection.execute(f"{made}; DROP VIEW exported.{name}; ALTER TABLE exported.{name}_now RENAME TO {name}")

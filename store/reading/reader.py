@@ -102,6 +102,8 @@ class Reader:
         except BaseException:
             self.close()
             raise
+        if self.lsn is not None:
+            self._pin.settle(self.lsn)
 
     def sql(
         self, query: str, *, timeout_s: float = TIMEOUT_S, max_rows: int = MAX_ROWS, max_bytes: int = MAX_BYTES
