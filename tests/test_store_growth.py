@@ -18,6 +18,7 @@ from store.reading.pins import Pin, pinned
 from store.reading.query import show
 from store.reading.read_only_files import PREFIX, ReadOnlyFiles
 from store.reading.reader import open_run
+from store.upkeep.compact import CompactionPolicy, choose, merges
 from tests.store_samples import open_train_group, play
 
 N_FILES = 12
@@ -205,3 +206,27 @@ def test_while_a_reader_opens_nothing_from_its_lsn_on_is_removed(layout: RunLayo
         assert not exact.needs(written=3, replaced=11)
         opening.settle(2**80)  # no lsn: as if nothing was said
         assert {pin.shown for pin in pinned(layout)} == {None, 11}
+
+
+def test_an_export_lists_the_live_files_from_an_index_alone(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        lines = plans(catalog, lambda: catalog.snapshot({}))
+    (line,) = [line for line in lines if " segment USING" in line and "segment_shown" in line]
+    assert line == "SCAN segment USING COVERING INDEX segment_shown"
+
+
+def test_files_are_merged_one_after_another_and_the_live_ones_listed_once(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Catalog.open(layout) as catalog:
+        listed, real = [], catalog.live_segments
+        monkeypatch.setattr(catalog, "live_segments", lambda: listed.append(1) or real())
+        policy = CompactionPolicy(fan_in=2, max_live_files=2, min_file_bytes=1 << 20)
+        results = list(merges(catalog, layout, policy=policy, skip=()))
+        assert len(listed) == 1 and len(results) > 5
+        # What is left is what one who lists them anew before each merge would leave.
+        assert choose(real(), policy=policy, skip=()) == ()
+        assert len(real()) <= 2
+        export(catalog, layout)
+    with open_run(layout.root) as reader:
+        assert reader.sql("SELECT count(DISTINCT group_uid) AS n FROM steps")["n"].to_pylist() == [N_FILES]

@@ -131,7 +131,12 @@ def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
 
 
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
-    data = json.dumps(dataclasses.asdict(manifest)).encode()
+    content = {
+        **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)},  # asdict copies every path
+        "tables": {name: [dataclasses.asdict(part) for part in parts] for name, parts in manifest.tables.items()},
+        "superseded": {path: dataclasses.asdict(entry) for path, entry in manifest.superseded.items()},
+    }
+    data = json.dumps(content).encode()
     if layout.info.storage_uri is not None:  # first there: after a crash in between it is done again
         layout.storage.write(MANIFEST_NAME, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE)
