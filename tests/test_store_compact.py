@@ -581,7 +581,7 @@ def test_what_the_maintainer_fails_of_is_raised_in_its_owner(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("out of tea")
 
-    monkeypatch.setattr(maintainer_module, "compact_once", broken)
+    monkeypatch.setattr(maintainer_module, "merges", broken)
     maintainer = Maintainer(catalog, layout, settings())
     maintainer.check()
     maintainer.start()

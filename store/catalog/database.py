@@ -21,6 +21,7 @@ from store.hashing import whole_text
 from store.layout import FORMAT_VERSION, RunLayout
 from store.made_by import made_by_this_user
 
+COUNTS = Path(__file__).with_name("counts.sql")  # what only the owner's connection has
 _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
 _LOG_PAGES = 4000  # 16 MiB: pages that change with every commit go into the file four times more seldom than by default
@@ -255,6 +256,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         migrate(connection, path=layout.catalog)
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(SCHEMA.read_text())
+        connection.executescript(COUNTS.read_text())
     except sqlite3.OperationalError as error:
         raise _no_room(layout.catalog, error) from error
     except sqlite3.Error as error:

@@ -9,24 +9,25 @@ ROLLED_BACK = "the evaluated version was rolled back"  # why a round was abandon
 
 
 def counts(tx: Transaction) -> Counts:
-    """Training groups by state; see Counts."""
-    rows = tx.rows(
-        """SELECT state, count(*) AS n, sum(n_members) AS trajectories, sum(n_steps) AS steps,
-                  sum(lease_until_us > :now_us) AS leased
-           FROM grp WHERE split = 'train' GROUP BY state""",
+    """Return the training groups by state. It costs the same in a run of any length: see counts.sql."""
+    rows = tx.rows("SELECT state, n_groups AS n, n_members, n_steps FROM group_count WHERE split = 'train'")
+    leased = tx.row(
+        """SELECT count(*) AS n FROM grp
+           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL AND split = 'train' AND state = 'open'""",
         now_us=tx.now_us,
     )
+    assert leased is not None
     n = {row["state"]: row["n"] for row in rows}
     return Counts(
         open=n.get("open", 0),
-        leased=sum(row["leased"] or 0 for row in rows if row["state"] == "open"),
+        leased=leased["n"],
         complete=n.get("complete", 0),
         claimed=n.get("claimed", 0),
         trained=n.get("trained", 0),
         stale=n.get("stale", 0),
         no_signal=n.get("no_signal", 0),
-        trajectories=sum(row["trajectories"] for row in rows),
-        steps=sum(row["steps"] for row in rows),
+        trajectories=sum(row["n_members"] for row in rows),
+        steps=sum(row["n_steps"] for row in rows),
     )
 
 
@@ -58,16 +59,21 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
     What was rolled back is none; what was abandoned because its environment failed is left out, and counted.
     """
     rows = tx.rows(
-        """SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, r.n_trajectories, r.n_won, r.n_abandoned,
-                  r.newest_version, r.return_sum, r.n_steps FROM (
-               SELECT purpose_version, sum(n_members) AS n_trajectories, sum(n_won) AS n_won,
-                      sum(return_sum) AS return_sum, sum(n_steps) AS n_steps,
-                      sum(state = 'abandoned') AS n_abandoned, coalesce(max(version_max), purpose_version) AS newest_version
-               FROM grp WHERE split = 'heldout'
-               GROUP BY purpose_version HAVING sum(state = 'open' OR reason = :rolled_back) = 0) AS r
-           JOIN version v ON v.version = r.purpose_version
+        # From round to round by the index, and only into the groups of those without a figure: there are few.
+        """WITH RECURSIVE round (version) AS (
+               SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
+               UNION ALL
+               SELECT (SELECT min(purpose_version) FROM grp WHERE split = 'heldout' AND purpose_version > round.version)
+               FROM round WHERE round.version IS NOT NULL)
+           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, sum(g.n_members) AS n_trajectories,
+                  sum(g.n_won) AS n_won, sum(g.state = 'abandoned') AS n_abandoned,
+                  coalesce(max(g.version_max), v.version) AS newest_version, sum(g.return_sum) AS return_sum,
+                  sum(g.n_steps) AS n_steps
+           FROM round CROSS JOIN version v ON v.version = round.version
+           CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
            WHERE NOT EXISTS (
-               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = r.purpose_version)""",
+               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
+           GROUP BY round.version HAVING sum(g.state = 'open' OR g.reason = :rolled_back) = 0""",
         rolled_back=ROLLED_BACK,
     )
     return [

@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS segment (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS segment_by_lsn ON segment (lsn);
 CREATE INDEX IF NOT EXISTS segment_live ON segment (level, lsn) WHERE retired_lsn IS NULL;
+CREATE INDEX IF NOT EXISTS segment_shown ON segment (lsn, path, retired_lsn) WHERE retired_lsn IS NULL;  -- every export lists them
 CREATE INDEX IF NOT EXISTS segment_retired ON segment (retired_lsn) WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
 
 CREATE TABLE IF NOT EXISTS grp (

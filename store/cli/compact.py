@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from store.clock import now_us
     from store.layout import RunLayout
     from store.reading.manifest import export
-    from store.upkeep.compact import COMPACTION_POLICY, compact_once
+    from store.upkeep.compact import COMPACTION_POLICY, merges
     from store.upkeep.retention import expire_old
     from store.upkeep.sweep import sweep_orphans, sweep_retired
 
@@ -55,9 +55,11 @@ def run(options: argparse.Namespace) -> int:
     with Catalog.open(layout) as catalog:
         opened_us, before = now_us(), catalog.live_segments()
         expired = expire_old(catalog, layout, keep_days=options.keep_days, keep_versions=options.keep_versions)
-        left_out: frozenset[str] = frozenset()
-        while (result := compact_once(catalog, layout, policy=COMPACTION_POLICY, skip=left_out)) is not None:
-            left_out |= {*result.left_out}
+        left_out = {
+            segment_id
+            for result in merges(catalog, layout, policy=COMPACTION_POLICY, skip=())
+            for segment_id in result.left_out
+        }
         export(catalog, layout)  # only what the manifest no longer shows may be removed
         removed = sweep_retired(catalog, layout, window_s=options.snapshot_window)
         foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,11 +23,12 @@ from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
 from store.layout import EXPORT_PATH, FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
 from store.reading import open_sql
-from store.reading.pins import oldest_pinned_lsn
+from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 
 FIRST_FORMAT = 2  # of manifests as they are today; later formats have other columns in the tables they name
 GRACE_S = 60.0  # a shell opens the exports right after the manifest; Python readers are pinned and need no grace
+WRITTEN_AT = re.compile(r"-(\d{1,19})\.parquet$")  # the lsn in the name of an exported file
 MANIFEST_NAME = "manifest.json"  # in the storage
 EMPTY_STEPS = "empty_steps.parquet"  # no rows: gives the steps view its columns before the first segment
 
@@ -48,7 +50,7 @@ class Manifest:
     format_version: int
     segments: tuple[str, ...]  # the first has no rows, only the columns
     tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
-    superseded: Mapping[str, Superseded]  # by path; removed after GRACE_S, and when no reader is pinned to an older lsn
+    superseded: Mapping[str, Superseded]  # by path; removed after GRACE_S, and when no pinned reader shows it
 
 
 def read_manifest(layout: RunLayout) -> Manifest | None:
@@ -165,7 +167,12 @@ def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
 
 
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
-    data = json.dumps(dataclasses.asdict(manifest)).encode()
+    content = {
+        **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)},  # asdict copies every path
+        "tables": {name: [dataclasses.asdict(part) for part in parts] for name, parts in manifest.tables.items()},
+        "superseded": {path: dataclasses.asdict(entry) for path, entry in manifest.superseded.items()},
+    }
+    data = json.dumps(content).encode()
     if layout.info.storage_uri is not None:  # first there: after a crash in between it is done again
         layout.storage.write(MANIFEST_NAME, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
@@ -202,14 +209,17 @@ def _sweep(
     layout: RunLayout, tables: Mapping[str, tuple[Part, ...]], *, superseded: Mapping[str, Superseded], lsn: int
 ) -> dict[str, Superseded]:
     """Remove the exported files that nobody can still be reading; the others, with when they were superseded."""
-    now, pinned = now_us(), oldest_pinned_lsn(layout)
+    now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}
     waiting: dict[str, Superseded] = {}
     for file in layout.storage.files(layout.relative(layout.exports)):
         if file.path in keep or file.path.endswith(EMPTY_STEPS):
             continue
         entry = superseded.get(file.path, Superseded(lsn=lsn, at_us=now))
-        if now - entry.at_us > GRACE_S * US_PER_S and (pinned is None or pinned >= entry.lsn):
+        written = WRITTEN_AT.search(file.path)
+        since = int(written[1]) if written else 0
+        needed = any(pin.needs(written=since, replaced=entry.lsn) for pin in pins)
+        if now - entry.at_us > GRACE_S * US_PER_S and not needed:
             layout.storage.remove(file.path)
         else:
             waiting[file.path] = entry

@@ -1,6 +1,8 @@
 """Pins: a reader says which snapshot it reads, so that no file of it is removed while it does.
 
-A pin is a file in `<run>/readers/` that its process holds locked. The lock goes with the process, however it ends.
+A pin is a file in `<run>/readers/` that its process holds locked. The lock goes with the process, however it ends. Its name has
+the oldest lsn that the reader may show. Once the reader knows which one it shows, the file says so: exports that were written
+and replaced later then need not wait for it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import fcntl
 import os
 import re
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from store.beneath import names, open_file, opened_parent, remove, rename
@@ -17,6 +21,22 @@ from store.errors import UnsafePathError
 from store.layout import RunLayout
 
 _NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
+_SHOWN = re.compile(rb"(\d{1,19})\n")
+_MAX_BYTES = 32  # of a pin's content
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pinned:
+    """What a living reader needs: the files of one lsn, or of any from that one on while it is opening."""
+
+    since: int
+    shown: int | None  # None: not known yet
+
+    def needs(self, *, written: int, replaced: int) -> bool:
+        """Return whether a file is needed that snapshots from lsn `written` until before `replaced` name."""
+        if self.shown is None:
+            return replaced > self.since
+        return written <= self.shown < replaced
 
 
 class Pin:
@@ -35,6 +55,12 @@ class Pin:
         except OSError:  # a read-only run: nobody compacts it either
             self.close()
 
+    def settle(self, lsn: int) -> None:
+        """Say that the reader shows this snapshot and no other."""
+        if self._descriptor >= 0:
+            with suppress(OSError):  # the disk is full: then all from the pin's lsn on is kept
+                os.pwrite(self._descriptor, b"%d\n" % lsn, 0)
+
     def close(self) -> None:
         """Let go. Idempotent."""
         if self._descriptor >= 0:
@@ -45,23 +71,30 @@ class Pin:
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:
-    """The oldest lsn that a living reader reads, None if there is none. Pins of dead readers are removed.
+    """Return the oldest lsn that a living reader may read, None if there is no reader."""
+    return min((pin.since for pin in pinned(layout)), default=None)
+
+
+def pinned(layout: RunLayout) -> Sequence[Pinned]:
+    """Return what living readers need. Pins of dead readers are removed.
 
     Never raises OSError: readers may be other users. What cannot be looked at counts as held.
     """
     try:
         found = names(layout.readers, root=layout.root)
     except OSError:  # somebody's pins may be in it, of whatever age
-        return 0
-    pinned: list[int] = []
+        return [Pinned(since=0, shown=None)]
+    held: list[Pinned] = []
     for match in filter(None, map(_NAME.fullmatch, found)):
         path = layout.readers / match[0]
-        if _is_held(path, root=layout.root):
-            pinned.append(int(match[1]))
+        is_held, content = _look(path, root=layout.root)
+        if is_held:
+            shown = _SHOWN.fullmatch(content)
+            held.append(Pinned(since=int(match[1]), shown=int(shown[1]) if shown else None))
         else:
             with suppress(OSError):  # another user's; it is not held, which is all that matters
                 remove(path, root=layout.root)
-    return min(pinned, default=None)
+    return held
 
 
 def make_readers(layout: RunLayout) -> None:
@@ -70,19 +103,27 @@ def make_readers(layout: RunLayout) -> None:
         os.mkdir(name, dir_fd=directory)
 
 
-def _is_held(path: Path, *, root: Path) -> bool:
+def _look(path: Path, *, root: Path) -> tuple[bool, bytes]:
+    """Return whether a living reader holds the pin, and what it says."""
     try:
         descriptor = open_file(path, root=root)
     except UnsafePathError:  # no reader of ours made it
-        return False
+        return False, b""
     except FileNotFoundError:  # its reader has just finished
-        return False
+        return False, b""
     except OSError:  # another user's
-        return True
+        return True, b""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # locked, or on a file system that does not say
-        return True
+        return True, _content(descriptor)
     finally:
         os.close(descriptor)
-    return False
+    return False, b""
+
+
+def _content(descriptor: int) -> bytes:
+    try:
+        return os.pread(descriptor, _MAX_BYTES, 0)
+    except OSError:  # then it says nothing, and all from its name's lsn on is kept
+        return b""

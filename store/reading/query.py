@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import duckdb
 
 from printable import printable
 from store.beneath import is_file, read_text
 from store.catalog.as_of import read_as_of
+from store.catalog.snapshot import EXPORTS
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import open_sql
@@ -17,6 +22,11 @@ from store.reading.manifest import export_nothing
 from store.reading.mirror import mirror
 from store.reading.open_sql import VIEWS_MARK, check_statements, compose, fixed
 from store.reading.open_sql import quoted as _quoted
+
+PARQUET_MAGIC = b"PAR1"
+FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
+# What DuckDB raises for a file that it cannot read. A plain Error comes from the decoder of a footer.
+FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
 
 
 def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
@@ -65,10 +75,11 @@ def show(connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, as_of: int
         connection.execute(fixed(sources, root))
         if as_of is not None:
             _show_as_of(connection, layout, as_of, root=root)
+        _leave_out(connection, lambda path: not _looks_whole(path.removeprefix(prefix), layout.root), prefix=prefix)
         try:
             connection.execute(views)
-        except duckdb.Error:  # one file that cannot be opened, and there would be no view at all
-            if not _leave_out_unreadable(connection, prefix=prefix):
+        except duckdb.Error as error:  # views of older code open every file; one that fails, and there would be no view
+            if not leave_out_unreadable(connection, error, prefix=prefix):
                 raise
             connection.execute(views)
     except duckdb.OutOfMemoryException as error:
@@ -93,20 +104,57 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
     return f"{some}: first {broken[0]}; python -m store fsck {layout.run_directory}"
 
 
-def _leave_out_unreadable(connection: duckdb.DuckDBPyConnection, *, prefix: str) -> bool:
-    """Whether there were any. Slow with many files, but then something is broken."""
-    paths = connection.execute("SELECT getvariable('segments')").fetchall()[0][0] or []
-    broken = []
-    for path in paths:
+def leave_out_unreadable(connection: duckdb.DuckDBPyConnection, error: duckdb.Error, *, prefix: str) -> bool:
+    """Leave out the segments that DuckDB cannot open, after a statement failed with `error`. Return whether there are any.
+
+    Slow with many files, so errors that no file causes are not looked into.
+    """
+    if not isinstance(error, FILE_ERRORS) and type(error) is not duckdb.Error:
+        return False
+
+    def is_broken(path: str) -> bool:
         try:
             connection.execute(f"FROM read_parquet({_quoted(path)}) LIMIT 0").fetchall()
         except duckdb.Error:
-            broken.append(path)
-    whole = [path for path in paths if path not in broken]
-    named = [path.removeprefix(prefix) for path in broken]
-    for name, some in (("segments", whole), ("left_out", named)):
-        connection.execute(f"SET VARIABLE {name} = [{', '.join(map(_quoted, some))}]::VARCHAR[]")
+            return True
+        return False
+
+    return _leave_out(connection, is_broken, prefix=prefix)
+
+
+def _leave_out(connection: duckdb.DuckDBPyConnection, is_broken: Callable[[str], bool], *, prefix: str) -> bool:
+    known, paths = connection.execute("SELECT getvariable('left_out'), getvariable('segments')").fetchall()[0]
+    broken = {path for path in paths or [] if is_broken(path)}
+    if broken:
+        whole = [path for path in paths if path not in broken]
+        named = [*(known or []), *(path.removeprefix(prefix) for path in paths if path in broken)]
+        for name, some in (("segments", whole), ("left_out", named)):
+            connection.execute(f"SET VARIABLE {name} = [{', '.join(map(_quoted, some))}]::VARCHAR[]")
     return bool(broken)
+
+
+def _looks_whole(path: str, root: Path) -> bool:
+    """Return whether the file is there and ends as Parquet does: much cheaper than reading its footer.
+
+    DuckDB refuses paths that are not in the run, so they are not looked at here.
+    """
+    if not path.startswith(f"{root}/") or ".." in path.split("/"):
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing of this file
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < FOOTER_TAIL + len(PARQUET_MAGIC):
+            return False
+        tail = os.pread(descriptor, FOOTER_TAIL, status.st_size - FOOTER_TAIL)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    n_footer = int.from_bytes(tail[:4], "little")
+    return tail[4:] == PARQUET_MAGIC and n_footer + FOOTER_TAIL + len(PARQUET_MAGIC) <= status.st_size
 
 
 def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int, *, root: str) -> None:
@@ -120,3 +168,7 @@ def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: i
         # A run that only older code has opened has no view of a newer table.
         connection.execute(f"DROP VIEW IF EXISTS exported.{name}; CREATE TABLE exported.{name} AS FROM arriving")
         connection.unregister("arriving")
+    for name in EXPORTS.keys() - snapshot.tables.keys():  # as they are now: the files that have them may go
+        if connection.execute("SELECT getvariable('parts')[?]", [name]).fetchall()[0][0]:
+            made = f"CREATE TABLE exported.{name}_now AS FROM exported.{name}"
+            connection.execute(f"{made}; DROP VIEW exported.{name}; ALTER TABLE exported.{name}_now RENAME TO {name}")

@@ -48,6 +48,10 @@ class SqlTimeout(StoreError):
     """A query gave no result within its time; it was stopped."""
 
 
+class _FilesLeftOut(Exception):
+    """DuckDB could not read some files. They are left out of the next answer, which this one has to be replaced by."""
+
+
 def open_run(
     run: Path | str,
     *,
@@ -65,7 +69,7 @@ def open_run(
     layout = mirror(RunLayout.open(Path(run)), as_of=as_of)
     if protection is None:
         protection = LANDLOCK if landlock.abi() > 0 else FILESYSTEM
-    reader = Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit)
+    reader = Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit, warns=warn)
     if warn and reader.left_out:
         warnings.warn(printable(reader.left_out), stacklevel=2)
     return reader
@@ -81,10 +85,11 @@ class Reader:
     turns. Files of the snapshot stay on disk until `close`, as long as the run directory is writable.
     """
 
-    def __init__(self, layout: RunLayout, *, as_of: int | None, protection: str, memory_limit: str | None) -> None:
+    def __init__(self, layout: RunLayout, *, as_of: int | None, protection: str, memory_limit: str | None, warns: bool) -> None:
         self.protection = protection
         self.layout = layout  # of the files that it reads: of a run whose storage is elsewhere, this user's copy
         self._memory_limit = memory_limit
+        self._warns = warns
         self._lock = threading.Lock()
         self._child: _Child | None = None
         manifest = read_manifest(layout) if as_of is None else None
@@ -98,6 +103,8 @@ class Reader:
         except BaseException:
             self.close()
             raise
+        if self.lsn is not None:
+            self._pin.settle(self.lsn)
 
     def sql(
         self,
@@ -146,8 +153,12 @@ class Reader:
             child = self._ready_child()
             deadline = time.monotonic() + timeout_s
             try:
-                wire.send(child.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline)
-                return child.table(deadline)
+                while True:
+                    wire.send(child.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline)
+                    try:
+                        return child.table(deadline)
+                    except _FilesLeftOut as fewer:  # each time at least one more, so this ends
+                        self._leave_out(str(fewer))
             except TimeoutError as error:
                 self._discard()
                 raise SqlTimeout(
@@ -165,6 +176,11 @@ class Reader:
             except BaseException:  # Ctrl-C: the answer that is under way must not meet the next question
                 self._discard()
                 raise
+
+    def _leave_out(self, left_out: str) -> None:
+        self.left_out = left_out
+        if self._warns:
+            warnings.warn(left_out, stacklevel=4)
 
     def _check_still_there(self) -> None:
         if not RunLayout.exists(self.layout.run_directory):
@@ -248,6 +264,8 @@ class _Child:
             kind, content = wire.receive(self.channel, deadline=deadline)
             if kind == wire.ERROR:
                 raise _error(content)
+            if kind == wire.LEFT_OUT:
+                raise _FilesLeftOut(json.loads(content))
             if kind == wire.END:
                 return pa.concat_tables(parts), json.loads(content)["more"]
             parts.append(pa.ipc.open_stream(pa.py_buffer(content)).read_all())

@@ -27,6 +27,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ from store.errors import StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
-from store.reading.query import left_out, show
+from store.reading.query import leave_out_unreadable, left_out, show
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -50,6 +51,7 @@ SHARE_OF_DEFAULT_MEMORY = 0.6  # DuckDB takes 80% of the machine unasked; a run 
 MEMORY_BESIDE_DUCKDB = 2 << 30  # bytes: the interpreter, Arrow batches and what DuckDB does not count
 BATCH_ROWS = 16_384
 CONNECT_TRIES = 5
+MAX_CACHED_FILES = 2_000  # footers that are kept in memory: 70 KB a file, more than most small files hold
 SETTINGS = (
     "temp_directory = ''",
     "max_temp_directory_size = '0B'",
@@ -60,7 +62,6 @@ SETTINGS = (
     "python_enable_replacements = false",
     "python_scan_all_frames = false",
     "enable_progress_bar = false",
-    "parquet_metadata_cache = true",  # files never change; saves a third of a small query over many
 )
 # Types that Arrow cannot carry: their values would come out as another value, or as bytes that nobody can read.
 NOT_FOR_ARROW = frozenset({"bit", "bignum", "geometry", "time with time zone", "type", "uhugeint", "variant"})
@@ -78,7 +79,8 @@ def serve(descriptor: int) -> None:
     except EOFError:  # the parent is already gone
         return
     try:
-        connection, ready = _open(json.loads(content))
+        run = _open(json.loads(content))
+        ready = {"lsn": run.lsn, "left_out": left_out(run.connection, run.layout)}
     except Exception as error:  # noqa: BLE001  a process border: passed on with its identity
         _send_error(channel, error)
         return
@@ -87,9 +89,9 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
     while True:
         try:
-            _answer(channel, connection, json.loads(asked.get()))
+            _answer(channel, run.connection, json.loads(asked.get()))
         except Exception as error:  # noqa: BLE001  the same
-            _send_error(channel, error)
+            _send_why(channel, run, error)
 
 
 def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
@@ -101,7 +103,17 @@ def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None
         os._exit(0)
 
 
-def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """A run whose views the connection has."""
+
+    connection: duckdb.DuckDBPyConnection
+    layout: RunLayout
+    lsn: int | None  # None: the run is of an older format
+    prefix: str  # of every path, where it leads through the read-only file system
+
+
+def _open(order: dict) -> _Opened:
     """Open the run within all limits: no text of the run is executed before they hold and are locked."""
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
@@ -118,8 +130,9 @@ def _open(order: dict) -> tuple[duckdb.DuckDBPyConnection, dict]:
         _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])
         return connection
 
-    connection, lsn = _connect(layout, order["lsn"], limited, prefix="" if files is None else f"{files.protocol}://")
-    return connection, {"lsn": lsn, "left_out": left_out(connection, layout)}
+    prefix = "" if files is None else f"{files.protocol}://"
+    connection, lsn = _connect(layout, order["lsn"], limited, prefix=prefix)
+    return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
 
 
 def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
@@ -182,8 +195,11 @@ def _lock_settings(
         prefix = f"{files.protocol}://"
         connection.register_filesystem(files)
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    manifest = read_manifest(layout)
+    few = manifest is not None and len(manifest.segments) <= MAX_CACHED_FILES
     settings = [
         *SETTINGS,
+        f"parquet_metadata_cache = {str(few).lower()}",  # files never change; saves much of a small query over many
         f"threads = {threads}",
         f"memory_limit = '{memory_limit}'",
         f"allowed_directories = ['{prefix}{root}']",
@@ -305,6 +321,14 @@ def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch
         if batch is not None:
             writer.write_batch(batch)
     wire.send(channel, wire.ROWS, memoryview(sink.getvalue()))
+
+
+def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
+    """Say why there is no answer: an error, or files that were left out since, so that asking again helps."""
+    if isinstance(error, duckdb.Error) and leave_out_unreadable(run.connection, error, prefix=run.prefix):
+        wire.send(channel, wire.LEFT_OUT, json.dumps(left_out(run.connection, run.layout)).encode())
+    else:
+        _send_error(channel, error)
 
 
 def _send_error(channel: socket.socket, error: Exception) -> None:

@@ -7,6 +7,10 @@ SET VARIABLE max_staleness = 0;
 SET VARIABLE manifest = (SELECT m FROM read_json(getvariable('run') || '/manifest.json',
     columns = {segments: 'VARCHAR[]', tables: 'MAP(VARCHAR, STRUCT(path VARCHAR)[])'}) AS m);
 SET VARIABLE segments = list_transform(getvariable('manifest').segments, lambda path: getvariable('run') || '/' || path);
+-- Columns and types of the first segment, which has no rows. No other file is opened to learn its columns: a run has thousands.
+SET VARIABLE columns = (SELECT map_from_entries(list(
+        {key: column_name, value: {name: column_name, type: column_type, default_value: NULL::VARCHAR}}))
+    FROM (DESCRIBE FROM read_parquet(getvariable('segments')[1])));
 SET VARIABLE parts = map_from_entries(list_transform(map_entries(getvariable('manifest').tables), lambda entry:
     {key: entry.key, value: list_transform(entry.value, lambda part: getvariable('run') || '/' || part.path)}));
 

@@ -3,7 +3,7 @@ CREATE OR REPLACE VIEW steps AS
 SELECT s.* EXCLUDE (filename)
        REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.state_hash::UUID AS state_hash,
                 make_timestamp(epoch_us(s.t_start)) AS t_start) -- UTC without a zone, as in the exports
-FROM read_parquet(getvariable('segments'), union_by_name = true, filename = true) AS s
+FROM read_parquet(getvariable('segments'), schema = getvariable('columns'), filename = true) AS s
 ANTI JOIN (SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
     ON s.filename = e.filename AND s.traj_uid = e.traj_uid;
 

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 
-ASK, READY, ROWS, END, ERROR = b"A", b"R", b"D", b"E", b"X"
+ASK, READY, ROWS, END, ERROR, LEFT_OUT = b"A", b"R", b"D", b"E", b"X", b"L"
 _HEAD = struct.Struct("<cQ")
 
 

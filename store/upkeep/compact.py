@@ -16,8 +16,9 @@ bytes: so no merge takes more rows than MAX_ROW_BYTES, and a file of half as man
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,14 +60,48 @@ class CompactionResult:
 def compact_once(
     catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
 ) -> CompactionResult | None:
-    """Merge the files that are due into one; None if none are. `skip` are segment ids that were left out before.
+    """Merge the files that are due into one; None if none are. Parameters and errors are those of `merges`."""
+    return next(merges(catalog, layout, policy=policy, skip=skip), None)
+
+
+def merges(
+    catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
+) -> Iterator[CompactionResult]:
+    """Merge the files that are due, one merged file at a time. `skip` are segment ids that were left out before.
+
+    The catalog is asked for the live files once: to ask before each of hundreds of merges costs more than they do. Files that
+    are committed meanwhile are for the next call.
 
     Whatever interrupts it leaves an orphan at most: the catalog changes in one transaction, after the new file is durable.
     Raises StoreError if it cannot write, UnavailableError if a source cannot be reached now; a damaged one becomes an event.
     """
-    sources = choose(catalog.live_segments(), policy=policy, skip=skip)
-    if not sources:
-        return None
+    live = catalog.live_segments()
+    skip = {*skip}
+    while sources := choose(live, policy=policy, skip=skip):
+        result = _merge(catalog, layout, sources)
+        skip.update(result.left_out)
+        if result.merged is not None:
+            live = _replaced(live, sources, result)
+        yield result
+
+
+def _replaced(live: Sequence[LiveSegment], sources: Sequence[LiveSegment], result: CompactionResult) -> tuple[LiveSegment, ...]:
+    """Return the live files after a merge: the merged one is the newest, one level up."""
+    assert result.merged is not None
+    gone = {*result.sources}
+    newest = dataclasses.replace(
+        live[-1],
+        segment_id=result.merged.segment_id,
+        level=max(source.level for source in sources) + 1,
+        n_bytes=result.merged.n_bytes,
+        n_steps=result.merged.n_steps,
+        settled=True,
+    )
+    return (*(file for file in live if file.segment_id not in gone), newest)
+
+
+def _merge(catalog: Catalog, layout: RunLayout, sources: Sequence[LiveSegment]) -> CompactionResult:
+    """Merge the sources that can be read together."""
     metas = catalog.segment_metas([source.segment_id for source in sources])
     tables, left_out = _read(catalog, layout, metas)
     if left_out:  # whether the others are still due is chosen anew

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import sqlite3
 import threading
 import time
@@ -12,7 +13,7 @@ from store.catalog.catalog import Catalog
 from store.clock import now_us
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
-from store.upkeep.compact import CompactionPolicy, compact_once
+from store.upkeep.compact import CompactionPolicy, merges
 from store.upkeep.retention import expire_old
 from store.upkeep.sweep import sweep_orphans, sweep_retired
 
@@ -99,11 +100,11 @@ class Maintainer:
             raise unavailable
 
     def _merge(self) -> None:
-        for _ in range(MERGES_PER_LOOK):
-            result = compact_once(self.catalog, self.layout, policy=self.settings.policy, skip=self._left_out)
-            if result is None or self._stop.is_set():
-                break
+        results = merges(self.catalog, self.layout, policy=self.settings.policy, skip=self._left_out)
+        for result in itertools.islice(results, MERGES_PER_LOOK):
             self._left_out |= {*result.left_out}
+            if self._stop.is_set():
+                break
 
     def _run(self) -> None:
         try:
