@@ -95,7 +95,9 @@ def _base_of(text: str) -> Path | None:
     theirs = _config_of(text)
     if theirs is None:
         return None
-    path = Path(OmegaConf.select(theirs, "model.path", default="") or Path(parse_source(text).place) / "base" / "policy")
+    run = Path(parse_source(text).place)
+    RunLayout.open(run).check_no_links()  # its files are read by transformers, which would follow a link out of the run
+    path = Path(OmegaConf.select(theirs, "model.path", default="") or run / "base" / "policy")
     return path if (path / "config.json").is_file() else None
 
 

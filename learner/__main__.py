@@ -33,7 +33,9 @@ def main(arguments: list[str]) -> int:
     try:
         from store import RunLayout
 
-        RunLayout.open(options.run_dir)  # a path that is no run is refused before seconds of imports
+        # A path that is no run is refused before seconds of imports. Models and checkpoints are read by
+        # libraries, which would follow a link out of a stranger's run.
+        RunLayout.open(options.run_dir).check_no_links()
         return run(options)
     except (StoreError, OSError) as error:
         return failed(error)

@@ -202,7 +202,7 @@ class RunLayout:
             path = self.root / name
             if name in OF_A_RUN or name.startswith("catalog."):
                 self._check_no_link(path, beneath.status(path, root=self.root))
-        for name in DIRECTORIES_OF_A_RUN:
+        for name in (*DIRECTORIES_OF_A_RUN, "base"):
             for path, found in beneath.walk(self.root / name, root=self.root):
                 if path != self.weights_dir(0):
                     self._check_no_link(path, found)

@@ -232,3 +232,17 @@ def test_adapters_that_are_nowhere_are_an_error_in_one_line(
 def test_a_directory_that_is_no_run_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["base/policy/config.json", "checkpoints/step000005", "weights"])
+def test_a_link_in_a_strangers_run_is_not_followed(
+    adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run, outside = tmp_path / "stranger", tmp_path / "outside"
+    shutil.copytree(adapted[0].root, run)
+    (run / name).rename(outside)
+    (run / name).symlink_to(outside)
+    for words in (["export", str(run), str(tmp_path / "dest")], ["replay", str(run), "--step", "5"]):
+        assert main(words) == 2
+        assert f"{run / name} is a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "dest").exists()

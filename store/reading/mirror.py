@@ -80,7 +80,7 @@ def fetch(uri: str, dest: Path) -> RunLayout:
         _make_copy(layout)
     elif RunLayout.open(dest).info != info or layout.catalog.exists():
         raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
-    views = placed(layout, storage.read("open.sql").to_pybytes().decode())
+    views = placed(layout, storage.read("open.sql").to_pybytes().decode(errors="replace"))
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _turn(layout):
         _bring(storage, layout)
