@@ -17,7 +17,7 @@ help:
 	@echo "make test       format, types and tests"
 	@echo "make test-slow  what takes minutes: a real pretrained model, adapters in vLLM, two ranks"
 	@echo "make test-faults  every component killed, stopped or answering nonsense, in real runs"
-	@echo "make test-crash the store's crash tests at full length: kills, power losses, live readers"
+	@echo "make test-crash the store's crash tests at full length: kills, power losses, live readers, crafted runs"
 	@echo "make bench      every benchmark, the quick form"
 	@echo "make gpu-proof  what one GPU can prove without vLLM; tiny shapes where there is none (docs/gpu.md)"
 	@echo "make gpu-proof-wheels  packages to carry to a GPU machine without network, into gpu_wheels/"
@@ -54,9 +54,10 @@ test-faults: setup
 
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
-		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 \
+		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \
 		$(PY) -m pytest -s tests/test_store_machine.py tests/test_store_crash.py tests/test_store_killed_commands.py \
-		tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py tests/test_store_s3.py
+		tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py tests/test_store_s3.py \
+		tests/test_store_hostile_runs.py tests/test_fuzz_runs.py
 
 bench: setup
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done

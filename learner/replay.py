@@ -157,12 +157,10 @@ def replayed(
 
 
 def _config(layout: RunLayout, settings: Sequence[str]) -> Config:
-    if not settings:
-        return configs.from_yaml(layout.info.config_yaml)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(layout.info.config_yaml)
         file.flush()
-        return configs.load(file.name, settings)
+        return configs.load_stored(file.name, settings)
 
 
 def _check_possible(config: Config, *, explains: bool) -> None:
