@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         fail(error)
         return EXIT_ERROR
     except (OSError, MemoryError) as error:  # a process border: of a full disk, a limit, a permission
-        print(f"error: {_in_one_line(error)}", file=sys.stderr)
+        fail(_in_one_line(error))
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -240,11 +240,11 @@ def test_a_strangers_driver_file_is_an_error_of_one_line(tmp_path: Path, text: s
 
 def test_a_pipe_or_a_link_in_the_place_of_the_driver_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / DRIVER_FILE)
-    with pytest.raises(StoreError, match=r"driver\.json is not readable"):
+    with pytest.raises(StoreError, match=r"driver\.json is no regular file"):
         driver_of(tmp_path)
     (tmp_path / DRIVER_FILE).unlink()
     (tmp_path / DRIVER_FILE).symlink_to("/proc/self/environ")
-    with pytest.raises(StoreError, match=r"driver\.json is not readable"):
+    with pytest.raises(StoreError, match=r"driver\.json is or lies behind a symbolic link"):
         driver_of(tmp_path)
 
 

@@ -180,7 +180,7 @@ class Reader:
     def _leave_out(self, left_out: str) -> None:
         self.left_out = left_out
         if self._warns:
-            warnings.warn(left_out, stacklevel=4)
+            warnings.warn(printable(left_out), stacklevel=4)
 
     def _check_still_there(self) -> None:
         if not RunLayout.exists(self.layout.run_directory):

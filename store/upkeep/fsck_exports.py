@@ -20,6 +20,7 @@ from store.records import uid_text
 from store.upkeep.finding import Finding, error
 from store.upkeep.fsck_segments import Opener
 
+SHOWN_CHARACTERS = 200  # of a message of Arrow, which lists all columns
 SHOWN = 5  # rows of one table that are named
 NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
 # Columns that are taken from another table, where a row may change later; they are compared there.
@@ -45,8 +46,16 @@ def _check_table(
     views: duckdb.DuckDBPyConnection, catalog: Opener, layout: RunLayout, manifest: Manifest, *, name: str
 ) -> Iterator[Finding]:
     export = EXPORTS[name]
-    files = [pa.BufferReader(layout.storage.read(part.path)) for part in manifest.tables[name]]
-    shown = pa.concat_tables([pq.read_table(file).cast(export.schema) for file in files])
+    parts = []
+    for part in manifest.tables[name]:
+        try:
+            table = pq.read_table(pa.BufferReader(layout.storage.read(part.path)))
+            parts.append(table.cast(export.schema))
+        except (ValueError, pa.ArrowException) as problem:  # other columns, or values that do not fit them
+            detail = f"it has other columns than an export of {name} ({' '.join(str(problem).split())[:SHOWN_CHARACTERS]})"
+            yield error("export_damaged", part.path, detail, remedy=f"python -m store fsck --repair {layout.root}")
+            return
+    shown = pa.concat_tables(parts)
     with catalog() as connection:
         query = """SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"""
         newest, changed = connection.execute(query, (export_trigger(name),)).fetchone()

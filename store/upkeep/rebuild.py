@@ -205,6 +205,11 @@ def _write(layout: RunLayout, found: Found) -> Restored:
             f"the exported tables contradict each other ({error}); move {layout.exports} and {layout.manifest.name} away, "
             "then rebuild from the segments alone"
         ) from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # columns or values that no export has
+        raise StoreError(
+            f"the exported tables hold what no run exports ({error!r:.200}); move {layout.exports} and "
+            f"{layout.manifest.name} away, then rebuild from the segments alone"
+        ) from error
     except sqlite3.Error as error:
         raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
     for suffix in ("-wal", "-shm", ""):  # the log first: it belongs to no other catalog

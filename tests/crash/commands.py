@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from store import Catalog, RunLayout, StoreError, export, forked, write_open_sql
 from store.__main__ import main
@@ -241,10 +239,10 @@ def fork_once(root: str, diary_path: str) -> None:
 def copy_once(root: str, diary_path: str) -> None:
     """Fork the run where the file system has no hard links."""
 
-    def no_links(file: Path, dest: Path) -> None:
+    def no_links(*_: object, **__: object) -> None:
         raise OSError("Invalid cross-device link")
 
-    forked.os = SimpleNamespace(link=no_links, walk=os.walk, fsync=os.fsync)  # type: ignore[assignment]
+    forked.link_file = no_links
     shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]  # plain writes, which the tracer knows
     fork_once(root, diary_path)
 

@@ -151,10 +151,10 @@ FORKS = [
         check=check,
     )
     for name, before, line, check in (
-        ("names", "            ", "sync_directory(Path(directory))", "power fork"),
-        ("mark that is gone", "unlink()\n        ", "sync_directory(unfinished)", "power fork"),
-        ("name", "        ", "sync_directory(root.parent)", "power fork"),
-        ("bytes", "            ", "os.fsync(copy.fileno())", "power copy"),
+        ("names", "            ", "sync_directory(Path(directory), beneath=unfinished)", "power fork"),
+        ("mark that is gone", "unlink()\n        ", "sync_directory(unfinished, beneath=unfinished)", "power fork"),
+        ("name", "        ", "sync_directory(root.parent, beneath=root.parent)", "power fork"),
+        ("bytes", "        ", "os.fsync(copy.fileno())", "power copy"),
     )
 ]
 ATOMICITY = [
@@ -316,6 +316,7 @@ NO_SAFEGUARD = {  # lines that look like one
     "seq INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
     "event_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
     "batch_id INTEGER PRIMARY KEY AUTOINCREMENT,": "SQLite's own row number",
+    "PRIMARY KEY (split, state)": "of `counts`: temporary, and counted anew by every owner",
     "PRIMARY KEY (traj_uid, lsn)": "of `lost_trajectory`: history, for people",
     "unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,": "of `unfinished`: its order, for readers",
 }
