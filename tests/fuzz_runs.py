@@ -115,7 +115,15 @@ def craft(world: World, seed: int) -> list[str]:
     for mutation in rng.choices(MUTATIONS, weights=WEIGHTS, k=rng.choice((1, 1, 1, 2, 2, 3, 4))):
         try:
             done.append(mutation(rng, world.run, world))
-        except (OSError, ValueError, sqlite3.Error, pa.ArrowException) as error:  # an earlier one was in the way
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+            sqlite3.Error,
+            pa.ArrowException,
+        ) as error:  # an earlier one was in the way
             done.append(f"({mutation.__name__} not applied: {type(error).__name__})")
     return done
 
