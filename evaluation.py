@@ -46,7 +46,7 @@ class Played:
 
 def newest_round(reader: store.Reader) -> list[Played]:
     """Of a run: none if nothing was played on held-out tasks yet."""
-    return [Played(**row) for row in reader.sql(NEWEST_ROUND).to_pylist()]
+    return [Played(**row) for row in reader.rows(NEWEST_ROUND)]
 
 
 def interval(tasks: Sequence[Played]) -> tuple[float, float]:

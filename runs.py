@@ -20,10 +20,11 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -44,6 +45,7 @@ BEFORE_IT_IS_ONE = (
 )
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
+SHOWN_ROWS = 1000  # of --status: more workers than a cluster has
 TRACKERS_END_WITHIN_S = 5.0
 RAY_DIRECTORIES = Path("/tmp")  # of all private Rays: names of sockets must be short, and /run/user ends with a login
 RAY_DIRECTORY = "gigpo-ray-"
@@ -263,21 +265,29 @@ def status(run: Path, console: Console) -> None:
 
 
 def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) -> None:
-    with store.open(run) as reader:
-        standing = progress_lines(run, reader, is_driven=is_driven)
-        groups = reader.sql("SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY state ORDER BY state")
-        components = reader.sql(COMPONENTS)
+    """Show what the run's views say. Raises StoreError, also for values that no run has: the views may be a stranger's."""
+    try:
+        with store.open(run) as reader:
+            standing = progress_lines(run, reader, is_driven=is_driven)
+            groups = reader.rows("SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY state ORDER BY state")
+            table = _components_table(reader.rows(COMPONENTS), is_driven=is_driven)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise StoreError(f"{run}: its views hold what no run has ({error}); python -m store fsck --repair {run}") from error
     console.print(f"{run}: {driven}")
     for line in standing:
         console.print(line, markup=False)
-    console.print("groups: " + ", ".join(f"{row['n']} {row['state']}" for row in groups.to_pylist()))
+    console.print("groups: " + printable(", ".join(f"{row['n']} {row['state']}" for row in groups[:SHOWN_ROWS])))
+    console.print(table)
+
+
+def _components_table(components: Sequence[Mapping[str, Any]], *, is_driven: bool) -> Table:
     table = Table("component", "waits for", "last heard of")
     now = datetime.now(UTC).replace(tzinfo=None)  # as the store has its times
-    for row in components.to_pylist():
+    for row in components[:SHOWN_ROWS]:
         silent_s = max(0.0, (now - row["last_beat_at"]).total_seconds())
         doing = row["waiting_on"] or "(works)"
         table.add_row(printable(row["name"]), printable(doing) if is_driven else "(ended)", f"{silent_s:.0f} s ago")
-    console.print(table)
+    return table
 
 
 def ask_for_workers(run: Path, n_workers: int) -> None:

@@ -69,12 +69,12 @@ class Standing:
 
 def standing_of(reader: store.Reader, config: Config) -> Standing:
     """Ask the store. Raises StoreError."""
-    (newest,) = reader.sql(NEWEST).to_pylist()
-    (timed,) = reader.sql(STEP_TIME).to_pylist()
+    (newest,) = reader.rows(NEWEST)
+    (timed,) = reader.rows(STEP_TIME)
     name = "stored/success" if is_offline(config) else "train/success"
-    (recent,) = reader.sql(SUCCESS.format(name=name, steps=RECENT_STEPS)).to_pylist()
-    evaluated = reader.sql(HELDOUT).to_pylist()
-    (newest_round,) = reader.sql(ROUND).to_pylist()
+    (recent,) = reader.rows(SUCCESS.format(name=name, steps=RECENT_STEPS))
+    evaluated = reader.rows(HELDOUT)
+    (newest_round,) = reader.rows(ROUND)
     return Standing(
         learner_step=newest["learner_step"],
         version=newest["version"],

@@ -14,6 +14,7 @@ from store import StoreError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+TRUST = "follow the settings of a run that somebody else made; needed once"
 EXPORT = """Writes weights, configuration and tokenizer as transformers and vLLM load them. Without an option those of the
 newest published version. A checkpoint's float32 weights are rounded to model.dtype, as those of its version were; LoRA
 adapters are merged into the base model. The digest printed is that of `cat DEST/*.safetensors | b3sum`.
@@ -31,11 +32,13 @@ steps cannot be replayed, because a stored file was changed, for example, which 
 def main(arguments: list[str]) -> int:
     options = parsed(arguments)
     try:
-        from store import RunLayout
+        from store import RunLayout, trust
 
         # A path that is no run is refused before seconds of imports. Models and checkpoints are read by
         # libraries, which would follow a link out of a stranger's run.
         RunLayout.open(options.run_dir).check_no_links()
+        if options.trust:
+            trust(options.run_dir)
         return run(options)
     except (StoreError, OSError) as error:
         return failed(error)
@@ -62,6 +65,7 @@ def add_export(commands: argparse._SubParsersAction) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, metavar="N", help="a published policy version (default: the newest)")
     which.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint after this learner step")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     parser.add_argument("--adapter", action="store_true", help="a checkpoint's LoRA adapters (default: the newest's)")
     parser.add_argument("dest", type=Path, metavar="DEST", help="a directory that does not exist yet")
 
@@ -76,13 +80,13 @@ def add_replay(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, also of a run that is training")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the learner step to replay")
     parser.add_argument("--to", type=int, metavar="M", help="and all that follow, up to this one")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     parser.add_argument("--explain", action="store_true", help="show what each group brought into learner step K")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings that the run was continued with")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command, and with it load torch. Raises StoreError, OSError."""
-    from configs import ConfigError
     from learner import export, replay
     from learner.checkpoint import CheckpointError
     from learner.engine import WreckedPolicyError
@@ -91,14 +95,7 @@ def run(options: argparse.Namespace) -> int:
     command = {"export": export.run, "replay": replay.run}[options.command]
     try:
         return command(options)
-    except (
-        ConfigError,
-        export.ExportError,
-        replay.ReplayError,
-        CheckpointError,
-        RankError,
-        WreckedPolicyError,
-    ) as error:
+    except (ValueError, CheckpointError, RankError, WreckedPolicyError) as error:  # ValueError: of settings and models
         return failed(error)
 
 

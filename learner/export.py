@@ -24,7 +24,7 @@ from learner.policy_model import load_policy
 from learner.publish import weight_files, write_weights
 from learner.vision import checkpoint_names
 from printable import printable
-from store import RunLayout, VersionRecord, files_digest, local_directory
+from store import RunLayout, VersionRecord, check_trusted, files_digest, local_directory
 
 
 class ExportError(ValueError):
@@ -70,7 +70,7 @@ def find_checkpoint(layout: RunLayout, options: argparse.Namespace) -> int:
     if options.checkpoint is not None:
         return int(options.checkpoint)
     with store.open(layout.root, warn=False) as reader:
-        rows = reader.sql("SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC").to_pylist()
+        rows = reader.rows("SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC")
     there = [int(row["learner_step"]) for row in rows if layout.checkpoint_dir(row["learner_step"]).is_dir()]
     if not there:
         raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
@@ -82,6 +82,8 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
     try:
         with _all_or_nothing(dest), visible_last(dest) as unfinished:
             source = local_directory(layout, version.path)
+            if source.is_symlink():  # version 0 of an evaluation: a model that lies outside of the run
+                check_trusted(layout.root)
             for path in source.iterdir():
                 if path.name != "complete.json":  # which only says that it was fetched whole
                     shutil.copyfile(path, unfinished / path.name)
@@ -141,7 +143,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
 def _versions(layout: RunLayout) -> list[VersionRecord]:
     """All that were ever published, oldest first."""
     with store.open(layout.root, warn=False) as reader:
-        rows = reader.sql("SELECT version, path, digest, learner_step FROM versions ORDER BY version").to_pylist()
+        rows = reader.rows("SELECT version, path, digest, learner_step FROM versions ORDER BY version")
     return [VersionRecord(**row) for row in rows]
 
 

@@ -69,7 +69,24 @@ def read_dataset(storage: Storage) -> Dataset:
         version = json_values.whole(content, "format_version")
         if version > FORMAT_VERSION:
             raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
-        dataset = Dataset(**{**content, "parts": tuple(Part(**part) for part in content["parts"])})
+        parts = json_values.entries(content, "parts")
+        groups = json_values.objects(content, "groups")
+        dataset = Dataset(
+            **{
+                **content,
+                "parts": tuple(
+                    Part(
+                        path=json_values.text(part, "path"),
+                        digest=json_values.text(part, "digest"),
+                        n_bytes=json_values.whole(part, "n_bytes"),
+                        n_steps=json_values.whole(part, "n_steps"),
+                    )
+                    for part in parts
+                ),
+                "run_id": json_values.text(content, "run_id"),
+                "groups": {uid: json_values.whole(groups, uid) for uid in groups},
+            }
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{name} is damaged ({error!r}); export it again") from error
     if dataset.uids != BINARY:

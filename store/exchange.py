@@ -110,7 +110,7 @@ def export_selection(
         created_us=now_us(),
         n_trajectories=chosen.num_rows,
         n_steps=n_steps,
-        groups={uuid.UUID(row["group_uid"]).hex: row["size"] for row in chosen.select(["group_uid", "size"]).to_pylist()},
+        groups={_uid(row["group_uid"]).hex: row["size"] for row in chosen.select(["group_uid", "size"]).to_pylist()},
         parts=parts,
         uids=TEXT if text_uids else BINARY,
     )
@@ -265,4 +265,12 @@ def dataset_groups(dataset: Dataset, played: Sequence[rows.Played]) -> tuple[Imp
 
 
 def uid_array(texts: pa.ChunkedArray) -> pa.Array:
-    return pa.array([uuid.UUID(text).bytes for text in texts.to_pylist()], UID_TYPE)
+    return pa.array([_uid(text).bytes for text in texts.to_pylist()], UID_TYPE)
+
+
+def _uid(text: object) -> uuid.UUID:
+    """Return the uid that a view shows as text. Raises FormatError: the views may be a stranger's."""
+    try:
+        return uuid.UUID(text if isinstance(text, str) else "")
+    except ValueError as error:
+        raise FormatError(f"the run's views show {text!r:.80} as a uid; python -m store fsck --repair RUN") from error

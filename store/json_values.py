@@ -54,3 +54,11 @@ def objects(content: Mapping[str, object], name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r:.80}, not an object")
     return value
+
+
+def entries(content: Mapping[str, object], name: str) -> list[dict[str, object]]:
+    """Return a list of objects. Raises ValueError naming the field."""
+    values = content.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"{name} is {values!r:.80}, not a list of objects")
+    return values

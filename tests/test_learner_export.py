@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,3 +247,27 @@ def test_a_link_in_a_strangers_run_is_not_followed(
         assert main(words) == 2
         assert f"{run / name} is a symbolic link" in capsys.readouterr().err
     assert not (tmp_path / "dest").exists()
+
+
+def test_a_strangers_run_brings_no_model_of_the_reader_into_an_export(
+    adapted: tuple[RunLayout, PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, private, dest = tmp_path / "stranger", tmp_path / "private", tmp_path / "dest"
+    shutil.copytree(adapted[0].root, run)
+    shutil.copytree(run / "base" / "policy", private)
+    (private / "vocab.txt").write_text("a text of the reader")
+    content = json.loads((run / "run.json").read_text())
+    config = configs.from_yaml(content["config_yaml"])
+    content["config_yaml"] = configs.to_yaml(replace(config, model=replace(config.model, path=str(private))))
+    (run / "run.json").chmod(0o644)
+    (run / "run.json").write_text(json.dumps(content))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    words = ["export", str(run), "--checkpoint", "5", str(dest)]
+    assert main(words) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert not dest.exists()
+    assert main([*words, "--trust"]) == 0

@@ -25,6 +25,7 @@ from runs import DRIVER_FILE, RUN_MARK, driver_of, driving, make_ray_directory, 
 from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
+from tests.store_runs import make_run, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = socket.gethostname()
@@ -412,3 +413,22 @@ def test_signals_in_quick_succession_are_one_wish_to_stop(monkeypatch: pytest.Mo
     now_s[0] += REPEAT_S
     with pytest.raises(KeyboardInterrupt):
         interrupt._heard(signal.SIGINT, None)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        "components AS SELECT 'a' AS name, 'x' AS waiting_on, 'never' AS last_beat_at",
+        "components AS SELECT 'a' AS name, 'x' AS waiting_on, 'infinity'::TIMESTAMP AS last_beat_at",
+        "components AS SELECT 'a' AS name, 'x' AS waiting_on, now()::TIMESTAMP AS last_beat_at FROM range(30_000_000)",
+        "versions AS SELECT 'many' AS version",
+        "lineage AS SELECT [] AS learner_step, 'trained' AS batch_state, true AS live, 'infinity'::TIMESTAMP AS trained_at",
+    ],
+)
+def test_the_status_of_a_run_with_views_of_a_stranger_is_shown_or_is_one_line(tmp_path: Path, view: str) -> None:
+    layout = make_run(tmp_path / "run")
+    text = layout.open_sql.read_text()
+    rewrite(layout.open_sql, f"{text}\nCREATE OR REPLACE VIEW {view};\n".encode())
+    with pytest.raises(StoreError) as problem:
+        runs.status(layout.root, Console(file=StringIO()))
+    assert "\n" not in str(problem.value)

@@ -55,7 +55,7 @@ class Run:
     def lines(self, *, is_driven: bool) -> list[str]:
         export(self.catalog, self.layout)
         with connect(self.layout) as connection:  # in this process: a reader's child takes longer to start than the test
-            reader = SimpleNamespace(sql=lambda query: connection.sql(query).to_arrow_table())
+            reader = SimpleNamespace(rows=lambda query: connection.sql(query).to_arrow_table().to_pylist())
             return progress_lines(self.layout.root, reader, is_driven=is_driven)  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     _make_copy(copy)
     with _turn(copy):
         if is_file(layout.open_sql, root=layout.root):
-            views = placed(copy, read_text(layout.open_sql, root=layout.root))
+            views = placed(copy, read_text(layout.open_sql, root=layout.root, errors="replace"))
             write_atomically(copy.open_sql, views.encode(), mode=READ_WRITE, beneath=copy.root)
         _bring(layout.storage, copy)
     if as_of is not None:

@@ -15,13 +15,13 @@ import warnings
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 import pyarrow as pa
 
 from printable import printable
 from store import errors
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
@@ -33,6 +33,8 @@ TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e9  # sockets take no more
 START_S = 60.0  # for a child to import DuckDB and read the manifest, on a machine that trains
 MAX_ROWS = 100_000_000
+MAX_SMALL_ROWS = 1_000_000  # of a result that a program asks for itself: versions, checkpoints, episodes of an evaluation
+MAX_SMALL_BYTES = 256 << 20
 MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
 UNKNOWN_NAME = re.compile(r"(Catalog|Binder) Error.*(not exist|not found|not have)")  # of a view or a column
 _BOOT = """import json, sys
@@ -123,6 +125,18 @@ class Reader:
         """
         asked = {"sql": query, "max_rows": max_rows, "max_bytes": max_bytes, "cut": False, "times_as_text": times_as_text}
         return self._ask(asked, timeout_s=timeout_s)[0]
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        """Return a small result as Python values, for a program that knows what its own SELECT gives.
+
+        The run's views may be a stranger's: the result is bounded where the query is not. Raises as `sql`, and FormatError
+        for values that Python does not have.
+        """
+        table = self.sql(query, max_rows=MAX_SMALL_ROWS, max_bytes=MAX_SMALL_BYTES)
+        try:
+            return cast(list[dict[str, Any]], table.to_pylist())
+        except (ValueError, OverflowError, pa.ArrowException) as error:
+            raise FormatError(f"{self.layout.run_directory}: its views hold what no run has ({error})") from error
 
     def first(
         self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S, times_as_text: bool = False

@@ -67,6 +67,11 @@ def rebuild(layout: RunLayout) -> Report:
         files, rejected = _scan(layout)
         found, unknown = _put_together(layout, exported, files)
         restored = _write(layout, found)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # columns or values that no export has
+        raise StoreError(
+            f"the exported tables hold what no run exports ({error!r:.200}); move {layout.exports} and "
+            f"{layout.manifest.name} away, then rebuild from the segments alone"
+        ) from error
     finally:
         os.close(lock)
     report = _report(exported, files, found, restored, lost=[*exported.unreadable, *rejected, *unknown])
@@ -204,11 +209,6 @@ def _write(layout: RunLayout, found: Found) -> Restored:
         raise StoreError(
             f"the exported tables contradict each other ({error}); move {layout.exports} and {layout.manifest.name} away, "
             "then rebuild from the segments alone"
-        ) from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # columns or values that no export has
-        raise StoreError(
-            f"the exported tables hold what no run exports ({error!r:.200}); move {layout.exports} and "
-            f"{layout.manifest.name} away, then rebuild from the segments alone"
         ) from error
     except sqlite3.Error as error:
         raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
