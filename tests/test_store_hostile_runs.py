@@ -18,10 +18,12 @@ import store
 from configs import Config, ConfigError
 from opening import check_same_run
 from standing import config_of
-from store import RunLayout, StoreError, beneath, sign_run, write_open_sql
+from store import RunLayout, StoreError, beneath, errors, sign_run, write_open_sql
 from store.__main__ import main
 from store.errors import FormatError, UnsafePathError
 from store.exchange import live_files
+from store.reading import reader as reader_module
+from store.reading import wire
 from store.reading.manifest import parse_manifest, read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
@@ -270,3 +272,19 @@ def test_a_fork_of_a_run_whose_catalog_is_none_is_one_line(sound: RunLayout, tmp
     with pytest.raises(FormatError, match="catalog.sqlite cannot be read"):
         fork(run)
     assert not list(tmp_path.glob("forked*"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_an_error_of_the_query_process_keeps_its_message(kind: type[Exception]) -> None:
+    answer = bytearray(json.dumps({"type": kind.__name__, "message": "w1 is a link; remove it"}).encode())
+    error = reader_module._error(answer)
+    assert type(error) is kind
+    assert str(error) == "w1 is a link; remove it"
+
+
+def test_an_unsafe_path_that_the_query_process_meets_is_its_answer(sound: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"type": "UnsafePathError", "message": "w1 is a link; remove it"}).encode()
+    with store.open(sound.root) as reader:
+        monkeypatch.setattr("store.reading.reader.wire.receive", lambda *_, **__: (wire.ERROR, bytearray(answer)))
+        with pytest.raises(UnsafePathError, match="w1 is a link; remove it"):
+            reader.sql(SQL)
