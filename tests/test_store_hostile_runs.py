@@ -28,7 +28,7 @@ from store.reading.manifest import parse_manifest, read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.transfer import local_directory
-from tests.hostile_runs import ATTACKS, BAD_PATHS, edit_json, hostile_run, make_outside, snapshot
+from tests.hostile_runs import ATTACKS, BAD_PATHS, edit_json, hostile_run, make_outside, remove_deep, snapshot
 from tests.store_runs import make_run
 
 EVERY = os.environ.get("HOSTILE_RUNS") == "all"  # every command on every run; else each run gets two of the owner's
@@ -42,9 +42,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "outside").mkdir()
-    return make_outside(tmp_path / "outside")
+    yield make_outside(tmp_path / "outside")
+    for name in ("segments", "export", "weights"):
+        remove_deep(tmp_path / "run" / name)
 
 
 @pytest.fixture(autouse=True)
@@ -288,3 +290,16 @@ def test_an_unsafe_path_that_the_query_process_meets_is_its_answer(sound: RunLay
         monkeypatch.setattr("store.reading.reader.wire.receive", lambda *_, **__: (wire.ERROR, bytearray(answer)))
         with pytest.raises(UnsafePathError, match="w1 is a link; remove it"):
             reader.sql(SQL)
+
+
+def test_a_tree_that_is_too_deep_is_one_line(sound: RunLayout, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = hostile_run(sound, outside.parent / "run", "deep: segments", outside=outside)
+    for command in ("fsck", "compact", "repair"):
+        assert COMMANDS[command](run) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(r".*/segments(/d){17} lies too deep: .*; remove it", line), command
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnsafePathError, match="lies too deep"):
+        beneath.remove_tree(run / "segments", root=run)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list((run / "segments").glob("*/*.parquet"))

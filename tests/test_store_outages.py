@@ -86,8 +86,9 @@ def test_only_a_file_that_is_not_there_is_no_outage(layout: RunLayout, monkeypat
     outage(monkeypatch, path)
     with pytest.raises(UnavailableError, match=f"{path} cannot be read now.*make it readable"):
         layout.storage.read(path)
-    denied = refusing(beneath.open_directory, names="segments/w1", code=errno.EACCES)
-    monkeypatch.setattr(beneath, "open_directory", denied)
+    os_open = os.open
+    denied = refusing(lambda name, *rest, **options: os_open(name, *rest, **options), names="w1", code=errno.EACCES)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(UnavailableError, match="segments/w1 cannot be read now"):  # rather than files that are missing
         list(layout.storage.files("segments"))
     assert list(layout.storage.files("nowhere")) == []
