@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -303,3 +304,28 @@ def test_a_tree_that_is_too_deep_is_one_line(sound: RunLayout, outside: Path, ca
         beneath.remove_tree(run / "segments", root=run)
     assert len(os.listdir("/proc/self/fd")) == before
     assert list((run / "segments").glob("*/*.parquet"))
+
+
+@pytest.mark.parametrize("what", ["an empty meta", "no lsn in meta", "no tables", "a table less", "another schema"])
+def test_a_fork_of_a_run_with_a_damaged_catalog_is_one_line(what: str, sound: RunLayout, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound.root, tmp_path / "run"))
+    path = run / "catalog.sqlite"
+    if what == "no tables":
+        path.unlink()
+    statements = {
+        "an empty meta": ("DELETE FROM meta",),
+        "no lsn in meta": ("DROP TABLE meta", "CREATE TABLE meta (lsn)", "INSERT INTO meta VALUES ('x')"),
+        "no tables": ("CREATE TABLE other (a)",),
+        "a table less": ("DROP TABLE checkpoint",),
+        "another schema": (
+            "PRAGMA writable_schema = ON",
+            "UPDATE sqlite_schema SET sql = 'CREATE TABLE grp (' WHERE name = 'grp'",
+        ),
+    }
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements[what]:
+            connection.execute(statement)
+    with pytest.raises(FormatError, match=r"catalog.sqlite.*restore it from a backup, or python -m store rebuild") as caught:
+        fork(run)
+    assert "free space" not in str(caught.value)
+    assert not list(tmp_path.glob("forked*"))

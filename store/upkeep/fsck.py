@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from store.catalog.as_of import connect_read_only
+from store.catalog.database import is_damage
 from store.catalog.migrate import in_todays_format
 from store.errors import StoreError
 from store.layout import RunLayout
@@ -75,11 +76,9 @@ def _check_catalog(layout: RunLayout) -> list[Finding]:
             with open_catalog(layout) as connection:
                 connection.execute("BEGIN")  # one moment for all queries
                 found = check_catalog(connection, layout)
-    except sqlite3.OperationalError as problem:
-        if "no such" not in str(problem) and "malformed" not in str(problem):
-            raise
-        return _damaged(layout, problem)
     except sqlite3.DatabaseError as problem:
+        if not is_damage(problem):
+            raise
         return _damaged(layout, problem)
     return found
 
