@@ -29,6 +29,8 @@ from store.reading.manifest import parse_manifest, read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.transfer import local_directory
+from store.upkeep.fsck import CONTENTS, NAMES, check
+from store.upkeep.run_json import is_lost, rebuild_run_json
 from tests.hostile_runs import ATTACKS, BAD_PATHS, edit_json, hostile_run, make_outside, remove_deep, snapshot
 from tests.store_runs import make_run
 
@@ -329,3 +331,64 @@ def test_a_fork_of_a_run_with_a_damaged_catalog_is_one_line(what: str, sound: Ru
         fork(run)
     assert "free space" not in str(caught.value)
     assert not list(tmp_path.glob("forked*"))
+
+
+def _replace_manifest(run: Path, kind: str, *, outside: Path) -> None:
+    path = run / "manifest.json"
+    path.unlink()
+    if kind == "a link":
+        path.symlink_to(outside / "text")
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 42)  # sparse
+
+
+@pytest.mark.parametrize("kind", ["a link", "a FIFO", "a directory", "a huge file"])
+def test_a_manifest_that_is_no_file_is_a_finding_and_is_set_aside(
+    kind: str, sound: RunLayout, outside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout.open(shutil.copytree(sound.root, outside.parent / "run"))
+    _replace_manifest(layout.root, kind, outside=outside)
+    before = snapshot(outside)
+    for level in (NAMES, CONTENTS):
+        (finding,) = check(layout, level=level)
+        assert (finding.what, finding.subject) == ("manifest_damaged", "manifest.json")
+        assert ("remove it, then" in finding.remedy) == (kind == "a link")
+    code = main(["fsck", "--repair", str(layout.root)])
+    if kind == "a link":  # no owner opens a run with one: its quarantine would have it from then on
+        assert code == 2
+        assert "manifest.json is a symbolic link" in capsys.readouterr().err
+        layout.manifest.unlink()
+        code = main(["fsck", "--repair", str(layout.root)])
+    assert code == 0
+    assert check(layout, level=CONTENTS) == []
+    assert snapshot(outside) == before
+
+
+def test_a_catalog_that_is_no_file_is_a_finding(sound: RunLayout, outside: Path) -> None:
+    layout = RunLayout.open(shutil.copytree(sound.root, outside.parent / "run"))
+    layout.catalog.unlink()
+    assert [finding.what for finding in check(layout, level=NAMES)] == ["catalog_missing"]
+    layout.catalog.symlink_to(sound.catalog)
+    (finding,) = check(layout, level=NAMES)
+    assert (finding.what, finding.detail) == ("catalog_damaged", "it is a link, or no regular file")
+
+
+def test_no_link_tells_that_a_run_is_here_or_where_its_files_are(sound: RunLayout, outside: Path) -> None:
+    run = outside.parent / "run"
+    run.mkdir()
+    for name in ("catalog.sqlite", "segments"):
+        (run / name).symlink_to(sound.root / name)
+    assert not is_lost(run)
+    with pytest.raises(FormatError, match=r"no run.json in it\); check the path$"):
+        RunLayout.open(run)
+    (run / "fork.unfinished").symlink_to("nowhere")
+    with pytest.raises(FormatError, match="a fork that was cut short"):
+        RunLayout.open(run)
+    (run / "published.json").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="are in another storage"):
+        rebuild_run_json(run)
