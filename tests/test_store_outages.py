@@ -302,3 +302,34 @@ def test_a_large_file_has_more_time(n_bytes: int, is_enough: bool, monkeypatch: 
         else:
             with pytest.raises(UnavailableError, match="within 30 s: connection reset"):
                 ask(remote)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("call", ["make_readers", "open_file", "rename"])
+def test_a_reader_that_cannot_pin_where_it_may_write_is_one_line(
+    call: str, code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pin(layout, 3).close()
+    n_open = len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pins, call, fail)
+    with pytest.raises(StoreError, match=r"cannot tell the owner of .*/readers: .*; free space, raise ulimit -n") as caught:
+        Pin(layout, 7)
+    assert "\n" not in str(caught.value)
+    assert os.listdir(layout.readers) == []  # nor an unlocked file, which nobody would look for
+    assert len(os.listdir("/proc/self/fd")) == n_open
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK])
+def test_a_run_that_this_user_may_not_write_is_read_without_a_pin(
+    code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pins, "open_file", fail)
+    Pin(layout, 7).close()
+    assert os.listdir(layout.readers) == []
