@@ -64,6 +64,8 @@ def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0
 
 def open_file_in(directory: int, name: str, *, path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file of an open directory. `path` is its name in errors. The caller closes the descriptor."""
+    if "\0" in name:
+        raise UnsafePathError(errno.EINVAL, f"{name!r} has a null byte in it; no run names such a file")
     try:
         descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
     except OSError as error:

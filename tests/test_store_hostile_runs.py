@@ -23,11 +23,12 @@ from store import RunLayout, StoreError, beneath, errors, sign_run, write_open_s
 from store.__main__ import main
 from store.errors import FormatError, UnsafePathError
 from store.exchange import live_files
+from store.reading import landlock, wire
 from store.reading import reader as reader_module
-from store.reading import wire
 from store.reading.manifest import parse_manifest, read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
+from store.reading.query import _not_whole
 from store.transfer import local_directory
 from store.upkeep.fsck import CONTENTS, NAMES, check
 from store.upkeep.run_json import is_lost, rebuild_run_json
@@ -392,3 +393,22 @@ def test_no_link_tells_that_a_run_is_here_or_where_its_files_are(sound: RunLayou
     (run / "published.json").symlink_to("nowhere")
     with pytest.raises(StoreError, match="are in another storage"):
         rebuild_run_json(run)
+
+
+def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(sound: RunLayout, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound.root, tmp_path / "run"))
+    worker = run / "segments" / "w1"
+    shutil.move(worker, tmp_path / "elsewhere")  # whole files of the very run, with the names they have in the manifest
+    worker.symlink_to(tmp_path / "elsewhere")
+    paths = sorted(str(path) for path in run.glob("segments/*/*.parquet"))
+    assert {path for path in paths if f"{worker}/" in path} == _not_whole(paths, run, prefix="") != set()
+    for protection in ("landlock", "filesystem") if landlock.abi() > 0 else ("filesystem",):
+        with store.open(run, warn=False, protection=protection) as reader:
+            assert f"first {worker}/" in reader.left_out
+            assert 0 < reader.sql(SQL)["n"][0].as_py() < 45
+
+
+@pytest.mark.parametrize("name", ["a\0b.parquet", ".", "", "missing.parquet"])
+def test_a_name_that_no_segment_has_is_left_out(name: str, sound: RunLayout) -> None:
+    path = f"{sound.segments}/w1/{name}"
+    assert _not_whole([path], sound.root, prefix="") == {path}
