@@ -23,6 +23,7 @@ from store.errors import UnsafePathError
 
 MAX_TEXT_BYTES = 64 << 20  # of run.json, config.yaml, open.sql, driver.json: far above what any run has
 MAX_MANIFEST_BYTES = 1 << 30  # a manifest names every file of a run
+MAX_DEPTH = 16  # directories below one that is walked; a run has three, and a user's own files in logs/ may have some more
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -33,16 +34,7 @@ def open_directory(path: Path, *, root: Path) -> int:
     descriptor = os.open(root, _DIRECTORY)
     try:
         for name in names:
-            try:
-                below = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-            except NotADirectoryError as error:  # what Linux says of a link too
-                if _is_link(name, descriptor):
-                    raise _a_link(path) from error
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise _a_link(path) from error
-                raise OSError(error.errno, error.strerror, str(path)) from error
+            below = _open_directory_in(descriptor, name, path=path)
             os.close(descriptor)
             descriptor = below
     except BaseException:
@@ -67,14 +59,21 @@ def opened_parent(path: Path, *, root: Path) -> Iterator[tuple[int, str]]:
 def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file. The caller closes the descriptor."""
     with opened_parent(path, root=root) as (directory, name):
-        try:
-            descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EMLINK):
-                raise _a_link(path) from error
-            if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO that nobody reads
-                raise _no_file(path) from error
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        return open_file_in(directory, name, path=path, flags=flags, mode=mode)
+
+
+def open_file_in(directory: int, name: str, *, path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file of an open directory. `path` is its name in errors. The caller closes the descriptor."""
+    if "\0" in name:
+        raise UnsafePathError(errno.EINVAL, f"{name!r} has a null byte in it; no run names such a file")
+    try:
+        descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _a_link(path) from error
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO that nobody reads
+            raise _no_file(path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return descriptor
@@ -130,11 +129,16 @@ def remove(path: Path, *, root: Path) -> None:
 
 
 def remove_tree(path: Path, *, root: Path) -> None:
-    """Remove a directory with all that is in it, or a link and not what it leads to; do nothing if it is not there."""
+    """Remove a directory with all that is in it, or a link and not what it leads to; do nothing if it is not there.
+
+    Raises UnsafePathError, before anything is removed, for a tree deeper than MAX_DEPTH.
+    """
     try:
         with opened_parent(path, root=root) as (directory, name):
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
+                for _ in walk(path, root=root):  # its depth: rmtree calls itself for each level
+                    pass
                 shutil.rmtree(name, dir_fd=directory)
             else:
                 os.unlink(name, dir_fd=directory)
@@ -161,25 +165,54 @@ def names(path: Path, *, root: Path) -> list[str]:
 
 
 def walk(path: Path, *, root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Give all that is beneath a directory but directories, with its status. Links are given and not followed."""
+    """Give all that is beneath a directory but directories, with its status. Links are given and not followed.
+
+    Raises UnsafePathError naming a directory that is more than MAX_DEPTH levels below `path`.
+    """
     try:
         descriptor = open_directory(path, root=root)
     except (FileNotFoundError, NotADirectoryError):
         return
+    yield from _walk(descriptor, path, n_levels=MAX_DEPTH)
+
+
+def _walk(descriptor: int, path: Path, *, n_levels: int) -> Iterator[tuple[Path, os.stat_result]]:
+    """Give what is beneath an open directory, and close it. Each level has one descriptor open."""
     try:
         with os.scandir(descriptor) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
-            for entry in found:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from walk(path / entry.name, root=root)
-                    continue
-                try:
+        for entry in found:
+            below = path / entry.name
+            is_dir = entry.is_dir(follow_symlinks=False)
+            if is_dir and n_levels == 0:
+                text = f"{below} lies too deep: no run has directories in so many others; remove it"
+                raise UnsafePathError(errno.ENAMETOOLONG, text)
+            try:
+                if is_dir:
+                    directory = _open_directory_in(descriptor, entry.name, path=below)
+                else:
                     seen = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # removed since
-                    continue
-                yield path / entry.name, seen
+            except (FileNotFoundError, NotADirectoryError):  # removed or replaced since
+                continue
+            if is_dir:
+                yield from _walk(directory, below, n_levels=n_levels - 1)
+            else:
+                yield below, seen
     finally:
         os.close(descriptor)
+
+
+def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
+    """Open a directory of an open directory. `path` is its name in errors."""
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        if error.errno == errno.ENOTDIR:  # what Linux says of a link too
+            is_link = _is_link(name, directory)
+        if is_link:
+            raise _a_link(path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _names(path: Path, root: Path) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class UnsafePathError(StoreError, OSError):
     """A path of a run is absolute, has "..", goes through a link, or names no regular file."""
 
     def __str__(self) -> str:
-        return str(self.strerror)
+        return str(self.args[-1])  # after the number of the system's error, where there is one
 
 
 class LockedError(StoreError):

@@ -18,7 +18,8 @@ from os import link as link_file
 from pathlib import Path
 
 from store.beneath import is_directory, is_file, open_file, opened_parent, walk
-from store.catalog.database import Transaction, check_catalog_files
+from store.catalog.as_of import connect_read_only
+from store.catalog.database import Transaction, is_damage
 from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.sums import recompute
 from store.clock import now_us
@@ -101,7 +102,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         sync_directory(root.parent, beneath=root.parent)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+        if isinstance(error, sqlite3.Error) and is_damage(error):
             raise FormatError(
                 f"{source.catalog} cannot be read ({error}); restore it from a backup, or python -m store rebuild {source.root}"
             ) from error
@@ -112,15 +113,21 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
 
 
 def _lsn(source: RunLayout) -> int:
-    check_catalog_files(source)
-    with closing(sqlite3.connect(f"{source.catalog.as_uri()}?mode=ro", uri=True)) as catalog:
-        return int(catalog.execute("SELECT lsn FROM meta").fetchone()[0])
+    """Return the lsn of the run's catalog now. Raises FormatError if it does not say one."""
+    with closing(connect_read_only(source)) as catalog:
+        row = catalog.execute("SELECT lsn FROM meta").fetchone()
+    if row is None or not isinstance(row[0], int):
+        raise FormatError(
+            f"{source.catalog} does not say at which lsn it is; restore it from a backup, "
+            f"or python -m store rebuild {source.root}"
+        )
+    return row[0]
 
 
 def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
     """The catalog as it was at the checkpoint; the checkpoint's version."""
     with (
-        closing(sqlite3.connect(f"{source.catalog.as_uri()}?mode=ro", uri=True)) as original,
+        closing(connect_read_only(source)) as original,
         closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
     ):
         original.backup(copy)

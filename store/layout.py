@@ -151,7 +151,7 @@ class RunLayout:
             for directory in (root, layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
                 make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
-            if info.storage_uri is not None and not layout.run_json.exists():
+            if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
                 layout._take_storage(content)
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
             is_signed = sign_run(root, config=None)
@@ -176,9 +176,9 @@ class RunLayout:
         """The run at `root`; FormatError if there is none or this code is too old for it."""
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
-        if (root / UNFINISHED_FORK).exists():
-            raise FormatError(f"{root} is a fork that was cut short; remove it, and give the command again")
         try:
+            if beneath.status(root / UNFINISHED_FORK, root=root) is not None:
+                raise FormatError(f"{root} is a fork that was cut short; remove it, and give the command again")
             data = beneath.read_bytes(path, root=root, at_most=beneath.MAX_TEXT_BYTES)
             info = parse_run_json(data, name=str(path))
         except UnsafePathError:
@@ -187,7 +187,11 @@ class RunLayout:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
                 raise FormatError(f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR") from error
-            lost = f"; if it was lost: python -m store rebuild {root}" if (root / "catalog.sqlite").is_file() else ""
+            lost = (
+                f"; if it was lost: python -m store rebuild {root}"
+                if beneath.is_file(root / "catalog.sqlite", root=root)
+                else ""
+            )
             raise FormatError(f"{root} is not a run directory (no run.json in it); check the path{lost}") from error
         except OSError as error:
             raise FormatError(f"{path} cannot be read ({error.strerror}); make it readable, then retry") from error

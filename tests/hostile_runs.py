@@ -27,6 +27,7 @@ TOP_NAMES = (
 )
 FILES = ("run.json", "manifest.json", "open.sql", "config.yaml", "driver.json", "catalog.sqlite", "catalog.lock")
 HUGE_BYTES = 1 << 42  # sparse: four tebibytes
+DEEP_LEVELS = 1_100
 FOREIGN_ID = "f" * 32
 LONG = "x" * 300
 BAD_PATHS = (
@@ -206,6 +207,28 @@ def _worker_linked(layout: RunLayout, outside: Path) -> None:
     worker.symlink_to(outside / "segments/w0")
 
 
+def _deep(name: str) -> Attack:
+    """Directories in directories, more than Python's stack or a process's descriptors would take."""
+
+    def attack(layout: RunLayout, _: Path) -> None:
+        descriptor = os.open(layout.root / name, os.O_RDONLY)
+        for _ in range(DEEP_LEVELS):
+            os.mkdir("d", dir_fd=descriptor)
+            below = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        os.close(descriptor)
+
+    return attack
+
+
+def remove_deep(directory: Path) -> None:
+    """Remove what `_deep` made, as no function that calls itself could: pytest would fail to."""
+    if (directory / "d").is_dir():
+        for n_levels in range(DEEP_LEVELS, 0, -1):
+            os.rmdir(f"{directory}{'/d' * n_levels}")
+
+
 def _file_linked(pattern: str) -> Attack:
     """The first file of that pattern is a link to one outside."""
 
@@ -235,6 +258,9 @@ ATTACKS: Mapping[str, Attack] = {
     **{f"fifo: {name}": _fifo(name) for name in FILES},
     **{f"huge: {name}": _huge(name) for name in FILES if name != "catalog.sqlite"},
     "link: a worker's directory": _worker_linked,
+    "deep: segments": _deep("segments"),
+    "deep: export": _deep("export"),
+    "deep: weights": _deep("weights"),
     "link: a segment": _file_linked("segments/*/*.parquet"),
     "link: an export": _file_linked("export/groups-*.parquet"),
     "link: the log of the catalog": _wal,

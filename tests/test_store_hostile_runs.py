@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,20 @@ import store
 from configs import Config, ConfigError
 from opening import check_same_run
 from standing import config_of
-from store import RunLayout, StoreError, beneath, sign_run, write_open_sql
+from store import RunLayout, StoreError, beneath, errors, sign_run, write_open_sql
 from store.__main__ import main
 from store.errors import FormatError, UnsafePathError
 from store.exchange import live_files
+from store.reading import landlock, wire
+from store.reading import reader as reader_module
 from store.reading.manifest import parse_manifest, read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
+from store.reading.query import _not_whole
 from store.transfer import local_directory
-from tests.hostile_runs import ATTACKS, BAD_PATHS, edit_json, hostile_run, make_outside, snapshot
+from store.upkeep.fsck import CONTENTS, NAMES, check
+from store.upkeep.run_json import is_lost, rebuild_run_json
+from tests.hostile_runs import ATTACKS, BAD_PATHS, edit_json, hostile_run, make_outside, remove_deep, snapshot
 from tests.store_runs import make_run
 
 EVERY = os.environ.get("HOSTILE_RUNS") == "all"  # every command on every run; else each run gets two of the owner's
@@ -40,9 +46,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "outside").mkdir()
-    return make_outside(tmp_path / "outside")
+    yield make_outside(tmp_path / "outside")
+    for name in ("segments", "export", "weights"):
+        remove_deep(tmp_path / "run" / name)
 
 
 @pytest.fixture(autouse=True)
@@ -270,3 +278,137 @@ def test_a_fork_of_a_run_whose_catalog_is_none_is_one_line(sound: RunLayout, tmp
     with pytest.raises(FormatError, match="catalog.sqlite cannot be read"):
         fork(run)
     assert not list(tmp_path.glob("forked*"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_an_error_of_the_query_process_keeps_its_message(kind: type[Exception]) -> None:
+    answer = bytearray(json.dumps({"type": kind.__name__, "message": "w1 is a link; remove it"}).encode())
+    error = reader_module._error(answer)
+    assert type(error) is kind
+    assert str(error) == "w1 is a link; remove it"
+
+
+def test_an_unsafe_path_that_the_query_process_meets_is_its_answer(sound: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"type": "UnsafePathError", "message": "w1 is a link; remove it"}).encode()
+    with store.open(sound.root) as reader:
+        monkeypatch.setattr("store.reading.reader.wire.receive", lambda *_, **__: (wire.ERROR, bytearray(answer)))
+        with pytest.raises(UnsafePathError, match="w1 is a link; remove it"):
+            reader.sql(SQL)
+
+
+def test_a_tree_that_is_too_deep_is_one_line(sound: RunLayout, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = hostile_run(sound, outside.parent / "run", "deep: segments", outside=outside)
+    for command in ("fsck", "compact", "repair"):
+        assert COMMANDS[command](run) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(r".*/segments(/d){17} lies too deep: .*; remove it", line), command
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnsafePathError, match="lies too deep"):
+        beneath.remove_tree(run / "segments", root=run)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list((run / "segments").glob("*/*.parquet"))
+
+
+@pytest.mark.parametrize("what", ["an empty meta", "no lsn in meta", "no tables", "a table less", "another schema"])
+def test_a_fork_of_a_run_with_a_damaged_catalog_is_one_line(what: str, sound: RunLayout, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound.root, tmp_path / "run"))
+    path = run / "catalog.sqlite"
+    if what == "no tables":
+        path.unlink()
+    statements = {
+        "an empty meta": ("DELETE FROM meta",),
+        "no lsn in meta": ("DROP TABLE meta", "CREATE TABLE meta (lsn)", "INSERT INTO meta VALUES ('x')"),
+        "no tables": ("CREATE TABLE other (a)",),
+        "a table less": ("DROP TABLE checkpoint",),
+        "another schema": (
+            "PRAGMA writable_schema = ON",
+            "UPDATE sqlite_schema SET sql = 'CREATE TABLE grp (' WHERE name = 'grp'",
+        ),
+    }
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements[what]:
+            connection.execute(statement)
+    with pytest.raises(FormatError, match=r"catalog.sqlite.*restore it from a backup, or python -m store rebuild") as caught:
+        fork(run)
+    assert "free space" not in str(caught.value)
+    assert not list(tmp_path.glob("forked*"))
+
+
+def _replace_manifest(run: Path, kind: str, *, outside: Path) -> None:
+    path = run / "manifest.json"
+    path.unlink()
+    if kind == "a link":
+        path.symlink_to(outside / "text")
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 42)  # sparse
+
+
+@pytest.mark.parametrize("kind", ["a link", "a FIFO", "a directory", "a huge file"])
+def test_a_manifest_that_is_no_file_is_a_finding_and_is_set_aside(
+    kind: str, sound: RunLayout, outside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout.open(shutil.copytree(sound.root, outside.parent / "run"))
+    _replace_manifest(layout.root, kind, outside=outside)
+    before = snapshot(outside)
+    for level in (NAMES, CONTENTS):
+        (finding,) = check(layout, level=level)
+        assert (finding.what, finding.subject) == ("manifest_damaged", "manifest.json")
+        assert ("remove it, then" in finding.remedy) == (kind == "a link")
+    code = main(["fsck", "--repair", str(layout.root)])
+    if kind == "a link":  # no owner opens a run with one: its quarantine would have it from then on
+        assert code == 2
+        assert "manifest.json is a symbolic link" in capsys.readouterr().err
+        layout.manifest.unlink()
+        code = main(["fsck", "--repair", str(layout.root)])
+    assert code == 0
+    assert check(layout, level=CONTENTS) == []
+    assert snapshot(outside) == before
+
+
+def test_a_catalog_that_is_no_file_is_a_finding(sound: RunLayout, outside: Path) -> None:
+    layout = RunLayout.open(shutil.copytree(sound.root, outside.parent / "run"))
+    layout.catalog.unlink()
+    assert [finding.what for finding in check(layout, level=NAMES)] == ["catalog_missing"]
+    layout.catalog.symlink_to(sound.catalog)
+    (finding,) = check(layout, level=NAMES)
+    assert (finding.what, finding.detail) == ("catalog_damaged", "it is a link, or no regular file")
+
+
+def test_no_link_tells_that_a_run_is_here_or_where_its_files_are(sound: RunLayout, outside: Path) -> None:
+    run = outside.parent / "run"
+    run.mkdir()
+    for name in ("catalog.sqlite", "segments"):
+        (run / name).symlink_to(sound.root / name)
+    assert not is_lost(run)
+    with pytest.raises(FormatError, match=r"no run.json in it\); check the path$"):
+        RunLayout.open(run)
+    (run / "fork.unfinished").symlink_to("nowhere")
+    with pytest.raises(FormatError, match="a fork that was cut short"):
+        RunLayout.open(run)
+    (run / "published.json").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="are in another storage"):
+        rebuild_run_json(run)
+
+
+def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(sound: RunLayout, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound.root, tmp_path / "run"))
+    worker = run / "segments" / "w1"
+    shutil.move(worker, tmp_path / "elsewhere")  # whole files of the very run, with the names they have in the manifest
+    worker.symlink_to(tmp_path / "elsewhere")
+    paths = sorted(str(path) for path in run.glob("segments/*/*.parquet"))
+    assert {path for path in paths if f"{worker}/" in path} == _not_whole(paths, run, prefix="") != set()
+    for protection in ("landlock", "filesystem") if landlock.abi() > 0 else ("filesystem",):
+        with store.open(run, warn=False, protection=protection) as reader:
+            assert f"first {worker}/" in reader.left_out
+            assert 0 < reader.sql(SQL)["n"][0].as_py() < 45
+
+
+@pytest.mark.parametrize("name", ["a\0b.parquet", ".", "", "missing.parquet"])
+def test_a_name_that_no_segment_has_is_left_out(name: str, sound: RunLayout) -> None:
+    path = f"{sound.segments}/w1/{name}"
+    assert _not_whole([path], sound.root, prefix="") == {path}

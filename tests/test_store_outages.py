@@ -86,8 +86,9 @@ def test_only_a_file_that_is_not_there_is_no_outage(layout: RunLayout, monkeypat
     outage(monkeypatch, path)
     with pytest.raises(UnavailableError, match=f"{path} cannot be read now.*make it readable"):
         layout.storage.read(path)
-    denied = refusing(beneath.open_directory, names="segments/w1", code=errno.EACCES)
-    monkeypatch.setattr(beneath, "open_directory", denied)
+    os_open = os.open
+    denied = refusing(lambda name, *rest, **options: os_open(name, *rest, **options), names="w1", code=errno.EACCES)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(UnavailableError, match="segments/w1 cannot be read now"):  # rather than files that are missing
         list(layout.storage.files("segments"))
     assert list(layout.storage.files("nowhere")) == []
@@ -301,3 +302,34 @@ def test_a_large_file_has_more_time(n_bytes: int, is_enough: bool, monkeypatch: 
         else:
             with pytest.raises(UnavailableError, match="within 30 s: connection reset"):
                 ask(remote)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("call", ["make_readers", "open_file", "rename"])
+def test_a_reader_that_cannot_pin_where_it_may_write_is_one_line(
+    call: str, code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pin(layout, 3).close()
+    n_open = len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pins, call, fail)
+    with pytest.raises(StoreError, match=r"cannot tell the owner of .*/readers: .*; free space, raise ulimit -n") as caught:
+        Pin(layout, 7)
+    assert "\n" not in str(caught.value)
+    assert os.listdir(layout.readers) == []  # nor an unlocked file, which nobody would look for
+    assert len(os.listdir("/proc/self/fd")) == n_open
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK])
+def test_a_run_that_this_user_may_not_write_is_read_without_a_pin(
+    code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pins, "open_file", fail)
+    Pin(layout, 7).close()
+    assert os.listdir(layout.readers) == []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from store.beneath import is_file
 from store.catalog.database import check_catalog_files, check_consent
 from store.catalog.migrate import in_todays_format
 from store.catalog.snapshot import EXPORTS, arrow_table
@@ -96,5 +97,5 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
     check_consent(layout)
     check_catalog_files(layout)
     wal = layout.catalog.with_name(f"{layout.catalog.name}-wal")
-    mode = "mode=ro" if wal.exists() else "mode=ro&immutable=1"
+    mode = "mode=ro" if is_file(wal, root=layout.run_directory) else "mode=ro&immutable=1"
     return sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)

@@ -257,14 +257,21 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(SCHEMA.read_text())
         connection.executescript(COUNTS.read_text())
-    except sqlite3.OperationalError as error:
-        raise _no_room(layout.catalog, error) from error
     except sqlite3.Error as error:
+        if not is_damage(error):
+            raise _no_room(layout.catalog, error) from error
         raise FormatError(
             f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup, "
             f"or python -m store rebuild {layout.root}"
         ) from error
     return connection
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Return whether the error says that a catalog is damaged, and not that it cannot be reached or written now."""
+    if isinstance(error, sqlite3.OperationalError):
+        return "no such" in str(error) or "malformed" in str(error)
+    return isinstance(error, sqlite3.DatabaseError)
 
 
 def _no_room(path: Path, error: sqlite3.Error) -> StoreError:

@@ -40,7 +40,7 @@ def read_exported(layout: RunLayout) -> Exported:
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(layout)
-    except StoreError as error:
+    except (StoreError, IsADirectoryError) as error:
         unreadable.append(str(error))
     if manifest is not None and manifest.run_id != layout.info.run_id:
         raise StoreError(f"{layout.manifest} is of run {manifest.run_id}; move it and export/ away, or put the right ones back")

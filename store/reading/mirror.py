@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.beneath import is_directory, is_file, open_file, read_text
+from store.beneath import is_directory, is_file, open_file, read_text, status
 from store.catalog.as_of import read_as_of
 from store.catalog.database import check_consent
 from store.durable import READ_ONLY, READ_WRITE, make_directory, write_atomically
@@ -78,7 +78,7 @@ def fetch(uri: str, dest: Path) -> RunLayout:
             raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
         make_directory(layout.root, beneath=layout.root)
         _make_copy(layout)
-    elif RunLayout.open(dest).info != info or layout.catalog.exists():
+    elif RunLayout.open(dest).info != info or status(layout.catalog, root=layout.root) is not None:
         raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
     views = placed(layout, storage.read("open.sql").to_pybytes().decode(errors="replace"))
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)

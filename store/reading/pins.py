@@ -7,6 +7,7 @@ and replaced later then need not wait for it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from store.beneath import names, open_file, opened_parent, remove, rename
-from store.errors import UnsafePathError
+from store.errors import StoreError, UnsafePathError
 from store.layout import RunLayout
 
 _NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
 _SHOWN = re.compile(rb"(\d{1,19})\n")
 _MAX_BYTES = 32  # of a pin's content
+# Reading goes on without a pin where this user may not write, and where the file system has no locks.
+NO_PIN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,20 +43,33 @@ class Pinned:
 
 
 class Pin:
-    """One reader's pin. Where the run directory is not writable there is no pin, and the files' grace has to do."""
+    """One reader's pin.
+
+    There is none where this user may not write: on read-only media, and in another user's run. That run's owner may be
+    training and does not wait for this reader: it removes files when their grace and the snapshot window have passed.
+    """
 
     def __init__(self, layout: RunLayout, lsn: int) -> None:
         self._path = layout.readers / f"{lsn}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._descriptor = -1
         self._root = layout.root
+        unlocked = self._path.with_name(f".{self._path.name}")  # not seen, and so not swept, before it is locked
         try:
             make_readers(layout)
-            unlocked = self._path.with_name(f".{self._path.name}")  # not seen, and so not swept, before it is locked
             self._descriptor = open_file(unlocked, root=layout.root, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
             rename(unlocked, self._path, root=layout.root)
-        except OSError:  # a read-only run: nobody compacts it either
+        except OSError as error:
+            if self._descriptor >= 0:
+                with suppress(OSError):  # nobody looks for this name, so it would stay for ever
+                    remove(unlocked, root=layout.root)
             self.close()
+            # No owner goes on with a run that has a link, so nothing is removed from it.
+            if error.errno not in NO_PIN and not isinstance(error, UnsafePathError):
+                raise StoreError(
+                    f"cannot tell the owner of {layout.root} that its files are being read: {layout.readers}: "
+                    f"{error.strerror}; free space, raise ulimit -n, or mend the directory, then retry"
+                ) from error
 
     def settle(self, lsn: int) -> None:
         """Say that the reader shows this snapshot and no other."""

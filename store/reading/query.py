@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import duckdb
 
 from printable import printable
-from store.beneath import is_file, read_text
+from store.beneath import is_file, open_directory, open_file_in, read_text
 from store.catalog.as_of import read_as_of
 from store.catalog.snapshot import EXPORTS
 from store.errors import FormatError, StoreError
@@ -24,6 +24,7 @@ from store.reading.open_sql import VIEWS_MARK, check_statements, compose, fixed
 from store.reading.open_sql import quoted as _quoted
 
 PARQUET_MAGIC = b"PAR1"
+SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of the file that could not be opened
 FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
 # What DuckDB raises for a file that it cannot read. A plain Error comes from the decoder of a footer.
 FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
@@ -75,7 +76,7 @@ def show(connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, as_of: int
         connection.execute(fixed(sources, root))
         if as_of is not None:
             _show_as_of(connection, layout, as_of, root=root)
-        _leave_out(connection, lambda path: not _looks_whole(path.removeprefix(prefix), layout.root), prefix=prefix)
+        _leave_out(connection, lambda paths: _not_whole(paths, layout.root, prefix=prefix), prefix=prefix)
         try:
             connection.execute(views)
         except duckdb.Error as error:  # views of older code open every file; one that fails, and there would be no view
@@ -119,12 +120,12 @@ def leave_out_unreadable(connection: duckdb.DuckDBPyConnection, error: duckdb.Er
             return True
         return False
 
-    return _leave_out(connection, is_broken, prefix=prefix)
+    return _leave_out(connection, lambda paths: {path for path in paths if is_broken(path)}, prefix=prefix)
 
 
-def _leave_out(connection: duckdb.DuckDBPyConnection, is_broken: Callable[[str], bool], *, prefix: str) -> bool:
+def _leave_out(connection: duckdb.DuckDBPyConnection, broken_of: Callable[[Sequence[str]], set[str]], *, prefix: str) -> bool:
     known, paths = connection.execute("SELECT getvariable('left_out'), getvariable('segments')").fetchall()[0]
-    broken = {path for path in paths or [] if is_broken(path)}
+    broken = broken_of(paths or [])
     if broken:
         whole = [path for path in paths if path not in broken]
         named = [*(known or []), *(path.removeprefix(prefix) for path in paths if path in broken)]
@@ -133,28 +134,46 @@ def _leave_out(connection: duckdb.DuckDBPyConnection, is_broken: Callable[[str],
     return bool(broken)
 
 
-def _looks_whole(path: str, root: Path) -> bool:
-    """Return whether the file is there and ends as Parquet does: much cheaper than reading its footer.
+def _not_whole(paths: Sequence[str], root: Path, *, prefix: str) -> set[str]:
+    """Return the files that are not there or do not end as Parquet does: much cheaper than reading their footers.
 
     DuckDB refuses paths that are not in the run, so they are not looked at here.
     """
-    if not path.startswith(f"{root}/") or ".." in path.split("/"):
-        return True
+    directories: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        plain = path.removeprefix(prefix)
+        if plain.startswith(f"{root}/") and ".." not in plain.split("/"):
+            directories[plain.rpartition("/")[0]].append(path)
+    broken: set[str] = set()
+    for parent, files in directories.items():
+        try:
+            directory = open_directory(Path(parent), root=root)
+        except OSError as error:
+            broken.update(files if error.errno not in SAYS_NOTHING else ())
+            continue
+        try:
+            broken.update(path for path in files if not _looks_whole(path.rpartition("/")[2], directory, Path(path)))
+        finally:
+            os.close(directory)
+    return broken
+
+
+def _looks_whole(name: str, directory: int, path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_file_in(directory, name, path=path)
     except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing of this file
+        return error.errno in SAYS_NOTHING
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < FOOTER_TAIL + len(PARQUET_MAGIC):
+        n_bytes = os.fstat(descriptor).st_size
+        if n_bytes < FOOTER_TAIL + len(PARQUET_MAGIC):
             return False
-        tail = os.pread(descriptor, FOOTER_TAIL, status.st_size - FOOTER_TAIL)
+        tail = os.pread(descriptor, FOOTER_TAIL, n_bytes - FOOTER_TAIL)
     except OSError:
         return False
     finally:
         os.close(descriptor)
     n_footer = int.from_bytes(tail[:4], "little")
-    return tail[4:] == PARQUET_MAGIC and n_footer + FOOTER_TAIL + len(PARQUET_MAGIC) <= status.st_size
+    return tail[4:] == PARQUET_MAGIC and n_footer + FOOTER_TAIL + len(PARQUET_MAGIC) <= n_bytes
 
 
 def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int, *, root: str) -> None:

@@ -178,15 +178,15 @@ class Reader:
                 raise SqlTimeout(
                     f"SQL: no result within {timeout_s:g} s; ask for less, or give it more time (timeout_s, --timeout)"
                 ) from error
-            except (EOFError, OSError) as error:
-                why = child.why_it_died()
-                self._discard()
-                raise StoreError(f"SQL: {why}") from error
-            except StoreError as error:
+            except StoreError as error:  # the child's answer; an UnsafePathError is an OSError too
                 if self.lsn is None and UNKNOWN_NAME.search(str(error)):
                     upgrade = f"this run is of format 1; python -m store compact {self.layout.root} upgrades it"
                     raise StoreError(f"{error}; {upgrade}") from error
                 raise
+            except (EOFError, OSError) as error:
+                why = child.why_it_died()
+                self._discard()
+                raise StoreError(f"SQL: {why}") from error
             except BaseException:  # Ctrl-C: the answer that is under way must not meet the next question
                 self._discard()
                 raise

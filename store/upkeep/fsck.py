@@ -13,7 +13,9 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from store.beneath import is_file, status
 from store.catalog.as_of import connect_read_only
+from store.catalog.database import is_damage
 from store.catalog.migrate import in_todays_format
 from store.errors import StoreError
 from store.layout import RunLayout
@@ -30,8 +32,11 @@ ATTEMPTS = 5  # an owner that changes the same thing as often while we look is n
 def check(layout: RunLayout, *, level: int) -> list[Finding]:
     """What is wrong with the run, worst first; [] if nothing is. FormatError for a run of a newer format."""
     remedy = f"python -m store rebuild {layout.root}, or put a backup back"
-    if not layout.catalog.is_file():
+    if status(layout.catalog, root=layout.run_directory) is None:
         return [error("catalog_missing", layout.catalog.name, "there is no such file", remedy=remedy)]
+    if not is_file(layout.catalog, root=layout.run_directory):
+        detail = "it is a link, or no regular file"
+        return [error("catalog_damaged", layout.catalog.name, detail, remedy=f"remove it, then: {remedy}")]
     try:
         found = confirmed(lambda: _check_catalog(layout))
         if not FATAL.intersection(finding.what for finding in found) and level >= NAMES:
@@ -75,11 +80,9 @@ def _check_catalog(layout: RunLayout) -> list[Finding]:
             with open_catalog(layout) as connection:
                 connection.execute("BEGIN")  # one moment for all queries
                 found = check_catalog(connection, layout)
-    except sqlite3.OperationalError as problem:
-        if "no such" not in str(problem) and "malformed" not in str(problem):
-            raise
-        return _damaged(layout, problem)
     except sqlite3.DatabaseError as problem:
+        if not is_damage(problem):
+            raise
         return _damaged(layout, problem)
     return found
 

@@ -31,7 +31,7 @@ NAMES = {"versions": ("version",), "checkpoints": ("learner_step",), "ledger": (
 
 def check_exported(catalog: Opener, layout: RunLayout) -> list[Finding]:
     """Compare the catalog's rows with those of the exported tables. To be asked where fsck found no other error."""
-    manifest = read_manifest(layout) if layout.manifest.is_file() else None
+    manifest = read_manifest(layout)
     if manifest is None or manifest.format_version != FORMAT_VERSION:  # the next owner exports everything anew
         return []
     found = []

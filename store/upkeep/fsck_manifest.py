@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import stat
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.beneath import MAX_MANIFEST_BYTES, read_bytes
+from store.beneath import MAX_MANIFEST_BYTES, is_file, read_bytes, status
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
-from store.errors import FormatError, StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.layout import RunLayout
 from store.reading import open_sql
 from store.reading.manifest import Manifest, read_manifest
@@ -28,8 +29,9 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
     """The manifest against the catalog, and its files. It is read first: the catalog can only be ahead of it."""
     repair = f"python -m store fsck --repair {layout.root}"
     name = layout.relative(layout.manifest)
-    if not layout.manifest.is_file():
-        if not layout.open_sql.is_file() and not _has_begun(catalog):  # nothing was ever shown of this run
+    seen = status(layout.manifest, root=layout.root)
+    if seen is None:
+        if not is_file(layout.open_sql, root=layout.root) and not _has_begun(catalog):  # nothing was ever shown of this run
             return []
         missing = error("manifest_missing", name, "open.sql has nothing to read", remedy=repair)
         return [missing, *_check_open_sql(catalog, layout, remedy=repair)]
@@ -37,6 +39,10 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
         manifest = read_manifest(layout)
     except FormatError as unreadable:
         return [error("manifest_damaged", name, str(unreadable), remedy=repair)]
+    except (UnsafePathError, IsADirectoryError) as unsafe:
+        # No owner opens a run with a link, so that nothing is written behind it.
+        remedy = f"remove it, then: {repair}" if stat.S_ISLNK(seen.st_mode) else repair
+        return [error("manifest_damaged", name, str(unsafe), remedy=remedy)]
     if manifest is None:  # of an older format: the next owner replaces it
         gone = _gone(layout)
         detail = f"it is of an older format, and {len(gone)} of its files are gone, e.g. {min(gone, default='')}"

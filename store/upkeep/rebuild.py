@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from store.beneath import is_file, names, remove, rename, status
+from store.beneath import names, remove, rename, status
 from store.catalog.catalog import Catalog
 from store.catalog.database import check_owner, take_lock
 from store.catalog.imports import IMPORTED
@@ -79,7 +79,7 @@ def rebuild(layout: RunLayout) -> Report:
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
                 catalog.log(component=COMPONENT, what=what, detail=line)
-        if is_file(layout.manifest, root=layout.root):
+        if status(layout.manifest, root=layout.root) is not None:
             quarantine(layout, layout.relative(layout.manifest))
         export(catalog, layout)
     return report

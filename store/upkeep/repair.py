@@ -69,7 +69,7 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
         if finding.what in MANIFEST_CODES
     }
     for path, finding in shown.items():
-        if is_file(layout.root / path, root=layout.root) or layout.storage.exists(path):
+        if status(layout.root / path, root=layout.root) is not None or layout.storage.exists(path):
             place = quarantine(layout, path)
             catalog.log(component=COMPONENT, what="manifest", detail=f"{path}: {finding.detail}; moved to {place}")
     if any(finding.what in OPEN_SQL_CODES for finding in findings):

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store import json_values
-from store.beneath import MAX_MANIFEST_BYTES, read_bytes, status
+from store.beneath import MAX_MANIFEST_BYTES, is_directory, is_file, read_bytes, status
 from store.catalog.as_of import connect_read_only
 from store.clock import now_us
 from store.durable import READ_ONLY, write_atomically
@@ -40,7 +40,8 @@ def is_lost(root: Path) -> bool:
     try:
         info = parse_run_json(_read(root, "run.json"), name=str(root / "run.json"))
     except FileNotFoundError:
-        return any((root / name).exists() for name in ("catalog.sqlite", "manifest.json", "segments"))
+        files = ("catalog.sqlite", "manifest.json")
+        return is_directory(root / "segments", root=root) or any(is_file(root / name, root=root) for name in files)
     except FormatError as error:
         if "update the code" in str(error):
             raise
@@ -54,7 +55,7 @@ def is_lost(root: Path) -> bool:
 
 def rebuild_run_json(root: Path) -> list[str]:
     """Write run.json. Return one line for each field that says where it came from. StoreError if nothing tells the run's id."""
-    if (root / "published.json").exists():
+    if status(root / "published.json", root=root) is not None:
         raise StoreError(f"the files of {root} are in another storage; copy run.json from there (store.uri in {CONFIG_FILE})")
     run_id, whence = _run_id(root)
     layout = _provisional(root, run_id)
