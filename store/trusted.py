@@ -51,9 +51,14 @@ def trust(run: Path) -> None:
         _trusted_now.add(run.resolve())
 
 
+def is_trusted(run: Path) -> bool:
+    """Return whether this user made the run or trusts it. Raises StoreError if the user's key is not the user's alone."""
+    return run.resolve() in _trusted_now or made_by_this_user(run)
+
+
 def check_trusted(run: Path) -> None:
     """Raise StoreError for a run that this user neither made nor trusts. Name what its settings would have done."""
-    if run.resolve() in _trusted_now or made_by_this_user(run):
+    if is_trusted(run):
         return
     named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(run, key)]
     does = f"this {'; '.join(named)}" if named else "what its settings name is imported and loaded"
