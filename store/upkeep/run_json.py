@@ -27,11 +27,11 @@ from store.errors import FormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
 from store.layout import FORMAT_VERSION, RUN_ID, RunInfo, RunLayout, parse_run_json
 from store.reading.exported import read_exported
+from store.settings_text import parse_settings_text, setting
 from store.upkeep.repair import quarantine
 
 CONFIG_FILE = "config.yaml"  # the settings of the newest start, as train.py writes them
 FORKED = re.compile(r"at learner step (\d+), run ([0-9a-f]{32}), version \d+$")  # of the event that a fork writes
-STORAGE_URI = re.compile(r"^\s+uri:[ \t]*['\"]?([a-z0-9]+:/[^\s'\"]*)", re.MULTILINE)
 FILES_ASKED = 100  # segments that are asked whose they are
 
 
@@ -59,8 +59,8 @@ def rebuild_run_json(root: Path) -> list[str]:
     run_id, whence = _run_id(root)
     layout = _provisional(root, run_id)
     config = _config(root)
-    if config is not None and (uri := STORAGE_URI.search(config)):
-        raise StoreError(f"the files of {root} are in {uri[1]}; copy run.json from there")
+    if config is not None and (uri := _storage(root, config)):
+        raise StoreError(f"the files of {root} are in {uri}; copy run.json from there")
     created_us, first = _created_us(layout)
     forked_from, ancestors = _origin(layout)
     info = dataclasses.replace(
@@ -166,6 +166,15 @@ def _config(root: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{root / CONFIG_FILE} cannot be read ({error}); mend it, or move it away") from error
+
+
+def _storage(root: Path, config: str) -> str:
+    """Return what the settings say of the storage, empty if the files are in the run. StoreError if they cannot be read."""
+    try:
+        uri = setting(parse_settings_text(config), "store.uri")
+    except ValueError as error:
+        raise StoreError(f"{root / CONFIG_FILE} is not readable: {error}; mend it, or move it away") from error
+    return uri if isinstance(uri, str) else "" if uri is None else ascii(uri)[:200]
 
 
 def _created_us(layout: RunLayout) -> tuple[int, str]:
