@@ -318,6 +318,17 @@ def test_a_lost_run_json_is_rebuilt(layout: RunLayout, what: str, capsys: pytest
     assert len(list(layout.root.glob("quarantine/run*.json"))) == (content is not None)
 
 
+def test_the_name_of_a_run_does_not_decide_whether_it_is_damaged(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    root = layout.root.rename(layout.root.with_name("update the code"))
+    (root / "run.json").unlink()
+    (root / "run.json").write_text("{")
+    assert main(["rebuild", str(root)]) == 0, capsys.readouterr().err
+    (root / "run.json").unlink()
+    (root / "run.json").write_text('{"format_version": 1000}')
+    assert main(["rebuild", str(root)]) != 0
+    assert "has format version 1000, this code reads up to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "store",
     [

@@ -23,7 +23,7 @@ from store.beneath import MAX_MANIFEST_BYTES, read_bytes, status
 from store.catalog.as_of import connect_read_only
 from store.clock import now_us
 from store.durable import READ_ONLY, write_atomically
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, NewerFormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
 from store.layout import FORMAT_VERSION, RUN_ID, RunInfo, RunLayout, parse_run_json
 from store.reading.exported import read_exported
@@ -36,14 +36,14 @@ FILES_ASKED = 100  # segments that are asked whose they are
 
 
 def is_lost(root: Path) -> bool:
-    """Return whether a run is at `root` whose run.json is missing or damaged. FormatError if it is of newer code."""
+    """Return whether a run is at `root` whose run.json is missing or damaged. NewerFormatError if it is of newer code."""
     try:
         info = parse_run_json(_read(root, "run.json"), name=str(root / "run.json"))
     except FileNotFoundError:
         return any((root / name).exists() for name in ("catalog.sqlite", "manifest.json", "segments"))
-    except FormatError as error:
-        if "update the code" in str(error):
-            raise
+    except NewerFormatError:
+        raise
+    except FormatError:
         return True
     except (OSError, StoreError):  # RunLayout.open says what is wrong with it
         return False
