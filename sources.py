@@ -9,9 +9,10 @@ from rich.console import Console
 
 import configs
 from configs import Config, ConfigError
-from store import RunLayout, find_sources, parse_source, take_sources
+from store import RunLayout, check_trusted, find_sources, is_trusted, parse_source, take_sources
 
 TOKENIZER_FILE = "tokenizer_config.json"
+OWN_BASE = Path("base", "policy")  # in a run without model.path
 
 
 def check_sources(config: Config, console: Console) -> None:
@@ -35,7 +36,12 @@ def check_sources(config: Config, console: Console) -> None:
         base, theirs = _base_of(text), _config_of(text)
         missing = [] if base is None else [str(path) for path in (base, model_path) if not (path / TOKENIZER_FILE).is_file()]
         if base is None or missing:
-            why = f"no {TOKENIZER_FILE} in {' and '.join(missing)}" if missing else "it has no base policy"
+            if missing:
+                why = f"no {TOKENIZER_FILE} in {' and '.join(missing)}"
+            elif _chooses_unasked(text):
+                why = "it was not made by you, so the model that its settings name is not read without --trust"
+            else:
+                why = "it has no base policy"
             console.print(f"tokens of {text} were not compared: {why}", markup=False)
         else:
             check_same_tokens(base, model_path, source=text)
@@ -47,13 +53,24 @@ def check_sources(config: Config, console: Console) -> None:
             )
 
 
+def runs(config: Config) -> list[Path]:
+    """Return the sources that are runs: --trust counts for them too."""
+    places = [Path(parse_source(text).place) for text in config.source]
+    return [place for place in places if RunLayout.exists(place)]
+
+
 def base_policy(config: Config, directory: Path) -> Path:
-    """The base policy of the first source that has one, copied to `directory`. Raises ConfigError if none has."""
+    """Copy the base policy of the first source that has one to `directory`.
+
+    Raises ConfigError if none has; StoreError if only a stranger's settings say where it is.
+    """
     if directory.is_dir():
         return directory
     from learner import copy_weights  # here, as torch comes with it: who only asks about a run needs none of it
 
-    copy_weights(_first_base(config), directory)
+    base = _first_base(config)
+    own = [run / OWN_BASE for run in runs(config)]
+    copy_weights(base, directory, follow_links=base not in own)
     return directory
 
 
@@ -86,19 +103,32 @@ def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
 def _first_base(config: Config) -> Path:
     found = [path for text in config.source if (path := _base_of(text)) is not None]
     if not found:
+        for text in config.source:
+            if _chooses_unasked(text):
+                check_trusted(Path(parse_source(text).place))
         raise ConfigError(f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR")
     return found[0]
 
 
 def _base_of(text: str) -> Path | None:
-    """Where the base policy of a source is, if it is a run and has it still."""
+    """Return where the base policy of a source is. Return None if it is no run, has none, or must not choose the place."""
     theirs = _config_of(text)
     if theirs is None:
         return None
     run = Path(parse_source(text).place)
     RunLayout.open(run).check_no_links()  # its files are read by transformers, which would follow a link out of the run
-    path = Path(OmegaConf.select(theirs, "model.path", default="") or run / "base" / "policy")
+    if _chooses_unasked(text):
+        return None
+    path = Path(OmegaConf.select(theirs, "model.path", default="") or run / OWN_BASE)
     return path if (path / "config.json").is_file() else None
+
+
+def _chooses_unasked(text: str) -> bool:
+    """Return whether the source is a stranger's run whose settings name a model: any directory of this user."""
+    theirs = _config_of(text)
+    if theirs is None or not OmegaConf.select(theirs, "model.path", default=""):
+        return False
+    return not is_trusted(Path(parse_source(text).place))
 
 
 def _config_of(text: str) -> DictConfig | None:

@@ -105,7 +105,10 @@ def asked_config(options: argparse.Namespace) -> Config:
         config = forking.load(options.fork, given)
     else:
         config = configs.load(options.config, options.overrides)
-        trust_if_asked(options, Path(config.run_dir))
+        run = Path(config.run_dir)
+        there = [run] if RunLayout.exists(run) else []
+        for asked_about in [*there, *sources.runs(config)] or [run]:
+            trust_if_asked(options, asked_about)
     if config.endpoint.url:
         raise ConfigError(
             f"endpoint.url={config.endpoint.url} is for python evaluate.py: a server gives neither its tokens nor their "
@@ -260,7 +263,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
         session.train(curves.beside(progress.show))
         version = session.status().version
     runs.goes_on(Path(config.run_dir))
-    copy_weights(layout.weights_dir(version), policy)
+    copy_weights(layout.weights_dir(version), policy, follow_links=False)
     console.print(f"the base policy is cloned: {policy}. Next comes the training", markup=False)
     return policy
 

@@ -15,6 +15,9 @@ from configs.schema import Config
 
 MAX_CHARACTERS = 2**20  # of a YAML text; the largest of configs/ has 2,000
 MAX_NODES = 100_000  # values that a YAML text stands for
+MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
+TEXT_TAG = "tag:yaml.org,2002:str"
+UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError)
 MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `supervision`
     "run_dir",
     "env.processes",
@@ -94,7 +97,7 @@ def parse_settings(text: str, *, name: str) -> DictConfig:
         if (n_nodes := _expanded_nodes(root)) > MAX_NODES:
             raise ConfigError(f"{name} stands for {n_nodes:,} values; settings have at most {MAX_NODES:,}")
         settings = OmegaConf.create(text)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+    except UNREADABLE as error:  # !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{name}: not readable as YAML: {_one_line(error)}") from None
@@ -117,11 +120,17 @@ def parse_stored(text: str, *, name: str) -> DictConfig:
 
 
 def _expanded_nodes(root: yaml.Node) -> int:
-    """Count the values that a YAML text stands for. An alias counts as much as what it repeats."""
+    """Count the values that a YAML text stands for. An alias counts as much as what it repeats.
+
+    Raises ValueError for a number that takes too long to be read.
+    """
     counts: dict[int, int] = {}
 
     def count(node: yaml.Node) -> int:
         if id(node) not in counts:
+            is_number = isinstance(node, yaml.ScalarNode) and node.tag != TEXT_TAG
+            if is_number and len(node.value) > MAX_NUMBER_CHARACTERS:
+                raise ValueError(f"it has a number of {len(node.value):,} characters")
             counts[id(node)] = MAX_NODES + 1  # of a value that contains itself
             parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
             counts[id(node)] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(count, parts)))

@@ -19,6 +19,7 @@ import torch
 from learner.directories import SyncedBehind, prune_oldest, visible_last
 from learner.shards import SHARD_BYTES, Send, write_shards
 from learner.spare import keep_spare
+from store import StoreError
 
 WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
 # Everything of a model directory but its weights: config, generation config, tokenizer, chat template.
@@ -60,10 +61,19 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(WEIGHTS_PATTERN))
 
 
-def copy_weights(source: Path, dest: Path) -> None:
-    """Copies a model directory; `dest` appears whole or not at all."""
+def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
+    """Copy a model directory. `dest` appears whole or not at all.
+
+    Follow links only in a directory that this user chose: a snapshot in the Hub's cache is made of them.
+    Otherwise raise StoreError for a link.
+    """
     with visible_last(dest) as unfinished:
-        shutil.copytree(source, unfinished, dirs_exist_ok=True)
+        shutil.copytree(source, unfinished, symlinks=not follow_links, dirs_exist_ok=True)
+        # Look at the copy: links were copied as links, so nobody can put one in the source after this check.
+        link = next((path for path in unfinished.rglob("*") if path.is_symlink()), None)
+        if link is not None:
+            shutil.rmtree(unfinished)
+            raise StoreError(f"{source / link.relative_to(unfinished)} is a symbolic link; put what it leads to in its place")
 
 
 def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from store.stored import find_sources, take_sources
     from store.stored_source import StoredSource, TakenSource, parse_source
     from store.transfer import local_directory, publish_directory
-    from store.trusted import check_trusted, trust
+    from store.trusted import check_trusted, is_trusted, trust
     from store.upkeep.compact import COMPACTION_POLICY, CompactionPolicy
     from store.upkeep.maintainer import Maintainer, MaintainerSettings
 else:
@@ -103,6 +103,7 @@ else:
         "find_sources": "stored",
         "fork": "forked",
         "from_table": "records",
+        "is_trusted": "trusted",
         "live_files": "exchange",
         "made_by_this_user": "made_by",
         "local_directory": "transfer",
@@ -186,6 +187,7 @@ __all__ = [
     "find_sources",
     "fork",
     "from_table",
+    "is_trusted",
     "live_files",
     "local_directory",
     "made_by_this_user",

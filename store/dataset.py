@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from store import json_values
-from store.errors import DigestError, FormatError
+from store.errors import DigestError, FormatError, NewerFormatError
 from store.hashing import file_digest
 from store.layout import FORMAT_VERSION
 from store.records import uid_text
@@ -68,7 +68,9 @@ def read_dataset(storage: Storage) -> Dataset:
         content: dict[str, Any] = json_values.parse_object(storage.read(DATASET_JSON).to_pybytes())
         version = json_values.whole(content, "format_version")
         if version > FORMAT_VERSION:
-            raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+            raise NewerFormatError(
+                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code"
+            )
         parts = json_values.entries(content, "parts")
         groups = json_values.objects(content, "groups")
         dataset = Dataset(

@@ -1,7 +1,8 @@
 """What can go wrong in the store.
 
 StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
-├── FormatError       a run directory or file this code cannot read (newer format, not a run)
+├── FormatError       a run directory or file this code cannot read (not a run, or damaged)
+│   └── NewerFormatError  a run or a file that newer code wrote
 ├── DigestError       a segment's bytes are not the ones that were committed
 ├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded from it
 ├── UnsafePathError   a path of a run that leads out of it, or to what is no regular file
@@ -18,6 +19,10 @@ class StoreError(Exception):
 
 class FormatError(StoreError):
     """The run directory or file is not one this code can read."""
+
+
+class NewerFormatError(FormatError):
+    """Newer code wrote the run or the file. Nothing is wrong with it: this code has to be updated."""
 
 
 class DigestError(StoreError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from store import beneath, json_values
 from store.clock import now_us
 from store.durable import READ_ONLY, make_directory, write_once
-from store.errors import FormatError, StoreError, UnsafePathError
+from store.errors import FormatError, NewerFormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.made_by import sign_run, state_directory
 from store.storage import LocalStorage, Storage, open_storage
@@ -91,7 +91,9 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
         content = json_values.parse_object(data)
         version = json_values.whole(content, "format_version")
         if version > FORMAT_VERSION:
-            raise FormatError(f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+            raise NewerFormatError(
+                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code"
+            )
         info = RunInfo(
             run_id=json_values.text(content, "run_id"),
             format_version=version,

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.errors import DigestError, FormatError, StoreError
+from store.errors import DigestError, FormatError, NewerFormatError, StoreError
 from store.hashing import file_digest
 from store.layout import FORMAT_VERSION, RunLayout
 from store.records import SEGMENT_SCHEMA, Trajectory, to_table
@@ -146,7 +146,9 @@ def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None =
         found = file.schema_arrow  # made anew every time it is asked for
         version = int((found.metadata or {})[b"format_version"])
         if version > FORMAT_VERSION:
-            raise FormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+            raise NewerFormatError(
+                f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code"
+            )
         present = set(found.names)
         names = [name for name in wanted.names if name in present]
         table = file.read(columns=None if names == found.names else names, use_threads=False)  # callers have threads

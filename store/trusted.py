@@ -9,17 +9,16 @@ follows none of them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-import yaml
-
+from store import json_values
 from store.beneath import is_file, read_text
 from store.errors import FormatError, StoreError, UnsafePathError
 from store.made_by import CONFIG, RUN_JSON, made_by_this_user, sign_run
+from store.settings_text import parse_settings_text, setting
 
 # Settings that name something outside of the run, and what is done with it.
 FOLLOWED = {
@@ -51,9 +50,14 @@ def trust(run: Path) -> None:
         _trusted_now.add(run.resolve())
 
 
+def is_trusted(run: Path) -> bool:
+    """Return whether this user made the run or trusts it. Raises StoreError if the user's key is not the user's alone."""
+    return run.resolve() in _trusted_now or made_by_this_user(run)
+
+
 def check_trusted(run: Path) -> None:
     """Raise StoreError for a run that this user neither made nor trusts. Name what its settings would have done."""
-    if run.resolve() in _trusted_now or made_by_this_user(run):
+    if is_trusted(run):
         return
     named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(run, key)]
     does = f"this {'; '.join(named)}" if named else "what its settings name is imported and loaded"
@@ -67,17 +71,14 @@ def _values(run: Path, key: str) -> list[str]:
     """Return what the newest settings and those of the first start say, each once, as text that a terminal can show."""
     found: list[str] = []
     for settings in _settings(run):
-        value: object = settings
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        text = _shown(value)
+        text = _shown(setting(settings, key))
         if text and text not in found:
             found.append(text)
     return found
 
 
 def _shown(value: object) -> str:
-    """Return a setting in ASCII, cut. No collection in a collection is shown: a few lines of YAML can stand for billions."""
+    """Return a setting in ASCII, cut. No collection in a collection is shown."""
     if isinstance(value, Mapping):
         items = [f"{_shown_one(key)}: {_shown_one(one)}" for key, one in islice(value.items(), SHOWN_ITEMS)]
     elif isinstance(value, list):
@@ -91,15 +92,16 @@ def _shown_one(value: object) -> str:
     return "..." if isinstance(value, Mapping | list) else ascii(value)[:SHOWN_CHARACTERS]
 
 
-def _settings(run: Path) -> list[object]:
+def _settings(run: Path) -> list[dict[str, object]]:
     """Return both sets of settings as far as they can be read. Nothing in them is resolved."""
-    root, texts = run.absolute(), []
+    root = run.absolute()
+    texts: list[str] = []
     with suppress(OSError, ValueError):
         texts.append(read_text(root / CONFIG, root=root))
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        texts.append(json.loads(read_text(root / RUN_JSON, root=root))["config_yaml"])
-    found: list[object] = []
+    with suppress(OSError, ValueError):
+        texts.append(json_values.text(json_values.parse_object(read_text(root / RUN_JSON, root=root)), "config_yaml"))
+    found: list[dict[str, object]] = []
     for text in texts:
-        with suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError, TypeError):
-            found.append(yaml.safe_load(text))
+        with suppress(ValueError):
+            found.append(parse_settings_text(text))
     return found

@@ -384,12 +384,20 @@ def test_a_text_is_taken_as_it_is_given(empty: Path, name: str) -> None:
 
 
 LAUGHS = b"".join(b"%c: &%c [%s]\n" % (97 + n, 97 + n, b", ".join([b"*%c" % (96 + n) if n else b"x"] * 9)) for n in range(9))
+MERGED = b"a: &a {x: 1}\n" + b"".join(
+    b"%c: &%c {<<: [%s]}\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 21)) for n in range(5)
+)
 HOSTILE_TEXTS = [
     (b"18446744073709551616", "holds no settings"),
     (b"[" * 50_000, "nested too deeply|not readable as YAML"),
     (b"a: " + b"[" * 5_000 + b"]" * 5_000, "nested too deeply"),
     (LAUGHS, "stands for 4[0-9,]+ values|stands for [0-9,]+ values"),
     (b"a: &a [*a]", "stands for|not readable as YAML"),
+    (MERGED, "stands for [0-9,]+ values|node expansion exceeds"),
+    (b"seed: 1" + b":1" * 500_000, "a number of 1,000,001 characters"),
+    (b"seed: 1" + b":1" * 100_000 + b".5", "a number of 200,003 characters"),
+    (b"seed: !!timestamp x", "not readable as YAML"),
+    (b"seed: !!int ''", "not readable as YAML"),
     (b"#" * 2_000_000, "has 1,048,577 characters"),
     (b"!!python/object/apply:os.system ['touch planted']", "not readable as YAML|holds no settings"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import sources
 import train
 from configs import Config, ConfigError, TinyModelConfig
 from learner import make_tiny_model, train_tokenizer
-from store import RunLayout, VersionRecord, write_open_sql
+from store import RunLayout, StoreError, VersionRecord, write_open_sql
 from store.exchange import export_selection
 from tests.engine_samples import make_base
 from tests.learner_loop import fast_directory, make_config, open_coordinator, play
@@ -107,6 +108,87 @@ def test_a_source_without_a_base_policy_needs_one_given(tmp_path: Path) -> None:
     (played / "base" / "policy" / "config.json").unlink()
     with pytest.raises(ConfigError, match="model.path=DIR"):
         sources.check_sources(from_source(tmp_path, str(played)), Console(quiet=True))
+
+
+def strangers(played: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Turn `played` into another user's run, whose settings name `base` as its model."""
+    path = played / "run.json"
+    content = json.loads(path.read_text())
+    config = configs.from_yaml(content["config_yaml"])
+    text = configs.to_yaml(replace(config, model=replace(config.model, path=str(base))))
+    path.unlink()
+    path.write_text(json.dumps({**content, "config_yaml": text}))
+    monkeypatch.setenv("XDG_STATE_HOME", str(played.parent / "another home"))
+    return played
+
+
+def test_a_strangers_source_chooses_no_directory_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = make_source(tmp_path / "played")
+    secret = (played / "base" / "policy").rename(tmp_path / "secret")
+    (secret / "token").write_text("of this user")
+    strangers(played, secret, monkeypatch)
+    config = from_source(tmp_path, str(played))
+    policy = tmp_path / "new" / "base" / "policy"
+    for attack in (
+        lambda: sources.check_sources(config, Console(quiet=True)),
+        lambda: sources.base_policy(config, policy),
+    ):
+        with pytest.raises(StoreError, match=rf"{played} was not made by you.*--trust"):
+            attack()
+    assert not policy.exists()
+    key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
+    command = [key_room, "--dry-run", "stored.share=1", f"run_dir={tmp_path / 'new'}", f"source={played}"]
+    assert train.main(command) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert train.main([*command, "--trust"]) == 0, capsys.readouterr().err
+    assert train.main(command) == 0  # it was said once
+    assert (sources.base_policy(config, policy) / "token").is_file()
+
+
+def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = make_source(tmp_path / "played")
+    model = (played / "base" / "policy").rename(tmp_path / "model")
+    strangers(played, model, monkeypatch)
+    config = from_source(tmp_path, str(played))
+    out = io.StringIO()
+    mine = replace(config, model=replace(config.model, path=str(model)))
+    sources.check_sources(mine, Console(file=out, width=999))
+    assert f"tokens of {played} were not compared: it was not made by you" in out.getvalue()
+
+
+def test_a_base_policy_in_a_strangers_run_is_its_own_and_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = make_source(tmp_path / "played")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
+    (tmp_path / "secret").write_text("of this user")
+    config, policy = from_source(tmp_path, str(played)), tmp_path / "new" / "base" / "policy"
+    sources.check_sources(config, Console(quiet=True))
+
+    def linked_since(layout: RunLayout) -> None:
+        (layout.root / "base" / "policy" / "planted").symlink_to(tmp_path / "secret")
+
+    monkeypatch.setattr(RunLayout, "check_no_links", linked_since)
+    with pytest.raises(StoreError, match="planted is a symbolic link"):
+        sources.base_policy(config, policy)
+    assert not policy.exists()
+
+
+def test_ones_own_model_may_be_made_of_links(tmp_path: Path) -> None:
+    """A snapshot in the cache of the Hugging Face Hub is."""
+    played = make_source(
+        tmp_path / "played",
+        replace(make_config(tmp_path / "played", max_staleness=1), model=configs.ModelConfig(path=str(tmp_path / "model"))),
+    )
+    blobs = (played / "base" / "policy").rename(tmp_path / "blobs")
+    (tmp_path / "model").mkdir()
+    for blob in blobs.iterdir():
+        (tmp_path / "model" / blob.name).symlink_to(blob)
+    copied = sources.base_policy(from_source(tmp_path, str(played)), tmp_path / "new" / "base" / "policy")
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == {
+        path.name: path.read_bytes() for path in blobs.iterdir()
+    }
+    assert not any(path.is_symlink() for path in copied.iterdir())
 
 
 def test_tokens_that_are_not_compared_are_said(tmp_path: Path) -> None:

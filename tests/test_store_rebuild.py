@@ -318,6 +318,48 @@ def test_a_lost_run_json_is_rebuilt(layout: RunLayout, what: str, capsys: pytest
     assert len(list(layout.root.glob("quarantine/run*.json"))) == (content is not None)
 
 
+def test_the_name_of_a_run_does_not_decide_whether_it_is_damaged(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    root = layout.root.rename(layout.root.with_name("update the code"))
+    (root / "run.json").unlink()
+    (root / "run.json").write_text("{")
+    assert main(["rebuild", str(root)]) == 0, capsys.readouterr().err
+    (root / "run.json").unlink()
+    (root / "run.json").write_text('{"format_version": 1000}')
+    assert main(["rebuild", str(root)]) != 0
+    assert "has format version 1000, this code reads up to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "{uri: s3://bucket/run}",
+        "{uri: '/mnt/shared/run'}",
+        "\n  uri: shared/run",
+        '{"uri": "file:///mnt/run"}',
+        "{<<: {uri: /x}}",
+    ],
+)
+def test_a_run_with_its_files_elsewhere_is_not_cut_off_from_them(
+    layout: RunLayout, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout.run_json.unlink()
+    (layout.root / "config.yaml").write_text(f"run_dir: x\nstore: {store}\n")
+    assert main(["rebuild", str(layout.root)]) != 0
+    captured = capsys.readouterr()
+    assert "copy run.json from there" in captured.err or "mend it, or move it away" in captured.err
+    assert captured.err.count("\n") == 1 and not layout.run_json.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["env: {options: {uri: 'http://127.0.0.1:8000'}}\nstore: {uri: ''}\n", "env:\n  options:\n    uri: http://x\n", ""]
+)
+def test_an_environment_may_have_a_uri(layout: RunLayout, text: str) -> None:
+    layout.run_json.unlink()
+    (layout.root / "config.yaml").write_text(text)
+    assert main(["rebuild", str(layout.root)]) == 0
+    assert RunLayout.open(layout.root).info.config_yaml == text
+
+
 def test_a_lost_run_json_and_a_lost_catalog_are_rebuilt(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (layout.run_json, layout.catalog, layout.manifest):
         path.unlink()

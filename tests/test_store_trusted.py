@@ -26,6 +26,10 @@ from envs.key_room import KeyRoomEnv as Env
 """
 
 
+# 435 bytes: each merge key brings in the pairs of the mapping before it, many times.
+MERGED = "a: &a {x: 1}\n" + "".join(f"{n}: &{n} {{<<: [{','.join([f'*{p}'] * 21)}]}}\n" for p, n in pairwise("abcdef"))
+
+
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     """A run that this user made and started."""
@@ -142,6 +146,11 @@ def test_what_is_no_run_is_not_trusted(tmp_path: Path) -> None:
         "a: &a [x, x]\n" + "".join(f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}]\n" for p, n in pairwise("abcdefghijklm"))
         + "env: {name: x, options: *m}",
         "env: " + "{env: " * 2000,
+        MERGED,
+        "env: {name: 'x', <<: {options: hidden}}",
+        "env: {options: 1" + ":1" * 500_000 + "}",
+        "env: {name: [" + "x, " * 120_000 + "]}",
+        "env: {name: !!timestamp x}",
         "]",
         "env: !!python/object/apply:os.system ['touch imported']",
         "5",
@@ -152,6 +161,7 @@ def test_settings_that_are_hostile_are_shown_in_one_short_line(strangers: Path, 
     with pytest.raises(StoreError, match="--trust") as refused:
         check_trusted(strangers)
     shown = str(refused.value)
+    assert "payload_of_a_run:Env" in shown, "run.json is read whatever config.yaml holds"
     assert len(shown) < 3000 and shown.isascii() and shown.isprintable()
 
 

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from store.clock import now_us
-from store.errors import FormatError
+from store.errors import NewerFormatError
 from store.layout import FORMAT_VERSION
 
 SCHEMA = Path(__file__).with_name("schema.sql")
@@ -77,7 +77,7 @@ def migrate(connection: sqlite3.Connection, *, path: Path) -> None:
     row = connection.execute("SELECT format_version FROM meta").fetchone()
     version = FORMAT_VERSION if row is None else int(row[0])
     if version > FORMAT_VERSION:
-        raise FormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+        raise NewerFormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
     for older in range(version, FORMAT_VERSION):
         connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[older]} COMMIT;")
 

@@ -23,28 +23,28 @@ from store.beneath import MAX_MANIFEST_BYTES, is_directory, is_file, read_bytes,
 from store.catalog.as_of import connect_read_only
 from store.clock import now_us
 from store.durable import READ_ONLY, write_atomically
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, NewerFormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
 from store.layout import FORMAT_VERSION, RUN_ID, RunInfo, RunLayout, parse_run_json
 from store.reading.exported import read_exported
+from store.settings_text import parse_settings_text, setting
 from store.upkeep.repair import quarantine
 
 CONFIG_FILE = "config.yaml"  # the settings of the newest start, as train.py writes them
 FORKED = re.compile(r"at learner step (\d+), run ([0-9a-f]{32}), version \d+$")  # of the event that a fork writes
-STORAGE_URI = re.compile(r"^\s+uri:[ \t]*['\"]?([a-z0-9]+:/[^\s'\"]*)", re.MULTILINE)
 FILES_ASKED = 100  # segments that are asked whose they are
 
 
 def is_lost(root: Path) -> bool:
-    """Return whether a run is at `root` whose run.json is missing or damaged. FormatError if it is of newer code."""
+    """Return whether a run is at `root` whose run.json is missing or damaged. NewerFormatError if it is of newer code."""
     try:
         info = parse_run_json(_read(root, "run.json"), name=str(root / "run.json"))
     except FileNotFoundError:
         files = ("catalog.sqlite", "manifest.json")
         return is_directory(root / "segments", root=root) or any(is_file(root / name, root=root) for name in files)
-    except FormatError as error:
-        if "update the code" in str(error):
-            raise
+    except NewerFormatError:
+        raise
+    except FormatError:
         return True
     except (OSError, StoreError):  # RunLayout.open says what is wrong with it
         return False
@@ -60,8 +60,8 @@ def rebuild_run_json(root: Path) -> list[str]:
     run_id, whence = _run_id(root)
     layout = _provisional(root, run_id)
     config = _config(root)
-    if config is not None and (uri := STORAGE_URI.search(config)):
-        raise StoreError(f"the files of {root} are in {uri[1]}; copy run.json from there")
+    if config is not None and (uri := _storage(root, config)):
+        raise StoreError(f"the files of {root} are in {uri}; copy run.json from there")
     created_us, first = _created_us(layout)
     forked_from, ancestors = _origin(layout)
     info = dataclasses.replace(
@@ -167,6 +167,15 @@ def _config(root: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{root / CONFIG_FILE} cannot be read ({error}); mend it, or move it away") from error
+
+
+def _storage(root: Path, config: str) -> str:
+    """Return what the settings say of the storage, empty if the files are in the run. StoreError if they cannot be read."""
+    try:
+        uri = setting(parse_settings_text(config), "store.uri")
+    except ValueError as error:
+        raise StoreError(f"{root / CONFIG_FILE} is not readable: {error}; mend it, or move it away") from error
+    return uri if isinstance(uri, str) else "" if uri is None else ascii(uri)[:200]
 
 
 def _created_us(layout: RunLayout) -> tuple[int, str]:
