@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 from rich.console import Console
@@ -33,7 +34,7 @@ import store
 from printable import printable
 from standing import progress_lines
 from stopping import stop_held_back
-from store import RunLayout, StoreError, read_run_file
+from store import READ_WRITE, RunLayout, StoreError, read_run_file, write_atomically
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
@@ -127,20 +128,16 @@ def driving(run: Path) -> Iterator[int]:
         raise StoreError(f"process {other.pid} drives {run}; stop it (python train.py --stop {run}), or choose another run_dir")
     n_removed = remove_leftovers(run)
     is_new = not run.exists()
-    for left in (WANTED_FILE, STOPPING_FILE):
-        (run / left).unlink(missing_ok=True)
     try:
         run.mkdir(parents=True, exist_ok=True)
+        for left in (WANTED_FILE, STOPPING_FILE):
+            (run / left).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"cannot make the run directory {run}: {error.strerror}; give another run_dir") from error
     me, ticks = os.getpid(), started_ticks(os.getpid())
     assert ticks is not None
     driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve()))
-    unfinished, descriptor = _new_file_beside(run / DRIVER_FILE)
-    with open(descriptor, "w") as held:  # open for as long as this process drives: `Driver.process` looks for it
-        held.write(json.dumps(asdict(driver)))
-        held.flush()
-        unfinished.rename(run / DRIVER_FILE)
+    with _written(run / DRIVER_FILE, json.dumps(asdict(driver))):  # open for as long as it drives: `Driver.process` looks
         try:
             yield n_removed
         finally:
@@ -191,7 +188,7 @@ def _ray_directories(run: Path) -> list[Path]:
 
 def say_stopping(run: Path, text: str) -> None:
     """The driver ends the run, and waits for this: who asked with --stop reads it."""
-    write_whole(run / STOPPING_FILE, text)
+    write_atomically(run / STOPPING_FILE, text.encode(), mode=READ_WRITE, beneath=run)
 
 
 def goes_on(run: Path) -> None:
@@ -285,7 +282,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")
-    write_whole(run / WANTED_FILE, str(n_workers))
+    write_atomically(run / WANTED_FILE, str(n_workers).encode(), mode=READ_WRITE, beneath=run)
 
 
 def wanted_workers(run: Path) -> int | None:
@@ -355,15 +352,21 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all, for who reads it meanwhile, and if this process is killed meanwhile."""
-    unfinished, descriptor = _new_file_beside(path)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    unfinished.rename(path)
-
-
-def _new_file_beside(path: Path) -> tuple[Path, int]:
-    """Make a file that was not there, with a name that nobody can know before; a link that lies there is not followed."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    return unfinished, os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def _written(path: Path, text: str) -> TextIO:
+    """Write a file whole or not at all, and return it still open. A link that lies there is not followed. Raises StoreError."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")  # nobody can know it before
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = open(descriptor, "w")  # noqa: SIM115 - the caller closes it
+        try:
+            file.write(text)
+            file.flush()
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it writes once more, to the same disk
+                file.close()
+            raise
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}; free space or fix the permissions, then retry") from error
+    return file

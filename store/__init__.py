@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         VersionRecord,
     )
     from store.clock import now_us
+    from store.durable import READ_WRITE, write_atomically
     from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
     from store.exchange import live_files
     from store.forked import fork
@@ -79,6 +80,7 @@ else:
         "MaintainerSettings": "upkeep.maintainer",
         "Metric": "reading.trained",
         "MetricChanges": "reading.trained",
+        "READ_WRITE": "durable",
         "Reader": "reading.reader",
         "RollBack": "catalog.records",
         "RunLayout": "layout",
@@ -125,6 +127,7 @@ else:
         "uid": "hashing",
         "uid_text": "records",
         "whole_text": "hashing",
+        "write_atomically": "durable",
         "write_open_sql": "reading.query",
         "write_segment": "segments",
     }
@@ -142,6 +145,7 @@ else:
 __all__ = [
     "COMPACTION_POLICY",
     "FORMAT_VERSION",
+    "READ_WRITE",
     "SEGMENT_SCHEMA",
     "Batch",
     "Catalog",
@@ -208,6 +212,7 @@ __all__ = [
     "uid",
     "uid_text",
     "whole_text",
+    "write_atomically",
     "write_open_sql",
     "write_segment",
 ]

@@ -25,6 +25,7 @@ from runs import DRIVER_FILE, RUN_MARK, driver_of, driving, make_ray_directory, 
 from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
+from tests.store_damage import no_file_may_grow
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = socket.gethostname()
@@ -163,6 +164,18 @@ def test_a_run_that_plays_nothing_takes_no_workers(tmp_path: Path, capsys: pytes
         assert train.main(["--workers", str(tmp_path / "run"), "3"]) == 2
         assert runs.wanted_workers(tmp_path / "run") is None
     assert "plays nothing (stored.share=1)" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with no_file_may_grow(0), pytest.raises(StoreError, match=r"cannot write .*driver.json: File too large; free space"):
+        driving(run).__enter__()
+    with driving(run):
+        for full in (lambda: runs.say_stopping(run, "ends"), lambda: runs.ask_for_workers(run, 2)):
+            with no_file_may_grow(0), pytest.raises(StoreError, match=r"cannot write .*: File too large; free space"):
+                full()
+        assert [path.name for path in run.iterdir()] == [DRIVER_FILE]
+    assert not list(run.iterdir())
 
 
 def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None:
