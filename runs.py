@@ -14,11 +14,8 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import store
+from learner import remove_ray_directories, started_ticks
 from printable import printable
 from standing import progress_lines
 from stopping import stop_held_back
@@ -46,9 +44,6 @@ BEFORE_IT_IS_ONE = (
 STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it waits for; while it closes things it is silent
 STOP_POLL_S = 0.2
 TRACKERS_END_WITHIN_S = 5.0
-RAY_DIRECTORIES = Path("/tmp")  # of all private Rays: names of sockets must be short, and /run/user ends with a login
-RAY_DIRECTORY = "gigpo-ray-"
-OWNER_FILE = "owner.json"  # in each of them: the run that it is of
 
 # Who left for good is still in the view.
 COMPONENTS = "SELECT name, waiting_on, last_beat_at FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name"
@@ -105,18 +100,6 @@ def writes(pid: int, path: Path) -> bool:
     return False
 
 
-def started_ticks(pid: int) -> int | None:
-    """When the process was started, in the kernel's clock ticks; None if there is none.
-
-    Counted from the machine's start: a time of day would be another one as soon as somebody sets the clock.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(")")[2].split()[19])  # behind the name, in which anything may stand
-
-
 @contextlib.contextmanager
 def driving(run: Path) -> Iterator[int]:
     """This process drives the run, and nobody else does. Gives the number of leftover processes it removed first.
@@ -158,32 +141,6 @@ def check_idle(run: Path, *, instead: str) -> None:
     driver = driver_of(run)
     if driver is not None and driver.pid != os.getpid() and driver.process() is not None:
         raise StoreError(f"process {driver.pid} drives {run}; {instead}, or stop it: python train.py --stop {run}")
-
-
-def make_ray_directory(run: Path) -> Path:
-    """Make the directory of a private Ray for this run, which only this user can enter. `remove_leftovers` removes it."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir=RAY_DIRECTORIES))
-    (directory / OWNER_FILE).write_text(json.dumps(_owner(run)))
-    return directory
-
-
-def _owner(run: Path) -> dict[str, str]:
-    return {"host": socket.gethostname(), "run": str(run.resolve())}
-
-
-def _ray_directories(run: Path) -> list[Path]:
-    """Return what `make_ray_directory` made for this run.
-
-    Nothing that stands in a run's directory is asked: it could name any directory of this user.
-    """
-    found = []
-    for path in RAY_DIRECTORIES.glob(f"{RAY_DIRECTORY}*"):
-        with contextlib.suppress(OSError, ValueError, StoreError):  # another user's, gone meanwhile, or not finished
-            about = path.lstat()
-            is_mine = about.st_uid == os.geteuid() and not about.st_mode & 0o077
-            if stat.S_ISDIR(about.st_mode) and is_mine and json.loads(read_run_file(path, OWNER_FILE)) == _owner(run):
-                found.append(path)
-    return found
 
 
 def say_stopping(run: Path, text: str) -> None:
@@ -317,8 +274,7 @@ def remove_leftovers(run: Path) -> int:
     for process in stuck:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    for directory in _ray_directories(run):
-        shutil.rmtree(directory, ignore_errors=True)
+    remove_ray_directories(run)
     driver = driver_of(run)
     if driver is not None and driver.host == socket.gethostname():
         (run / DRIVER_FILE).unlink(missing_ok=True)
