@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
 from configs import ConfigError
-from learner import RAY_HIDES_GPUS, ray_token
-from runs import RUN_MARK, make_ray_directory
+from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
+from runs import RUN_MARK
 from stopping import stop_held_back
 
 # Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the scaler of a cloud's

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import configs
 from configs import Config, ConfigError
-from runs import write_whole
 from standing import CONFIG_FILE
-from store import RunLayout, check_trusted, made_by_this_user, read_run_file, sign_run
+from store import READ_WRITE, RunLayout, check_trusted, made_by_this_user, read_run_file, sign_run, write_atomically
 
 OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
@@ -52,17 +51,18 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def remember(config: Config) -> None:
-    """For the next `load`: the run in its directory was started with this. Paths are remembered as absolute ones."""
+    """Write for the next `load` what the run is started with. Paths become absolute ones. Raises StoreError: a full disk."""
     run = Path(config.run_dir)
     if not (run / OUTSIDE_FILE).is_file():
-        write_whole(run / OUTSIDE_FILE, json.dumps({key: _mark(path) for key, path in outside(config).items()}, indent=1))
+        marks = json.dumps({key: _mark(path) for key, path in outside(config).items()}, indent=1)
+        write_atomically(run / OUTSIDE_FILE, marks.encode(), mode=READ_WRITE, beneath=run)
     there = {key: str(path.absolute()) for key, path in outside(config).items()}
     model = replace(config.model, path=there.get("model.path", config.model.path))
     prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
     text = configs.to_yaml(replace(config, model=model, prompt=prompt))
     if made_by_this_user(run):
         sign_run(run, config=text.encode())  # first: killed in between, the run still has a signed config.yaml
-    write_whole(run / CONFIG_FILE, text)
+    write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
 
 
 def differences(config: Config, recorded: Config) -> list[str]:

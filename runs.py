@@ -14,27 +14,25 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 import store
+from learner import remove_ray_directories, started_ticks
 from printable import printable
 from standing import progress_lines
 from stopping import stop_held_back
-from store import RunLayout, StoreError, read_run_file
+from store import READ_WRITE, RunLayout, StoreError, read_run_file, write_atomically
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 DRIVER_FILE, WANTED_FILE, STOPPING_FILE = "driver.json", "workers.wanted", "stopping"
@@ -47,9 +45,6 @@ STOP_SILENCE_S = 180.0  # a driver that ends says every few seconds what it wait
 STOP_POLL_S = 0.2
 SHOWN_ROWS = 1000  # of --status: more workers than a cluster has
 TRACKERS_END_WITHIN_S = 5.0
-RAY_DIRECTORIES = Path("/tmp")  # of all private Rays: names of sockets must be short, and /run/user ends with a login
-RAY_DIRECTORY = "gigpo-ray-"
-OWNER_FILE = "owner.json"  # in each of them: the run that it is of
 
 # Who left for good is still in the view.
 COMPONENTS = "SELECT name, waiting_on, last_beat_at FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name"
@@ -106,18 +101,6 @@ def writes(pid: int, path: Path) -> bool:
     return False
 
 
-def started_ticks(pid: int) -> int | None:
-    """When the process was started, in the kernel's clock ticks; None if there is none.
-
-    Counted from the machine's start: a time of day would be another one as soon as somebody sets the clock.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(")")[2].split()[19])  # behind the name, in which anything may stand
-
-
 @contextlib.contextmanager
 def driving(run: Path) -> Iterator[int]:
     """This process drives the run, and nobody else does. Gives the number of leftover processes it removed first.
@@ -129,20 +112,16 @@ def driving(run: Path) -> Iterator[int]:
         raise StoreError(f"process {other.pid} drives {run}; stop it (python train.py --stop {run}), or choose another run_dir")
     n_removed = remove_leftovers(run)
     is_new = not run.exists()
-    for left in (WANTED_FILE, STOPPING_FILE):
-        (run / left).unlink(missing_ok=True)
     try:
         run.mkdir(parents=True, exist_ok=True)
+        for left in (WANTED_FILE, STOPPING_FILE):
+            (run / left).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"cannot make the run directory {run}: {error.strerror}; give another run_dir") from error
     me, ticks = os.getpid(), started_ticks(os.getpid())
     assert ticks is not None
     driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve()))
-    unfinished, descriptor = _new_file_beside(run / DRIVER_FILE)
-    with open(descriptor, "w") as held:  # open for as long as this process drives: `Driver.process` looks for it
-        held.write(json.dumps(asdict(driver)))
-        held.flush()
-        unfinished.rename(run / DRIVER_FILE)
+    with _written(run / DRIVER_FILE, json.dumps(asdict(driver))):  # open for as long as it drives: `Driver.process` looks
         try:
             yield n_removed
         finally:
@@ -165,35 +144,9 @@ def check_idle(run: Path, *, instead: str) -> None:
         raise StoreError(f"process {driver.pid} drives {run}; {instead}, or stop it: python train.py --stop {run}")
 
 
-def make_ray_directory(run: Path) -> Path:
-    """Make the directory of a private Ray for this run, which only this user can enter. `remove_leftovers` removes it."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{RAY_DIRECTORY}{os.getpid()}-", dir=RAY_DIRECTORIES))
-    (directory / OWNER_FILE).write_text(json.dumps(_owner(run)))
-    return directory
-
-
-def _owner(run: Path) -> dict[str, str]:
-    return {"host": socket.gethostname(), "run": str(run.resolve())}
-
-
-def _ray_directories(run: Path) -> list[Path]:
-    """Return what `make_ray_directory` made for this run.
-
-    Nothing that stands in a run's directory is asked: it could name any directory of this user.
-    """
-    found = []
-    for path in RAY_DIRECTORIES.glob(f"{RAY_DIRECTORY}*"):
-        with contextlib.suppress(OSError, ValueError, StoreError):  # another user's, gone meanwhile, or not finished
-            about = path.lstat()
-            is_mine = about.st_uid == os.geteuid() and not about.st_mode & 0o077
-            if stat.S_ISDIR(about.st_mode) and is_mine and json.loads(read_run_file(path, OWNER_FILE)) == _owner(run):
-                found.append(path)
-    return found
-
-
 def say_stopping(run: Path, text: str) -> None:
     """The driver ends the run, and waits for this: who asked with --stop reads it."""
-    write_whole(run / STOPPING_FILE, text)
+    write_atomically(run / STOPPING_FILE, text.encode(), mode=READ_WRITE, beneath=run)
 
 
 def goes_on(run: Path) -> None:
@@ -295,7 +248,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")
-    write_whole(run / WANTED_FILE, str(n_workers))
+    write_atomically(run / WANTED_FILE, str(n_workers).encode(), mode=READ_WRITE, beneath=run)
 
 
 def wanted_workers(run: Path) -> int | None:
@@ -330,8 +283,7 @@ def remove_leftovers(run: Path) -> int:
     for process in stuck:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    for directory in _ray_directories(run):
-        shutil.rmtree(directory, ignore_errors=True)
+    remove_ray_directories(run)
     driver = driver_of(run)
     if driver is not None and driver.host == socket.gethostname():
         (run / DRIVER_FILE).unlink(missing_ok=True)
@@ -365,15 +317,21 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all, for who reads it meanwhile, and if this process is killed meanwhile."""
-    unfinished, descriptor = _new_file_beside(path)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    unfinished.rename(path)
-
-
-def _new_file_beside(path: Path) -> tuple[Path, int]:
-    """Make a file that was not there, with a name that nobody can know before; a link that lies there is not followed."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    return unfinished, os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def _written(path: Path, text: str) -> TextIO:
+    """Write a file whole or not at all, and return it still open. A link that lies there is not followed. Raises StoreError."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")  # nobody can know it before
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = open(descriptor, "w")  # noqa: SIM115 - the caller closes it
+        try:
+            file.write(text)
+            file.flush()
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it writes once more, to the same disk
+                file.close()
+            raise
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}; free space or fix the permissions, then retry") from error
+    return file

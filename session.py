@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import parts
-from actors import Component, EngineLostError, EngineMemoryError, EngineStartError, Status
+from actors import Component, EngineLostError, EngineMemoryError, EngineStartError, PromptStuckError, Status
 from causes import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from configs import Config, is_offline, n_workers
 from coordinator_calls import CoordinatorCalls
@@ -231,6 +231,8 @@ class Session:
             self._lost(part, "lost touch with the coordinator" if isinstance(error, RayTaskError) else DIED)
         elif isinstance(cause, EngineLostError) and not self._will_never_start(cause):
             self._lost(part, f"lost its engine: {cause}")
+        elif isinstance(cause, PromptStuckError):
+            self._lost(part, f"hangs: {cause}")
         elif isinstance(cause, RankError):  # as if the learner itself had died
             self._lost(part, f"lost a rank: {cause}")
         else:

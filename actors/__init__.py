@@ -21,7 +21,7 @@ from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
 from actors.prompt import TEMPLATES, Answer, PromptForm, Template, Turn, images_fault, parse_action, render
 from actors.pulse import Component, Status
 from actors.resume import ResumePoint
-from actors.rollout import EpisodeIds, EpisodeRules, play_episode, request_seed
+from actors.rollout import EpisodeIds, EpisodeRules, PromptStuckError, play_episode, request_seed
 from actors.texts import sample_chats
 from actors.vllm_engine import EngineLostError, EngineMemoryError, EngineStartError
 from actors.weight_files import weight_files
@@ -46,6 +46,7 @@ __all__ = [
     "Policy",
     "Prompt",
     "PromptForm",
+    "PromptStuckError",
     "ResumePoint",
     "ScriptedPolicy",
     "Status",

@@ -37,6 +37,12 @@ class Tokenizer(Protocol):
 T = TypeVar("T")
 
 
+def where(tokenizer: Tokenizer) -> str:
+    """Return the setting that names the model of a tokenizer, with its value where that is known."""
+    path = str(getattr(tokenizer, "name_or_path", ""))
+    return f"model.path={path}" if path else "model.path"
+
+
 def longest_token(tokenizer: Tokenizer) -> int:
     """Return a bound of the characters of one token: n tokens never stand for more than n times as many.
 
@@ -79,8 +85,8 @@ class Chat:
         self._in_parts = False
         if fault := within(self._tried, seconds=TEMPLATE_TIMEOUT_S, late=self._never_ended):
             raise ValueError(
-                f"the chat template of the tokenizer in {self._where()} cannot be used ({fault}); take an instruction-tuned "
-                "model, or put a chat_template.jinja beside its tokenizer"
+                f"the chat template of the tokenizer in {where(self._tokenizer)} cannot be used ({fault}); take an "
+                "instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
             )
         self.opening = within(self._opening, seconds=TEMPLATE_TIMEOUT_S, late=self._never_ended)
 
@@ -103,14 +109,10 @@ class Chat:
         has_ended = bool(after) and token_ids[:1] == [after[-1]]
         return tuple(token_ids[has_ended:])
 
-    def _where(self) -> str:
-        path = str(getattr(self._tokenizer, "name_or_path", ""))
-        return f"model.path={path}" if path else "model.path"
-
     def _never_ended(self) -> str:
         return (
-            f"the chat template of the tokenizer in {self._where()} did not end within {TEMPLATE_TIMEOUT_S:g} s: it loops; "
-            "put a chat_template.jinja that does not beside its tokenizer"
+            f"the chat template of the tokenizer in {where(self._tokenizer)} did not end within {TEMPLATE_TIMEOUT_S:g} s: it "
+            "loops; put a chat_template.jinja that does not beside its tokenizer"
         )
 
     def _tried(self) -> str:

@@ -34,7 +34,7 @@ from actors.chat_reply import Reply, chat_completion, chunks, cut_reply
 from actors.chat_request import ChatRequest, RequestError, parse_request, refused
 from actors.conversation import Conversation, PromptTooLong
 from actors.policy import Completion, Policy, Prompt
-from actors.rollout import LONG_PROMPTS, EpisodeIds, EpisodeRules, completion_of, step_of
+from actors.rollout import LONG_PROMPTS, EpisodeIds, EpisodeRules, PromptStuckError, completion_of, step_of
 from configs import Config
 from envs import ClientSettings, Observation
 from store import Step, now_us, uid_text
@@ -68,10 +68,13 @@ class EndpointSettings:
 class Recording:
     """One episode: what it may still ask for, and the steps it has made. Unblocked by the policy."""
 
-    def __init__(self, ids: EpisodeIds, rules: EpisodeRules, conversation: Conversation, client: ClientSettings) -> None:
+    def __init__(
+        self, ids: EpisodeIds, rules: EpisodeRules, conversation: Conversation, client: ClientSettings, *, of: str
+    ) -> None:
         self.ids, self.rules, self.conversation, self.client = ids, rules, conversation, client
+        self.of = of  # for errors
         self.cut_off = ""  # why a request was refused that would have gone on for too long
-        self.failure: Exception | None = None  # of the policy
+        self.failure: Exception | None = None  # of the policy or the chat template
         self.is_over = False
         self.numbers = itertools.count()  # of completions, in the order they were asked for
         self.n_in_flight = 0
@@ -126,14 +129,14 @@ class Endpoint:
             await self._runner.cleanup()
 
     @contextmanager
-    def episode(self, ids: EpisodeIds, rules: EpisodeRules) -> Iterator[Recording]:
-        """Requests with its API key are recorded until the end of the `with` block; later ones are refused."""
+    def episode(self, ids: EpisodeIds, rules: EpisodeRules, *, of: str = "an episode") -> Iterator[Recording]:
+        """Record requests with its API key until the end of the `with` block; refuse later ones. `of` names it in errors."""
         number = next(self._numbers)
         client = ClientSettings(base_url=self.base_url, api_key=f"episode-{number}-{self._signature(number)}")
         conversation = Conversation(
             self.tokenizer, chat_variables=self.settings.chat_variables, max_characters=self._max_characters
         )
-        recording = self._open[number] = Recording(ids, rules, conversation, client)
+        recording = self._open[number] = Recording(ids, rules, conversation, client, of=of)
         try:
             yield recording
         finally:
@@ -207,8 +210,7 @@ class Endpoint:
         """Generates, cuts and records; returns the number of the first completion, all of them, and the prompt's length."""
         recording.refuse_beyond(asked.n)
         if asked.takes_long:  # beside the event loop, which has to say that the worker is alive
-            loop = asyncio.get_running_loop()
-            prompt_ids = await loop.run_in_executor(LONG_PROMPTS, self._prompt, recording, asked)
+            prompt_ids = await self._long_prompt(recording, asked)
             recording.refuse_beyond(asked.n)  # others may have been asked for meanwhile
         else:
             prompt_ids = self._prompt(recording, asked)
@@ -246,6 +248,13 @@ class Endpoint:
             )
             replies.append(reply)
         return numbers[0], replies, len(prompt_ids)
+
+    async def _long_prompt(self, recording: Recording, asked: ChatRequest) -> tuple[int, ...]:
+        try:
+            return await LONG_PROMPTS.make(lambda: self._prompt(recording, asked), tokenizer=self.tokenizer, of=recording.of)
+        except PromptStuckError as error:
+            recording.failure = error
+            raise RequestError(str(error), status=500, code="prompt_failed", param=None) from error
 
     def _prompt(self, recording: Recording, asked: ChatRequest) -> tuple[int, ...]:
         try:

@@ -22,15 +22,17 @@ async def play_program(
     A program that fails because it was refused a completion that would have been too many (`rules.max_steps`), too long for the
     model or too late was truncated: what it has done so far is the episode, not won. Raises EnvironmentDied, with program
     and task, if it fails in another way, has not ended `rules.episode_timeout_s` after its start, or asked for nothing;
-    whatever the policy raised, if that failed. Cancelled, it kills the program.
+    whatever the policy raised, if that failed; PromptStuckError for a chat template that loops.
+    Cancelled, it kills the program.
     """
-    with endpoint.episode(episode, rules) as recording:
+    of = f"program {pool.name!r} on task {task.split}/{task.id}"
+    with endpoint.episode(episode, rules, of=of) as recording:
         outcome = await _outcome(pool, recording, task=task)
         ended_us = now_us()
         steps = recording.steps()
     if not steps:
         why = recording.cut_off or "it made none; give client.base_url and client.api_key to the client it calls its model with"
-        message = f"program {pool.name!r} on task {task.split}/{task.id} got no chat completion: {why}{log_hint(pool.log)}"
+        message = f"{of} got no chat completion: {why}{log_hint(pool.log)}"
         raise EnvironmentDied(message, at_fault=True)
     return trajectory_of(
         _finished(steps, outcome, rules=rules, ended_us=ended_us),

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from actors.attempts import Progress
+from actors.chat import Tokenizer, where
 from actors.policy import Completion, Policy, Prompt
 from actors.prompt import Answer, PromptForm, Turn
 from actors.vllm_engine import EngineLostError
@@ -23,8 +24,56 @@ from configs import Config
 from envs import Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid
 
-# Tokenises long prompts, one after the other, while the event loop goes on: it has to say that the worker is alive.
-LONG_PROMPTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt")
+# For one long prompt. The largest budgets take tens of seconds, as a prompt is tokenised again for every cut that is tried.
+PROMPT_TIMEOUT_S = 300.0
+
+T = TypeVar("T")
+
+
+class PromptStuckError(RuntimeError):
+    """A prompt is not made in time. Its thread cannot be ended: end the process, and start a new worker."""
+
+
+class LongPrompts:
+    """Makes long prompts in a thread, one after the other. The event loop goes on: it says that the worker is alive."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt")
+        self._at: tuple[float, str] | None = None  # since when the thread makes a prompt, and why that may not end
+
+    async def make(self, prompt: Callable[[], T], *, tokenizer: Tokenizer, of: str) -> T:
+        """Return `prompt()`; `of` names the episode in errors. Unblocked by the thread.
+
+        Raises PromptStuckError if the prompt that the thread makes, this one or an earlier one,
+        takes longer than PROMPT_TIMEOUT_S. Its place in line does not count.
+        """
+
+        def timed() -> T:
+            self._at = (
+                time.monotonic(),
+                f"the prompt of {of} is not made after {PROMPT_TIMEOUT_S:g} s: the chat template of the "
+                f"tokenizer in {where(tokenizer)} loops; put a chat_template.jinja that does not beside it",
+            )
+            try:
+                return prompt()
+            finally:
+                self._at = None
+
+        making = asyncio.wrap_future(self._thread.submit(timed))
+        try:
+            while True:
+                at = self._at
+                left_s = PROMPT_TIMEOUT_S if at is None else at[0] + PROMPT_TIMEOUT_S - time.monotonic()
+                done, _ = await asyncio.wait({making}, timeout=max(0.0, left_s))
+                if done:
+                    return making.result()
+                if at is not None and at is self._at and left_s <= 0:
+                    raise PromptStuckError(at[1])
+        finally:
+            making.cancel()
+
+
+LONG_PROMPTS = LongPrompts()
 
 
 class AsyncEnvironment(Protocol):
@@ -88,7 +137,8 @@ async def play_episode(
     """Plays until the environment ends or `max_steps` actions were taken; every action is one Step.
 
     Where a deadline of `rules` passes the episode ends with the steps it has, the last one truncated. EpisodeOverdue if it
-    has none; EnvironmentDied, as the environment raises it; EngineLostError, where the policy's answer was aborted; ValueError,
+    has none; EnvironmentDied, as the environment raises it; EngineLostError, where the policy's answer was aborted;
+    PromptStuckError, where a prompt's chat template loops; ValueError,
     which names environment, task and step, for an observation that no prompt can be made of.
     """
     steps: list[Step] = []
@@ -129,13 +179,14 @@ async def play_episode(
 
 
 async def _prompt(form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task) -> Prompt:
+    of = f"{task.env_name} task {task.id!r}, step {len(history)}"
     try:
         if form.takes_long(observation, history):
-            making = asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, form.prompt, observation, tuple(history))
-            return await making
+            past = tuple(history)
+            return await LONG_PROMPTS.make(lambda: form.prompt(observation, past), tokenizer=form.tokenizer, of=of)
         return form.prompt(observation, history)
     except ValueError as error:  # mostly of images, which an environment may show at any step
-        raise ValueError(f"{task.env_name} task {task.id!r}, step {len(history)}: {error}") from error
+        raise ValueError(f"{of}: {error}") from error
 
 
 def trajectory_of(steps: Sequence[Step], *, task: Task, episode: EpisodeIds, won: bool, task_score: float | None) -> Trajectory:

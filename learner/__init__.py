@@ -7,7 +7,7 @@ minimising what `objective.py` reads off the config. `guards.py` looks at the ou
 `publish.py` writes weights (over old ones, `spare.py`), `broadcast.py` sends them, `checkpoint.py` writes what a restart needs,
 with `directories.py` and `shards.py`. `vision.py` (with `row_images.py`) is for models that see images, `lora.py` adapts,
 `tiny_model.py` makes a base policy where there is none. `export.py` and `replay.py` are `python -m learner`: what was learned
-for other programs, and learner steps again, which `explain.py` shows.
+for other programs, and learner steps again, which `explain.py` shows. `ray_directory.py` is where a private Ray lives.
 """
 
 from importlib import import_module
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from learner.objective import advantage_settings, with_published
     from learner.process import LEARNER_STEP, RAY_HIDES_GPUS, LearnerActor, LearnerSetup, RankError, ray_token
     from learner.publish import copy_weights, write_weights
+    from learner.ray_directory import make_ray_directory, remove_ray_directories, started_ticks
     from learner.selection import check_train_on
     from learner.tiny_model import make_tiny_model, train_tokenizer
 else:
@@ -44,7 +45,10 @@ else:
         "export_version": "export",
         "find_version": "export",
         "make_tiny_model": "tiny_model",
+        "make_ray_directory": "ray_directory",
         "ray_token": "process",
+        "remove_ray_directories": "ray_directory",
+        "started_ticks": "ray_directory",
         "train_tokenizer": "tiny_model",
         "with_published": "objective",
         "write_weights": "publish",
@@ -73,8 +77,11 @@ __all__ = [
     "export_checkpoint",
     "export_version",
     "find_version",
+    "make_ray_directory",
     "make_tiny_model",
     "ray_token",
+    "remove_ray_directories",
+    "started_ticks",
     "train_tokenizer",
     "with_published",
     "write_weights",

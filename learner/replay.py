@@ -36,6 +36,7 @@ from learner.explain import Explanation, explain, reasons, table
 from learner.metrics import timeless_metrics
 from learner.process import RAY_HIDES_GPUS, ray_token
 from learner.ranks import Ranks
+from learner.ray_directory import make_ray_directory, remove_ray_directories
 from learner.source import ready_batch, source_of
 from printable import plain_console
 from store import CheckpointRecord, RunLayout, VersionRecord, published_version, read_run_file, restart_points, trained_step
@@ -125,7 +126,10 @@ def replayed(
     disable_progress_bar()  # of loading the model
     source = source_of(config, layout, claim=lambda version: None)
     prepare_advantages(source.advantages)
-    with _scratch(layout) as scratch, _ranks(replace(config, run_dir=str(scratch)), model_path=model_path) as ranks:
+    with (
+        _scratch(layout) as scratch,
+        _ranks(replace(config, run_dir=str(scratch)), model_path=model_path, run=layout.root) as ranks,
+    ):
         start = _restored(layout, ranks, before=first, model_path=model_path, scratch=scratch)
         say(start.what)
         if not start.same:
@@ -188,9 +192,9 @@ def _scratch(layout: RunLayout) -> Iterator[Path]:
 
 
 @contextmanager
-def _ranks(config: Config, *, model_path: Path) -> Iterator[Ranks]:
+def _ranks(config: Config, *, model_path: Path, run: Path) -> Iterator[Ranks]:
     """As many as the run had; several need a Ray of their own."""
-    with _private_ray() if config.learner.ranks > 1 else nullcontext():
+    with _private_ray(run) if config.learner.ranks > 1 else nullcontext():
         ranks = Ranks(config, model_path=str(model_path))
         try:
             yield ranks
@@ -199,9 +203,13 @@ def _ranks(config: Config, *, model_path: Path) -> Iterator[Ranks]:
 
 
 @contextmanager
-def _private_ray() -> Iterator[None]:
-    """Start a Ray whose directory no other user can enter, and remove both at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="replay-ray-", dir="/tmp"))  # names of sockets must be short
+def _private_ray(run: Path) -> Iterator[None]:
+    """Start a Ray whose directory no other user can enter, and remove both at the end.
+
+    What a killed replay of the run left is removed first.
+    """
+    remove_ray_directories(run)
+    directory = make_ray_directory(run)
     os.environ.update(RAY_HIDES_GPUS)
     try:
         with ray_token(directory):

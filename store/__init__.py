@@ -26,11 +26,13 @@ if TYPE_CHECKING:
         VersionRecord,
     )
     from store.clock import now_us
+    from store.durable import READ_WRITE, write_atomically
     from store.errors import DigestError, FencedError, FormatError, LockedError, StoreError, UnavailableError
     from store.exchange import live_files
     from store.forked import fork
     from store.hashing import files_digest, state_hash, uid, whole_text
     from store.heartbeat import Heartbeat
+    from store.json_values import parse_object
     from store.layout import FORMAT_VERSION, RunLayout, read_run_file
     from store.logs import capture_output
     from store.made_by import made_by_this_user, sign_run
@@ -79,6 +81,7 @@ else:
         "MaintainerSettings": "upkeep.maintainer",
         "Metric": "reading.trained",
         "MetricChanges": "reading.trained",
+        "READ_WRITE": "durable",
         "Reader": "reading.reader",
         "RollBack": "catalog.records",
         "RunLayout": "layout",
@@ -110,6 +113,7 @@ else:
         "metrics_since": "reading.trained",
         "now_us": "clock",
         "open": "reading.reader",
+        "parse_object": "json_values",
         "parse_source": "stored_source",
         "publish_directory": "transfer",
         "published_version": "reading.trained",
@@ -126,6 +130,7 @@ else:
         "uid": "hashing",
         "uid_text": "records",
         "whole_text": "hashing",
+        "write_atomically": "durable",
         "write_open_sql": "reading.query",
         "write_segment": "segments",
     }
@@ -143,6 +148,7 @@ else:
 __all__ = [
     "COMPACTION_POLICY",
     "FORMAT_VERSION",
+    "READ_WRITE",
     "SEGMENT_SCHEMA",
     "Batch",
     "Catalog",
@@ -194,6 +200,7 @@ __all__ = [
     "metrics_since",
     "now_us",
     "open",
+    "parse_object",
     "parse_source",
     "publish_directory",
     "published_version",
@@ -210,6 +217,7 @@ __all__ = [
     "uid",
     "uid_text",
     "whole_text",
+    "write_atomically",
     "write_open_sql",
     "write_segment",
 ]

@@ -176,10 +176,10 @@ FOR_REBUILD = {  # repair does not guess which of two records is right
 
 
 @contextmanager
-def no_file_may_grow() -> Iterator[None]:
-    """Writing beyond 4 KiB of any file fails, as it does on a full disk."""
+def no_file_may_grow(beyond: int = 4096) -> Iterator[None]:
+    """Writing beyond so many bytes of any file fails, as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (beyond, hard))
     try:
         yield
     finally:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import PromptForm, Turn
+from actors import PromptForm, PromptStuckError, Turn
 from actors import prompt as prompt_module
+from actors import rollout as rollout_module
+from actors.endpoint import Endpoint, EndpointSettings
 from actors.policy import Prompt, ScriptedPolicy
+from actors.program import play_program
 from actors.rollout import play_episode
 from actors.template import shortened
 from configs import PromptConfig
-from envs import Observation, Task, Transition
+from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition
 from tests.chat_samples import IDS, rules, tokenizer
 
 UNLIMITED = 10**12
@@ -85,19 +90,103 @@ def test_a_text_of_any_length_is_bounded_work(seen: Observation, style: str) -> 
 def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
     counting = Counting()
     form = PromptForm(counting, settings("window", 4000))
-
-    class Wordy:
-        async def reset(self, task: Task) -> Observation:
-            return Observation(text="a room. " * 20_000, actions=("wait",))
-
-        async def step(self, action: str) -> Transition:
-            return Transition(observation=Observation(text="done"), reward=1.0, terminated=True, truncated=False, won=True)
-
     policy = ScriptedPolicy(form.encode_answer)
     trajectory = asyncio.run(play_episode(Wordy(), policy, form, task=TASK, episode=IDS, rules=rules()))
     assert len(trajectory.steps[0].prompt_ids) <= 4000
     assert counting.longest > prompt_module.LONG_CHARACTERS
     assert counting.thread is not threading.main_thread()
+
+
+class Wordy:
+    """Shows a long text."""
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(text="a room. " * 20_000, actions=("wait",))
+
+    async def step(self, action: str) -> Transition:
+        return Transition(observation=Observation(text="done"), reward=1.0, terminated=True, truncated=False, won=True)
+
+
+class Looping(Counting):
+    """A tokenizer whose chat template does not end for a long text, until the test ends it."""
+
+    name_or_path = "models/odd"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ended = threading.Event()
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        if sum(len(message["content"]) for message in conversation) > prompt_module.LONG_CHARACTERS:
+            self.is_ended.wait()
+        return super().apply_chat_template(conversation, **options)
+
+
+@pytest.fixture
+def looping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looping]:
+    monkeypatch.setattr(rollout_module, "PROMPT_TIMEOUT_S", 0.2)
+    made = Looping()
+    yield made
+    made.is_ended.set()
+
+
+LOOPS = re.compile(r"^the prompt of (.*) is not made after 0.2 s: the chat template of .*model.path=models/odd loops; put a")
+
+
+def test_a_template_that_loops_ends_the_worker_by_name(looping: Looping) -> None:
+    """Also the episodes behind it: what they are told names the one that is stuck."""
+    form = PromptForm(looping, settings("window", 4000))
+    policy = ScriptedPolicy(form.encode_answer)
+
+    async def episodes() -> list[Any]:
+        tasks = [replace(TASK, id=name) for name in ("one", "two")]
+        playing = [play_episode(Wordy(), policy, form, task=task, episode=IDS, rules=rules()) for task in tasks]
+        return await asyncio.wait_for(asyncio.gather(*playing, return_exceptions=True), timeout=60)
+
+    errors = asyncio.run(episodes())
+    assert [type(error) for error in errors] == [PromptStuckError, PromptStuckError]
+    assert {LOOPS.findall(str(error))[0] for error in errors} == {"long task 'one', step 0"}
+
+
+def test_a_prompt_that_waits_for_others_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many long prompts each is made in time. The last one waits for much longer."""
+    monkeypatch.setattr(rollout_module, "PROMPT_TIMEOUT_S", 2.0)
+    prompts = rollout_module.LongPrompts()
+    pause = threading.Event()
+
+    async def made() -> list[bool]:
+        return await asyncio.gather(*(prompts.make(lambda: pause.wait(0.1), tokenizer=tokenizer(), of="x") for _ in range(21)))
+
+    assert asyncio.run(made()) == [False] * 21
+
+
+def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name(looping: Looping) -> None:
+    class Asks:
+        """Of a ProgramPool: a program that asks once, with a long message."""
+
+        name, log = "asker", None
+
+        async def run(self, task: Task, client: ClientSettings, *, deadline_s: float) -> Outcome:
+            body = {"model": "m", "messages": [{"role": "user", "content": "x" * 20_000}]}
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            url = f"{client.base_url}/chat/completions"
+            async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:
+                told = await answer.json()
+            raise EnvironmentDied(told["error"]["code"], at_fault=True)
+
+    async def episode() -> None:
+        chat = EndpointSettings(model="m", max_response_tokens=9, max_model_tokens=90_000, chat_variables={})
+        endpoint = Endpoint(ScriptedPolicy(lambda text: []), looping, chat)
+        await endpoint.start()
+        try:
+            pool: Any = Asks()
+            await asyncio.wait_for(play_program(pool, endpoint, task=TASK, episode=IDS, rules=rules()), timeout=60)
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(PromptStuckError, match=LOOPS) as raised:
+        asyncio.run(episode())
+    assert LOOPS.findall(str(raised.value)) == ["program 'asker' on task train/long"]
 
 
 long_texts = st.builds(lambda text, n: text * n, st.text("ab \n'{}7", max_size=40), st.sampled_from([1, 1, 3, 60]))

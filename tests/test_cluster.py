@@ -21,7 +21,7 @@ from ray.exceptions import AuthenticationError
 import cluster
 from cluster import AUTHENTICATION_HINT
 from configs import ConfigError
-from runs import RAY_DIRECTORY
+from learner.ray_directory import RAY_DIRECTORY
 from stopping import REPEAT_S, STOP_SIGNALS, stop_held_back
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ import train
 from actors import Coordinator
 from configs import Config, ConfigError
 from learner.restored import restored_lines
-from store import FormatError, RollBack, RunLayout, write_open_sql
+from store import FormatError, RollBack, RunLayout, StoreError, write_open_sql
 from tests.fault_runs import ROOT, processes_of, untrained_model
 from tests.killed_runs import (
     SIMULATED,
@@ -30,6 +30,7 @@ from tests.killed_runs import (
     staleness_violations,
     trained_twice,
 )
+from tests.store_damage import no_file_may_grow
 from tests.test_actors_coordinator import make_config, play, publish
 from tests.test_run import rows
 
@@ -58,6 +59,18 @@ def test_a_run_goes_on_with_the_settings_of_its_newest_start(config: Config) -> 
     assert resume.load(run, []).learner.steps == 500
     (run / resume.CONFIG_FILE).unlink()  # of an older train.py: run.json has those of the first start
     assert resume.load(run, []) == config
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_older_files(config: Config) -> None:
+    run = Path(config.run_dir)
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    with no_file_may_grow(0), pytest.raises(StoreError, match=r"^cannot write .*: File too large; free space"):
+        resume.remember(replace(config, seed=7))
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    (run / resume.OUTSIDE_FILE).unlink()
+    with no_file_may_grow(0), pytest.raises(StoreError, match="outside.json: File too large"):
+        resume.remember(config)
+    assert not list(run.glob("*outside*"))
 
 
 def test_what_is_no_run_or_names_another_directory_is_one_line(tmp_path: Path, config: Config) -> None:

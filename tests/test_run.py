@@ -27,6 +27,7 @@ import train
 from configs import Config
 from learner.batch import micro_batches
 from learner.engine import Engine
+from learner.ray_directory import RAY_DIRECTORY
 from store import RunLayout
 from store.reading.query import connect
 from tests.curves_read import in_store, in_tensorboard
@@ -74,7 +75,7 @@ class Before:
 
 def left_since(before: Before, driver: int) -> list[str]:
     """Of Ray's sessions only those of our driver's number: another run on the same machine is not our litter."""
-    sessions = [path.name for path in Path("/tmp").glob(f"{runs.RAY_DIRECTORY}{driver}-*")]
+    sessions = [path.name for path in Path("/tmp").glob(f"{RAY_DIRECTORY}{driver}-*")]
     return [*map(str, Before.now().pids - before.pids), *litter(before.shared_memory), *sessions]
 
 

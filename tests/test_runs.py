@@ -21,10 +21,12 @@ from rich.console import Console
 import configs
 import runs
 import train
-from runs import DRIVER_FILE, RUN_MARK, driver_of, driving, make_ray_directory, remove_leftovers, started_ticks
+from learner import make_ray_directory, ray_directory, replay
+from runs import DRIVER_FILE, RUN_MARK, driver_of, driving, remove_leftovers, started_ticks
 from stopping import REPEAT_S, Interrupt
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
+from tests.store_damage import no_file_may_grow
 from tests.store_runs import make_run, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,6 +168,18 @@ def test_a_run_that_plays_nothing_takes_no_workers(tmp_path: Path, capsys: pytes
     assert "plays nothing (stored.share=1)" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with no_file_may_grow(0), pytest.raises(StoreError, match=r"cannot write .*driver.json: File too large; free space"):
+        driving(run).__enter__()
+    with driving(run):
+        for full in (lambda: runs.say_stopping(run, "ends"), lambda: runs.ask_for_workers(run, 2)):
+            with no_file_may_grow(0), pytest.raises(StoreError, match=r"cannot write .*: File too large; free space"):
+                full()
+        assert [path.name for path in run.iterdir()] == [DRIVER_FILE]
+    assert not list(run.iterdir())
+
+
 def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     mine, others = make_ray_directory(tmp_path / "run"), make_ray_directory(tmp_path / "run2")
@@ -178,15 +192,71 @@ def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None
     assert not others.exists()
 
 
+MAKE = """
+import sys, time
+from pathlib import Path
+from learner import make_ray_directory, ray_directory
+ray_directory.RAY_DIRECTORIES = Path(sys.argv[1])
+print(make_ray_directory(Path(sys.argv[2])), flush=True)
+time.sleep(600)
+"""
+
+
+def private_ray_directories(here: Path, run: Path, sleepers: list[subprocess.Popen[bytes]]) -> Path:
+    """Return the directory that a process made which is still there."""
+    sleepers.append(subprocess.Popen([sys.executable, "-c", MAKE, str(here), str(run)], stdout=subprocess.PIPE, cwd=ROOT))
+    assert sleepers[-1].stdout is not None
+    return Path(sleepers[-1].stdout.readline().decode().strip())
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_what_a_killed_replay_left_is_removed_by_the_next_one_and_by_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: list[subprocess.Popen[bytes]], is_reaped: bool
+) -> None:
+    """Not what a replay has that is still at work, or one of another run."""
+    monkeypatch.setattr(ray_directory, "RAY_DIRECTORIES", tmp_path)
+    run, seen = tmp_path / "run", []
+
+    def of_a_replay(**options: object) -> None:
+        (mine,) = tmp_path.glob(f"{ray_directory.RAY_DIRECTORY}{os.getpid()}-*")
+        assert mine.stat().st_mode & 0o777 == 0o700 and (mine / "owner.json").is_file() and (mine / "token").is_file()
+        seen.append(mine)
+
+    def replays() -> None:
+        with replay._private_ray(run):
+            pass
+        assert not seen.pop().exists()
+
+    monkeypatch.setattr(replay.ray, "init", of_a_replay)
+    for removes in (replays, lambda: remove_leftovers(run)):
+        left, others = (private_ray_directories(tmp_path, of, sleepers) for of in (run, tmp_path / "run2"))
+        removes()
+        assert left.is_dir() and others.is_dir()
+        sleepers[-2].kill()
+        if is_reaped:
+            sleepers[-2].wait()
+        else:  # a process that has ended, and that its parent has not asked yet how
+            os.waitid(os.P_PID, sleepers[-2].pid, os.WEXITED | os.WNOWAIT)
+        removes()
+        assert not left.exists() and others.is_dir()
+
+
+def test_a_full_disk_at_a_ray_directory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_directory, "RAY_DIRECTORIES", tmp_path)
+    with no_file_may_grow(0), pytest.raises(StoreError, match=r"cannot write .*owner.json: File too large; free space"):
+        make_ray_directory(tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_ray_directory_that_another_user_made_or_that_is_a_link_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "RAY_DIRECTORIES", tmp_path)
+    monkeypatch.setattr(ray_directory, "RAY_DIRECTORIES", tmp_path)
     open_to_all = make_ray_directory(tmp_path / "run")
     open_to_all.chmod(0o777)
     elsewhere = tmp_path / "precious"
     make_ray_directory(tmp_path / "run").rename(elsewhere)
-    link = tmp_path / f"{runs.RAY_DIRECTORY}1-link"
+    link = tmp_path / f"{ray_directory.RAY_DIRECTORY}1-link"
     link.symlink_to(elsewhere)
     foreign = make_ray_directory(tmp_path / "run")
     if os.geteuid() == 0:

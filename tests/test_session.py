@@ -27,7 +27,16 @@ import parts
 import session as session_module
 import stopping
 import train
-from actors import ENGINE_SOCKETS, Component, Coordinator, EngineLostError, EngineMemoryError, EngineStartError, PromptForm
+from actors import (
+    ENGINE_SOCKETS,
+    Component,
+    Coordinator,
+    EngineLostError,
+    EngineMemoryError,
+    EngineStartError,
+    PromptForm,
+    PromptStuckError,
+)
 from causes import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from cluster import DRIVER_DIRECTORY, ray_cluster
 from configs import PromptConfig
@@ -213,6 +222,7 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
         ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [RayActorError()])), "lost touch with the coordinator"),
         (LEARNER, as_ray_passes_it_on(RankError("rank 1 of the learner died")), "lost a rank: rank 1 of the learner died"),
         (LEARNER, as_ray_passes_it_on(RankError("its GPU is full")), "lost a rank: its GPU is full"),
+        ("worker-0", as_ray_passes_it_on(ExceptionGroup("", [PromptStuckError("it loops")])), "worker-0 hangs: it loops"),
         ("worker-0", as_ray_passes_it_on(EngineMemoryError("no room")), "lost its engine: no room"),
     ],
 )
