@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from store.forked import fork
     from store.hashing import files_digest, state_hash, uid, whole_text
     from store.heartbeat import Heartbeat
+    from store.json_values import parse_object
     from store.layout import FORMAT_VERSION, RunLayout, read_run_file
     from store.logs import capture_output
     from store.made_by import made_by_this_user, sign_run
@@ -110,6 +111,7 @@ else:
         "metrics_since": "reading.trained",
         "now_us": "clock",
         "open": "reading.reader",
+        "parse_object": "json_values",
         "parse_source": "stored_source",
         "publish_directory": "transfer",
         "published_version": "reading.trained",
@@ -194,6 +196,7 @@ __all__ = [
     "metrics_since",
     "now_us",
     "open",
+    "parse_object",
     "parse_source",
     "publish_directory",
     "published_version",
