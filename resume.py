@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +19,16 @@ from pathlib import Path
 import configs
 from configs import Config, ConfigError
 from standing import CONFIG_FILE
-from store import READ_WRITE, RunLayout, check_trusted, made_by_this_user, read_run_file, sign_run, write_atomically
+from store import (
+    READ_WRITE,
+    RunLayout,
+    check_trusted,
+    made_by_this_user,
+    parse_object,
+    read_run_file,
+    sign_run,
+    write_atomically,
+)
 
 OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
@@ -37,17 +44,11 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     check_trusted(run)
     if any(text.partition("=")[0] == "run_dir" for text in overrides):
         raise ConfigError(f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory if you like")
-    newest = run / CONFIG_FILE
-    with suppress(FileNotFoundError):
-        read_run_file(run, CONFIG_FILE)  # a link, a FIFO or a file of size is refused
-    if newest.is_file():
-        config = configs.load_stored(newest, overrides)
-    else:  # of a run that an older train.py made
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(layout.info.config_yaml)
-            file.flush()
-            config = configs.load_stored(file.name, overrides)
-    return replace(config, run_dir=str(run))
+    try:
+        text, name = read_run_file(run, CONFIG_FILE), str(run / CONFIG_FILE)
+    except FileNotFoundError:  # of a run that an older train.py made
+        text, name = layout.info.config_yaml, f"the config in {layout.run_json}"
+    return replace(configs.load_stored(text, overrides, name=name), run_dir=str(run))
 
 
 def remember(config: Config) -> None:
@@ -73,7 +74,7 @@ def differences(config: Config, recorded: Config) -> list[str]:
     changed = configs.differences(recorded, config)
     path = Path(config.run_dir) / OUTSIDE_FILE
     try:
-        marks = json.loads(read_run_file(path.parent, OUTSIDE_FILE))
+        marks = parse_object(read_run_file(path.parent, OUTSIDE_FILE))
     except (FileNotFoundError, NotADirectoryError):
         marks = {}
     except ValueError as error:

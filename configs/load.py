@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -73,15 +73,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a missing file, an unknown key (with the nearest match), a wrong type, or a combination that
     `check` refuses.
     """
-    return _loaded(path, overrides, parse=parse_settings)
+    if Path(path).is_dir():
+        raise ConfigError(f"{path} is a directory, not a config file; give a YAML file, e.g. configs/key_room.yaml")
+    if not Path(path).is_file():
+        known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
+        raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    return _checked(parse_settings(text, name=str(path)), overrides, name=str(path))
 
 
-def load_stored(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config that a run keeps in `path`, with `key=value` overrides on top. The file may be a stranger's.
+def load_stored(text: str, overrides: Sequence[str] = (), *, name: str) -> Config:
+    """Return the config that a run keeps, with `key=value` overrides on top. The text may be a stranger's.
 
-    Raises ConfigError as `load` does, and for text that `to_yaml` never writes.
+    Raises ConfigError as `load` does, and for text that `to_yaml` never writes. Errors call the text `name`.
     """
-    return _loaded(path, overrides, parse=parse_stored)
+    return _checked(parse_stored(text, name=name), overrides, name=name)
 
 
 def parse_settings(text: str, *, name: str) -> DictConfig:
@@ -148,18 +158,9 @@ def _interpolations(content: object, prefix: str = "") -> Iterator[str]:
         yield from _interpolations(value, f"{prefix}{key}.")
 
 
-def _loaded(path: str | Path, overrides: Sequence[str], *, parse: Callable[..., DictConfig]) -> Config:
-    if Path(path).is_dir():
-        raise ConfigError(f"{path} is a directory, not a config file; give a YAML file, e.g. configs/key_room.yaml")
-    if not Path(path).is_file():
-        known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
-        raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
-    layers: list[DictConfig | ListConfig] = [_with_new_names(parse(text, name=str(path)))]
+def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Config:
+    """Return the config of these settings with the overrides on top. Raises ConfigError, which calls the settings `name`."""
+    layers: list[DictConfig | ListConfig] = [_with_new_names(settings)]
     layers.append(_overrides([_checked_override(text) for text in overrides]))
     if any(text.startswith("env.options=") for text in overrides):  # another environment's options are not added to
         OmegaConf.update(layers[0], "env.options", {}, merge=False)
@@ -168,7 +169,7 @@ def _loaded(path: str | Path, overrides: Sequence[str], *, parse: Callable[..., 
             _check_key(key)
         for key in ("source", "loss.corrections"):
             check_is_list(key, OmegaConf.select(layer, key))
-    config = _merged(*layers, path=path, overrides=overrides)
+    config = _merged(*layers, name=name, overrides=overrides)
     check(config)
     return config
 
@@ -213,21 +214,19 @@ def _may_change(key: str) -> bool:
     return key in MAY_CHANGE or key.startswith(("alarms.", "supervision."))
 
 
-def _merged(
-    file: DictConfig | ListConfig, given: DictConfig | ListConfig, *, path: str | Path, overrides: Sequence[str]
-) -> Config:
+def _merged(file: DictConfig | ListConfig, given: DictConfig | ListConfig, *, name: str, overrides: Sequence[str]) -> Config:
     """Raises ConfigError with what is to blame: the file, or the override of the key that OmegaConf names."""
     unfit = (OmegaConfBaseException, TypeError)  # TypeError: a list where a section is wanted
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), file)
     except unfit as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
+        raise ConfigError(f"{name}: {_one_line(error)}") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(merged, given))
     except unfit as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
         blamed = [text for text in overrides if re.match(rf"{re.escape(text.partition('=')[0])}([.\[]|$)", key)]
-        raise ConfigError(f"{' '.join(blamed[-1:] or overrides or [str(path)])}: {_said(error)}") from None
+        raise ConfigError(f"{' '.join(blamed[-1:] or overrides or [name])}: {_said(error)}") from None
     assert isinstance(config, Config)
     return config
 

@@ -161,10 +161,7 @@ def replayed(
 
 
 def _config(layout: RunLayout, settings: Sequence[str]) -> Config:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(layout.info.config_yaml)
-        file.flush()
-        return configs.load_stored(file.name, settings)
+    return configs.load_stored(layout.info.config_yaml, settings, name=f"the config of {layout.root}")
 
 
 def _check_possible(config: Config, *, explains: bool) -> None:

@@ -28,6 +28,7 @@ FOLLOWED = {
     "prompt.template": "reads the template",
     "store.uri": "reads and writes, with your credentials,",
     "endpoint.url": "sends texts to",
+    "endpoint.api_key_env": "sends the secret in the variable",
     "source": "reads the runs",
 }
 SHOWN_CHARACTERS, SHOWN_ITEMS = 200, 8  # of one setting

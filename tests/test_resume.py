@@ -73,6 +73,32 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_files(config: Config) -> N
     assert not list(run.glob("*outside*"))
 
 
+def test_the_settings_are_read_once(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever may write in the directory could put another file there after each look at it."""
+    run, path = Path(config.run_dir), Path(config.run_dir) / resume.CONFIG_FILE
+    read = resume.read_run_file
+
+    def read_then_replaced(run: Path, name: str) -> str:
+        text = read(run, name)
+        (tmp_path / "other.yaml").write_text(text.replace("seed: 5", "seed: 6"))
+        path.unlink()
+        path.symlink_to(tmp_path / "other.yaml")
+        return text
+
+    monkeypatch.setattr(resume, "read_run_file", read_then_replaced)
+    assert resume.load(run, []).seed == 5
+
+
+@pytest.mark.parametrize("text", ['["model.path"]', '{"a":' * 100_000, "7", "{"])
+def test_a_damaged_outside_json_is_one_line(config: Config, text: str) -> None:
+    path = Path(config.run_dir) / resume.OUTSIDE_FILE
+    path.unlink()
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"outside\.json is not readable .* remove it") as refused:
+        resume.differences(config, config)
+    assert "\n" not in str(refused.value)
+
+
 def test_what_is_no_run_or_names_another_directory_is_one_line(tmp_path: Path, config: Config) -> None:
     with pytest.raises(FormatError, match="is not a run directory"):
         resume.load(tmp_path / "nowhere", [])

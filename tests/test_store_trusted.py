@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +21,10 @@ import resume
 import store.trusted
 import train
 from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
+from store.trusted import FOLLOWED
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PAYLOAD = """
 from pathlib import Path
@@ -132,6 +139,40 @@ def test_a_run_on_read_only_media_is_trusted_for_one_command(strangers: Path, mo
     trust(strangers)
     check_trusted(strangers)
     assert not made_by_this_user(strangers)
+
+
+# Settings that are texts, or have texts in them, and name nothing outside of the run that would be followed.
+RUN_DIR = "run_dir"  # the directory that the user gives counts
+WORDS = {  # one of a few words each, checked by configs
+    *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
+    *("prompt.style", "prompt.parser", "prompt.invalid"),
+    *(f"algorithm.{name}" for name in ("estimator", "normalise", "weighting", "signal", "anchor", "anchor_versions")),
+    *(f"loss.{name}" for name in ("policy", "corrections", "proximal", "aggregation", "kl")),
+}
+CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}  # of prompts, and of requests to endpoint.url, which is shown
+QUERIES = {"stored.order", "stored.train_on"}  # SQL: executed in a process that can read the sources and nothing else
+
+
+def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from settings_with_texts(value, f"{prefix}{field.name}.")
+        elif "str" in str(field.type) or "Any" in str(field.type):
+            yield f"{prefix}{field.name}"
+
+
+def test_every_setting_that_names_something_outside_is_shown() -> None:
+    """A new setting with a text in it has to be put in FOLLOWED, or above with the reason why not."""
+    harmless = {RUN_DIR, *WORDS, *CONTENT, *QUERIES}
+    assert set(settings_with_texts(configs.Config())) == harmless | set(FOLLOWED)
+    assert not harmless & set(FOLLOWED)
+
+
+def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:
+    (strangers / "config.yaml").write_text("endpoint: {url: 'http://x/v1', api_key_env: AWS_SECRET_ACCESS_KEY}\n")
+    with pytest.raises(StoreError, match="sends the secret in the variable 'AWS_SECRET_ACCESS_KEY'"):
+        check_trusted(strangers)
 
 
 def test_what_is_no_run_is_not_trusted(tmp_path: Path) -> None:

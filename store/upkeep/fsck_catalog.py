@@ -159,7 +159,7 @@ RULES = (
 
 
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
-    """Whether this is a whole SQLite file, and this run's. FormatError if it is of a newer format."""
+    """Whether this is a whole SQLite file, and this run's. NewerFormatError if it is of a newer format."""
     damage = _damage(connection)
     remedy = f"python -m store rebuild {layout.root}, or put a backup back"
     if damage:
