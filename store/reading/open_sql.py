@@ -11,7 +11,7 @@ import duckdb
 from store.beneath import is_file, read_text
 from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
-from store.layout import RunLayout
+from store.layout import RUN_ID, RunLayout
 
 SOURCES = Path(__file__).with_name("sources.sql")
 VIEWS = Path(__file__).with_name("views.sql")
@@ -29,7 +29,7 @@ _LITERAL = r"'(?:[^'\n]|'')*'"  # of SQL, in one line
 PLACE_UNCHANGED = re.compile(
     rf"{re.escape(RUN_LINE)}\n|"
     + re.escape(PLACED.format(run_id="RUN_ID", run_json="LITERAL", root="LITERAL"))
-    .replace("RUN_ID", "[0-9a-f]{32}")
+    .replace("RUN_ID", RUN_ID.pattern)
     .replace("LITERAL", _LITERAL)
 )
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"

@@ -30,7 +30,7 @@ from store.reading.exported import read_exported
 from store.upkeep.repair import quarantine
 
 CONFIG_FILE = "config.yaml"  # the settings of the newest start, as train.py writes them
-FORKED = re.compile(r"at learner step (\d+), run ([0-9a-f]{32}), version \d+$")  # of the event that a fork writes
+FORKED = re.compile(rf"at learner step (\d+), run ({RUN_ID.pattern}), version \d+$")  # of the event that a fork writes
 STORAGE_URI = re.compile(r"^\s+uri:[ \t]*['\"]?([a-z0-9]+:/[^\s'\"]*)", re.MULTILINE)
 FILES_ASKED = 100  # segments that are asked whose they are
 
