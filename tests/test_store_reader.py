@@ -29,7 +29,7 @@ from store import (
     write_segment,
 )
 from store.__main__ import main
-from store.reading.open_sql import RUN_LINE, fixed, move, quoted
+from store.reading.open_sql import RUN_LINE, fixed, move, sql_literal
 from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.store_samples import make_trajectory, open_train_group, play
@@ -184,7 +184,7 @@ def test_an_open_sql_of_an_older_code_is_read_and_moved(full: RunLayout, monkeyp
     assert RUN_LINE in older
     full.open_sql.write_text(older)
     assert query(full, "SELECT count(*) FROM steps") == [(12,)]
-    assert move(full) and quoted(full.root) in full.open_sql.read_text()
+    assert move(full) and sql_literal(full.root) in full.open_sql.read_text()
 
 
 def test_generation_overlap_is_the_covered_part_of_the_training_time(full: RunLayout) -> None:

@@ -11,7 +11,7 @@ import duckdb
 from store.beneath import is_file, read_text
 from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
-from store.layout import RunLayout
+from store.layout import RUN_ID, RunLayout
 
 SOURCES = Path(__file__).with_name("sources.sql")
 VIEWS = Path(__file__).with_name("views.sql")
@@ -29,7 +29,7 @@ _LITERAL = r"'(?:[^'\n]|'')*'"  # of SQL, in one line
 PLACE_UNCHANGED = re.compile(
     rf"{re.escape(RUN_LINE)}\n|"
     + re.escape(PLACED.format(run_id="RUN_ID", run_json="LITERAL", root="LITERAL"))
-    .replace("RUN_ID", "[0-9a-f]{32}")
+    .replace("RUN_ID", RUN_ID.pattern)
     .replace("LITERAL", _LITERAL)
 )
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
@@ -64,13 +64,13 @@ def write(layout: RunLayout, text: str) -> None:
 def placed(layout: RunLayout, text: str) -> str:
     """Return the text with the run's directory as it is now."""
     run_id = layout.info.run_id
-    place = PLACED.format(run_id=run_id, root=quoted(layout.root), run_json=quoted(layout.run_json))
+    place = PLACED.format(run_id=run_id, root=sql_literal(layout.root), run_json=sql_literal(layout.run_json))
     return PLACE.sub(lambda _: place, text, count=1)
 
 
 def fixed(text: str, root: Path | str) -> str:
     """Return the text for a connection of ours, which reads this directory wherever it was started."""
-    return PLACE.sub(lambda _: f"SET VARIABLE run = {quoted(root)};\n", text, count=1)
+    return PLACE.sub(lambda _: f"SET VARIABLE run = {sql_literal(root)};\n", text, count=1)
 
 
 def check_statements(text: str) -> None:
@@ -96,9 +96,14 @@ def move(layout: RunLayout) -> bool:
     return new != text
 
 
-def quoted(text: object) -> str:
-    """Return the text as an SQL literal."""
+def sql_literal(text: object) -> str:
+    """Return the text as an SQL string."""
     return "'" + str(text).replace("'", "''") + "'"
+
+
+def sql_identifier(name: str) -> str:
+    """Return the name of a column or field as SQL takes any name."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def upgrade(layout: RunLayout) -> None:

@@ -20,8 +20,7 @@ from store.layout import RunLayout
 from store.reading import open_sql
 from store.reading.manifest import export_nothing
 from store.reading.mirror import mirror
-from store.reading.open_sql import VIEWS_MARK, check_statements, compose, fixed
-from store.reading.open_sql import quoted as _quoted
+from store.reading.open_sql import VIEWS_MARK, check_statements, compose, fixed, sql_literal
 
 PARQUET_MAGIC = b"PAR1"
 SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of the file that could not be opened
@@ -115,7 +114,7 @@ def leave_out_unreadable(connection: duckdb.DuckDBPyConnection, error: duckdb.Er
 
     def is_broken(path: str) -> bool:
         try:
-            connection.execute(f"FROM read_parquet({_quoted(path)}) LIMIT 0").fetchall()
+            connection.execute(f"FROM read_parquet({sql_literal(path)}) LIMIT 0").fetchall()
         except duckdb.Error:
             return True
         return False
@@ -130,7 +129,7 @@ def _leave_out(connection: duckdb.DuckDBPyConnection, broken_of: Callable[[Seque
         whole = [path for path in paths if path not in broken]
         named = [*(known or []), *(path.removeprefix(prefix) for path in paths if path in broken)]
         for name, some in (("segments", whole), ("left_out", named)):
-            connection.execute(f"SET VARIABLE {name} = [{', '.join(map(_quoted, some))}]::VARCHAR[]")
+            connection.execute(f"SET VARIABLE {name} = [{', '.join(map(sql_literal, some))}]::VARCHAR[]")
     return bool(broken)
 
 
@@ -180,7 +179,7 @@ def _show_as_of(connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: i
     """Replace what sources.sql took from the manifest by what the catalog says of `lsn`."""
     snapshot = read_as_of(layout, lsn)
     empty = connection.execute("SELECT getvariable('segments')[1]").fetchall()[0][0]
-    files = [_quoted(empty), *(_quoted(f"{root}/{path}") for path in snapshot.segments)]
+    files = [sql_literal(empty), *(sql_literal(f"{root}/{path}") for path in snapshot.segments)]
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
     for name, table in snapshot.tables.items():
         connection.register("arriving", table)

@@ -39,6 +39,7 @@ from store.errors import StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
+from store.reading.open_sql import sql_identifier, sql_literal
 from store.reading.query import leave_out_unreadable, left_out, show
 
 if TYPE_CHECKING:
@@ -125,12 +126,13 @@ def _open(order: dict) -> _Opened:
     if files is None:
         landlock.restrict([layout.root, layout.run_directory, *(Path(path) for path in MACHINE if os.path.exists(path))])
 
+    prefix = "" if files is None else f"{files.protocol}://"
+
     def limited() -> duckdb.DuckDBPyConnection:
         connection = duckdb.connect()
-        _lock_settings(connection, layout, files=files, memory_limit=order["memory_limit"])
+        _lock_settings(connection, layout, files=files, prefix=prefix, memory_limit=order["memory_limit"])
         return connection
 
-    prefix = "" if files is None else f"{files.protocol}://"
     connection, lsn = _connect(layout, order["lsn"], limited, prefix=prefix)
     return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
 
@@ -184,15 +186,17 @@ def _connect(
 
 
 def _lock_settings(
-    connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, files: AbstractFileSystem | None, memory_limit: str | None
+    connection: duckdb.DuckDBPyConnection,
+    layout: RunLayout,
+    *,
+    files: AbstractFileSystem | None,
+    prefix: str,
+    memory_limit: str | None,
 ) -> None:
     if memory_limit is None:
         size, unit = connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0].split()
         memory_limit = f"{float(size) * SHARE_OF_DEFAULT_MEMORY:.1f} {unit}"
-    root = str(layout.root).replace("'", "''")
-    prefix = ""
     if files is not None:
-        prefix = f"{files.protocol}://"
         connection.register_filesystem(files)
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     manifest = read_manifest(layout)
@@ -201,8 +205,8 @@ def _lock_settings(
         *SETTINGS,
         f"parquet_metadata_cache = {str(few).lower()}",  # files never change; saves much of a small query over many
         f"threads = {threads}",
-        f"memory_limit = '{memory_limit}'",
-        f"allowed_directories = ['{prefix}{root}']",
+        f"memory_limit = {sql_literal(memory_limit)}",
+        f"allowed_directories = [{sql_literal(f'{prefix}{layout.root}')}]",
         "enable_external_access = false",
         *(["disabled_filesystems = 'LocalFileSystem'"] if files is not None else []),
         "lock_configuration = true",
@@ -256,8 +260,7 @@ def _for_arrow(relation: duckdb.DuckDBPyRelation, *, times_as_text: bool) -> duc
     columns = []
     for place, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
         value = f"#{place}" if kind is None else f"#{place}::{kind}"  # by place: names may be there twice
-        quoted = name.replace('"', '""')
-        columns.append(f'{value} AS "{quoted}"')
+        columns.append(f"{value} AS {sql_identifier(name)}")
     return relation.project(", ".join(columns))
 
 
@@ -290,8 +293,7 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
     if family == "array":
         return f"{types[0]}[{dict(kind.children)['size']}]"
     if family == "struct":
-        names = [name.replace('"', '""') for name, _ in children]
-        fields = (f'"{name}" {type_}' for name, type_ in zip(names, types, strict=True))
+        fields = (f"{sql_identifier(name)} {type_}" for (name, _), type_ in zip(children, types, strict=True))
         return f"STRUCT({', '.join(fields)})"
     return f"{family.upper()}({', '.join(types)})"
 

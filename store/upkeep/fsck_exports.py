@@ -16,6 +16,7 @@ from store.catalog.snapshot import EXPORTS, arrow_table, export_trigger
 from store.layout import FORMAT_VERSION, RunLayout
 from store.reading.exported import KEYS
 from store.reading.manifest import Manifest, read_manifest
+from store.reading.open_sql import sql_identifier
 from store.records import uid_text
 from store.upkeep.finding import Finding, error
 from store.upkeep.fsck_segments import Opener
@@ -65,17 +66,17 @@ def _check_table(
         return
     here = arrow_table(export, rows)
     columns = [column for column in export.schema.names if column not in BORROWED.get(name, ())]
-    names = _quoted(columns)
+    names = _listed(columns)
     lsn = next((column for column in ("changed_lsn", "lsn") if column in columns), None)
     since = "" if lsn is None else f"WHERE {lsn} <= {int(manifest.lsn)}"
     views.register("here", here)
     views.register("shown", shown)
     differing = f"(SELECT {names} FROM here {since} EXCEPT SELECT {names} FROM shown)"
     if name in KEYS:  # of a row that changed since, the key is still there
-        keys = _quoted(KEYS[name])
+        keys = _listed(KEYS[name])
         gone = f"(SELECT {keys} FROM shown EXCEPT SELECT {keys} FROM here)"
     else:
-        keys = _quoted(NAMES.get(name, columns))
+        keys = _listed(NAMES.get(name, columns))
         gone = f"(SELECT {names} FROM shown EXCEPT SELECT {names} FROM here)"
     for query, detail in (
         (differing, "the catalog has a row that is not the one that readers were shown"),
@@ -88,8 +89,8 @@ def _check_table(
             yield _finding(layout, f"{name} (others)", f"the same of {len(lines) - SHOWN} other rows")
 
 
-def _quoted(columns: Iterable[str]) -> str:
-    return ", ".join(f'"{column}"' for column in columns)  # one of them is called `at`
+def _listed(columns: Iterable[str]) -> str:
+    return ", ".join(map(sql_identifier, columns))
 
 
 def _finding(layout: RunLayout, subject: str, detail: str) -> Finding:

@@ -31,7 +31,7 @@ from store.settings_text import parse_settings_text, setting
 from store.upkeep.repair import quarantine
 
 CONFIG_FILE = "config.yaml"  # the settings of the newest start, as train.py writes them
-FORKED = re.compile(r"at learner step (\d+), run ([0-9a-f]{32}), version \d+$")  # of the event that a fork writes
+FORKED = re.compile(rf"at learner step (\d+), run ({RUN_ID.pattern}), version \d+$")  # of the event that a fork writes
 FILES_ASKED = 100  # segments that are asked whose they are
 
 
