@@ -21,7 +21,16 @@ from pathlib import Path
 import configs
 from configs import Config, ConfigError
 from standing import CONFIG_FILE
-from store import READ_WRITE, RunLayout, check_trusted, made_by_this_user, read_run_file, sign_run, write_atomically
+from store import (
+    READ_WRITE,
+    RunLayout,
+    check_trusted,
+    made_by_this_user,
+    parse_object,
+    read_run_file,
+    sign_run,
+    write_atomically,
+)
 
 OUTSIDE_FILE = "outside.json"
 OUTSIDE = ("model.path", "prompt.template")
@@ -73,7 +82,7 @@ def differences(config: Config, recorded: Config) -> list[str]:
     changed = configs.differences(recorded, config)
     path = Path(config.run_dir) / OUTSIDE_FILE
     try:
-        marks = json.loads(read_run_file(path.parent, OUTSIDE_FILE))
+        marks = parse_object(read_run_file(path.parent, OUTSIDE_FILE))
     except (FileNotFoundError, NotADirectoryError):
         marks = {}
     except ValueError as error:

@@ -73,6 +73,13 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_files(config: Config) -> N
     assert not list(run.glob("*outside*"))
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", "3", "{", "7" * 5000])
+def test_a_strangers_outside_file_is_an_error_of_one_line(config: Config, text: str) -> None:
+    (Path(config.run_dir) / resume.OUTSIDE_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"outside.json is not readable .*; remove it"):
+        resume.differences(config, config)
+
+
 def test_what_is_no_run_or_names_another_directory_is_one_line(tmp_path: Path, config: Config) -> None:
     with pytest.raises(FormatError, match="is not a run directory"):
         resume.load(tmp_path / "nowhere", [])
