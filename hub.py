@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from store import objects, parse_object
+
 # What the learner and vLLM read. Repositories also hold the weights in other formats, and in folders.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 OTHERS = ["*/*", "consolidated*"]
@@ -110,9 +112,12 @@ def lacks(model: Path) -> str | None:
     """Return what a model's directory lacks, None if it is whole."""
     index = model / "model.safetensors.index.json"
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    except (ValueError, KeyError) as error:
-        return f"a readable {index.name} ({error!r})"
+        named = objects(parse_object(index.read_bytes()), "weight_map").values() if index.is_file() else ()
+        shards = {name for name in named if isinstance(name, str) and name and Path(name).name == name}
+        if strange := [name for name in named if name not in shards]:
+            raise ValueError(f"weight_map names {strange[0]!r:.80}, not a file beside it")
+    except (ValueError, TypeError) as error:  # TypeError: a list or an object for a name
+        return f"a readable {index.name} ({error})"
     for name in (*NEEDED, *sorted(shards)):
         if not any(path.is_file() for path in model.glob(name)):
             return str(name)

@@ -59,14 +59,6 @@ class Driver:
     host: str
     run: str  # resolved, on that host: a copy of the directory has this file too
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for what no driver wrote: the file may be a stranger's."""
-        numbers = (self.pid, self.started_ticks)
-        if not all(type(number) is int for number in numbers) or self.pid < 1:
-            raise ValueError(f"pid and started_ticks are {numbers}, not two numbers")
-        if not isinstance(self.host, str) or not isinstance(self.run, str):
-            raise ValueError("host and run are not two texts")
-
     def process(self) -> psutil.Process | None:
         """Return the process that drives the run; None if it is gone, or another machine's.
 
@@ -155,16 +147,23 @@ def goes_on(run: Path) -> None:
 
 
 def driver_of(run: Path) -> Driver | None:
-    """Who drives the run, or did when it was killed. Who drives another, of which this is a copy, has nothing to do with it."""
+    """Return who drives the run, or did when it was killed. Raises StoreError for what no driver wrote.
+
+    Who drives another run, of which this is a copy, has nothing to do with it.
+    """
     here = str(run.resolve())
     try:
-        known = {"run": here, **json.loads(read_run_file(run, DRIVER_FILE))}
-        known.pop("ray_session", None)  # an older driver's
-        driver = Driver(**known)
+        known = {"run": here, **store.parse_object(read_run_file(run, DRIVER_FILE))}  # an older driver's lacks `run`
+        driver = Driver(
+            pid=store.whole(known, "pid"),
+            started_ticks=store.whole(known, "started_ticks"),
+            host=store.text(known, "host"),
+            run=store.text(known, "run"),
+        )
         return None if driver.host == socket.gethostname() and driver.run != here else driver
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise StoreError(f"{run / DRIVER_FILE} is not readable ({error}); remove it if nothing runs there") from None
 
 

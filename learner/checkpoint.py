@@ -33,7 +33,7 @@ from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_
 from learner.random_states import RandomStates, random_states, restore_random_states
 from learner.shards import SHARD_BYTES, write_shards
 from learner.stats import from_all_ranks
-from store import files_digest
+from store import files_digest, parse_object, whole
 
 POINT_FILE = "checkpoint.json"
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
@@ -116,8 +116,8 @@ def read_content(source: Path) -> Content:
     """Of the checkpoint in the directory `source`. Raises CheckpointError if it is not one of this code's."""
     path = source / POINT_FILE
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
-        found = record["format_version"]
+        record: dict[str, Any] = parse_object(path.read_bytes())
+        found = whole(record, "format_version")
         content = _parsed(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{source} is not a whole checkpoint (no {POINT_FILE} in it); {OLDER}") from error

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from store.forked import fork
     from store.hashing import files_digest, state_hash, uid, whole_text
     from store.heartbeat import Heartbeat
-    from store.json_values import parse_object
+    from store.json_values import objects, parse_object, text, whole
     from store.layout import FORMAT_VERSION, RunLayout, read_run_file
     from store.logs import capture_output
     from store.made_by import made_by_this_user, sign_run
@@ -112,6 +112,7 @@ else:
         "local_directory": "transfer",
         "metrics_since": "reading.trained",
         "now_us": "clock",
+        "objects": "json_values",
         "open": "reading.reader",
         "parse_object": "json_values",
         "parse_source": "stored_source",
@@ -124,11 +125,13 @@ else:
         "sign_run": "made_by",
         "state_hash": "hashing",
         "take_sources": "stored",
+        "text": "json_values",
         "to_table": "records",
         "trained_step": "reading.trained",
         "trust": "trusted",
         "uid": "hashing",
         "uid_text": "records",
+        "whole": "json_values",
         "whole_text": "hashing",
         "write_atomically": "durable",
         "write_open_sql": "reading.query",
@@ -199,6 +202,7 @@ __all__ = [
     "made_by_this_user",
     "metrics_since",
     "now_us",
+    "objects",
     "open",
     "parse_object",
     "parse_source",
@@ -211,11 +215,13 @@ __all__ = [
     "sign_run",
     "state_hash",
     "take_sources",
+    "text",
     "to_table",
     "trained_step",
     "trust",
     "uid",
     "uid_text",
+    "whole",
     "whole_text",
     "write_atomically",
     "write_open_sql",

@@ -220,6 +220,28 @@ def test_a_name_that_the_hub_cannot_have_is_refused_in_a_line(path: str, server:
         with_model(Config(run_dir="run", model=ModelConfig(path=path)))
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[" * 100_000,
+        "[1]",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": ["x"]}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "/etc/passwd"}}',
+        '{"weight_map": {"a": "../model.safetensors"}}',
+        '{"weight_map": {"a": ""}}',
+    ],
+    ids=["deep", "list", "number", "list for a name", "number for a name", "absolute", "beside", "empty"],
+)
+def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> None:
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert hub.lacks(tmp_path) is None
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert (hub.lacks(tmp_path) or "").startswith("a readable model.safetensors.index.json (")
+
+
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:
     begun, _ = with_model(asking())
     layout = opening.open_run(opening.published(begun))

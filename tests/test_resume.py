@@ -89,7 +89,7 @@ def test_the_settings_are_read_once(config: Config, monkeypatch: pytest.MonkeyPa
     assert resume.load(run, []).seed == 5
 
 
-@pytest.mark.parametrize("text", ['["model.path"]', '{"a":' * 100_000, "7", "{"])
+@pytest.mark.parametrize("text", ['["model.path"]', '{"a":' * 100_000, "7", "7" * 5000, "{"])
 def test_a_damaged_outside_json_is_one_line(config: Config, text: str) -> None:
     path = Path(config.run_dir) / resume.OUTSIDE_FILE
     path.unlink()

@@ -295,6 +295,7 @@ def test_a_strangers_run_cannot_name_a_process_to_be_ended(tmp_path: Path, sleep
     "text",
     [
         driven_by(-1, 0),
+        driven_by(2**70, 0),
         driven_by("self/../1", 0),  # type: ignore[arg-type]
         driven_by(1, 0, host=["a"]),  # type: ignore[arg-type]
         "[" * 100_000,
