@@ -33,10 +33,11 @@ from learner.full_state import KINDS, Parameters, read_state, read_steps, shape_
 from learner.random_states import RandomStates, random_states, restore_random_states
 from learner.shards import SHARD_BYTES, write_shards
 from learner.stats import from_all_ranks
-from store import files_digest
+from store import files_digest, parse_object
 
 POINT_FILE = "checkpoint.json"
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
+FILE_NAME = re.compile(r"[a-z_]+-rank[0-9]+[0-9a-z-]*\.safetensors")  # beside checkpoint.json
 OLDER = "use an older checkpoint"
 
 
@@ -116,8 +117,10 @@ def read_content(source: Path) -> Content:
     """Of the checkpoint in the directory `source`. Raises CheckpointError if it is not one of this code's."""
     path = source / POINT_FILE
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = parse_object(path.read_text())
         found = record["format_version"]
+        if not isinstance(found, int):
+            raise TypeError(f"format_version is {found!r:.80}, not a whole number")
         content = _parsed(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{source} is not a whole checkpoint (no {POINT_FILE} in it); {OLDER}") from error
@@ -182,6 +185,9 @@ def prune_checkpoints(checkpoints_dir: Path, *, live: Collection[str], keep: int
 
 def _parsed(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
+    for name in (name for of_kind in files for name in of_kind.names):
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise ValueError(f"it names {name!r:.80}, and no checkpoint has such a file")
     states = [RandomStates(**item) for item in record["random_states"]]
     return Content(**record | {"point": point, "files": files, "random_states": states})
 
