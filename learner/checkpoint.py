@@ -37,6 +37,7 @@ from store import files_digest, parse_object, whole
 
 POINT_FILE = "checkpoint.json"
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
+FILE_NAME = re.compile(r"[a-z_]+-rank[0-9]+[0-9a-z-]*\.safetensors")  # beside checkpoint.json
 OLDER = "use an older checkpoint"
 
 
@@ -182,6 +183,9 @@ def prune_checkpoints(checkpoints_dir: Path, *, live: Collection[str], keep: int
 
 def _parsed(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
+    for name in (name for of_kind in files for name in of_kind.names):
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise ValueError(f"it names {name!r:.80}, and no checkpoint has such a file")
     states = [RandomStates(**item) for item in record["random_states"]]
     return Content(**record | {"point": point, "files": files, "random_states": states})
 

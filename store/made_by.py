@@ -18,6 +18,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from store import json_values
 from store.beneath import MAX_TEXT_BYTES, read_bytes, status
 from store.durable import READ_WRITE, write_atomically
 from store.errors import StoreError, UnsafePathError
@@ -87,9 +88,9 @@ def _signature(key: bytes, name: str, text: bytes) -> str:
 
 def _signed(run: Path) -> list[str]:
     try:
-        content = json.loads(read_bytes(run / SIGNED, root=run, at_most=MAX_TEXT_BYTES))
-        return [str(signature) for signature in content["signatures"]]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        content = json_values.parse_object(read_bytes(run / SIGNED, root=run, at_most=MAX_TEXT_BYTES))
+        return list(json_values.texts(content, "signatures"))
+    except (FileNotFoundError, ValueError):
         return []
 
 

@@ -41,6 +41,12 @@ from learner.tiny_model import make_tiny_model, train_tokenizer
 from tests.engine_samples import copied, cut, make_base, random_rows
 from tests.store_damage import mounted
 
+CHECKPOINT = (
+    '{"format_version": 2, "point": {"learner_step": 1, "version": 1, "n_updates": 1, "lsn": 1}, "dtype": "float32", '
+    '"zero_stage": 0, "adam_steps": 1, "parameters": {}, "random_states": [], '
+    '"files": [{"kind": "master", "names": [%s], "n_bytes": 1, "digest": ""}]}'
+)
+
 DEADLINE_S = 120.0
 PAGE_BYTES = 4096  # what a file in memory takes is a multiple of it
 POINT = CheckpointPoint(learner_step=2, version=3, n_updates=2, lsn=40)
@@ -313,6 +319,26 @@ def test_what_is_not_trained_is_not_written(base: Path, tmp_path: Path, zero_sta
     assert load_checkpoint(engine, tmp_path / "step000001").n_updates == 0
     assert_equal(state_of(engine), before)
     deepspeed.destroy()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"a":' * 100_000,
+        '{"format_version": "2"}',
+        '{"format_version": [2]}',
+        '{"format_version": 2, "point": 5}',
+        CHECKPOINT % '"/etc/passwd"',
+        CHECKPOINT % '"../step000002/master-rank00000.safetensors"',
+        CHECKPOINT % "5",
+    ],
+)
+def test_a_checkpoint_json_that_somebody_made_up_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged") as refused:
+        read_content(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 def test_an_interrupted_save_is_never_seen(

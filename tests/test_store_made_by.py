@@ -55,7 +55,9 @@ def test_a_signature_that_was_copied_signs_no_other_text(run: Path) -> None:
     assert not made_by_this_user(run)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"signatures": 3}', '{"signatures": [[]]}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"signatures": 3}', '{"signatures": [[]]}', "[" * 100_000, '{"signatures": {"a": 1}}']
+)
 def test_a_damaged_signature_is_none(run: Path, content: str) -> None:
     (run / SIGNED).write_text(content)
     assert not made_by_this_user(run)
