@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 SHORTEST_BOUND = 16  # characters of a token, where a vocabulary has only shorter ones: a normaliser may shorten text too
+LONG_CHARACTERS = 2**14  # take a noticeable time to tokenise: a caller on an event loop does it beside that loop
 TEMPLATE_TIMEOUT_S = 15.0  # for a chat template to write one short message, a few times: it takes milliseconds
 MESSAGE, REPLY = "0message0", "0reply0"  # looked for in what a chat template makes of them
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from actors.chat import LONG_CHARACTERS
 from actors.conversation import Message
 
 MAX_N = 128
-LONG_CHARACTERS = 2**14  # of all messages; more take a noticeable time to tokenise ...
-MANY_MESSAGES = 1000  # ... as do so many, however short they are
+MANY_MESSAGES = 1000  # take a noticeable time to tokenise, however short they are
 SAID_CHARACTERS = 300  # of an error: it may quote what was asked, which may be as long as a body
 MAX_STOPS = 4
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

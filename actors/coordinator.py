@@ -40,6 +40,7 @@ from store import (
 )
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken and the run says so
+GIVE_UP_LEASE_S = 1.0  # of a group that is leased only to be given up in the next line
 NOTICES_KEPT = 20  # a status every half second shows them long before they are dropped; all of them are events too
 
 
@@ -115,7 +116,7 @@ class Coordinator:
     def _abandon_condemned(self, worker: str) -> None:
         """Nobody plays a task again that took workers with it: its other groups are abandoned too."""
         condemned = self._suspects.condemned
-        while condemned and (group := self.catalog.lease_open_group(worker=worker, lease_s=1.0, only=condemned)):
+        while condemned and (group := self.catalog.lease_open_group(worker=worker, lease_s=GIVE_UP_LEASE_S, only=condemned)):
             reason = condemned[group.task_id]
             self.catalog.give_up(group.group_uid, worker=worker, state="abandoned", reason=reason)
 

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actors.chat import Chat, Tokenizer, longest_token
+from actors.chat import LONG_CHARACTERS, Chat, Tokenizer, longest_token
 from actors.images import ImageForm
 from actors.parsing import Answer, parse_action
 from actors.policy import Prompt
@@ -31,7 +31,6 @@ __all__ = ["TEMPLATES", "Answer", "PromptForm", "Template", "Turn", "images_faul
 
 
 COUNTED_CHARACTERS = 2**18  # of a prompt without a budget: its tokens are counted, those of a longer one estimated from below
-LONG_CHARACTERS = 2**14  # take a noticeable time to tokenise: a caller on an event loop does it beside that loop
 
 
 class PromptForm:

@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import stat
 from contextlib import closing
-from os import link as link_file
+from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
 from store.beneath import is_directory, is_file, open_file, opened_parent, walk
@@ -82,7 +82,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     info = source.info
     try:
         make_directory(unfinished, beneath=unfinished.parent)
-        # From before run.json is there until all else is on disk: as long nobody opens this directory as a run.
+        # Until the marker is removed, RunLayout.open refuses this directory. It is there before run.json is.
         (unfinished / UNFINISHED_FORK).touch()  # on disk as soon as the directories that `create` makes
         layout = RunLayout.create(
             unfinished,

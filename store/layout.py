@@ -48,7 +48,7 @@ def read_run_file(run: Path, name: str) -> str:
         raise StoreError(f"{path} is no text ({error.reason}); restore it from a backup, or remove it") from error
 
 
-# Names in the run's directory that somebody writes. `base` is a run by itself, and is looked at when it is opened.
+# Names in the run's directory that somebody writes. `base` holds a run of its own; its links are checked with the run's.
 DIRECTORIES_OF_A_RUN = ("segments", "export", "weights", "checkpoints", "readers", "quarantine", "logs", "tensorboard")
 FILES_OF_A_RUN = (
     *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock", "config.yaml"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from actors import PromptForm, PromptStuckError, Turn
 from actors import prompt as prompt_module
 from actors import rollout as rollout_module
+from actors.chat import LONG_CHARACTERS
 from actors.endpoint import Endpoint, EndpointSettings
 from actors.policy import Prompt, ScriptedPolicy
 from actors.program import play_program
@@ -93,7 +94,7 @@ def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
     policy = ScriptedPolicy(form.encode_answer)
     trajectory = asyncio.run(play_episode(Wordy(), policy, form, task=TASK, episode=IDS, rules=rules()))
     assert len(trajectory.steps[0].prompt_ids) <= 4000
-    assert counting.longest > prompt_module.LONG_CHARACTERS
+    assert counting.longest > LONG_CHARACTERS
     assert counting.thread is not threading.main_thread()
 
 
@@ -117,7 +118,7 @@ class Looping(Counting):
         self.is_ended = threading.Event()
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-        if sum(len(message["content"]) for message in conversation) > prompt_module.LONG_CHARACTERS:
+        if sum(len(message["content"]) for message in conversation) > LONG_CHARACTERS:
             self.is_ended.wait()
         return super().apply_chat_template(conversation, **options)
 
