@@ -12,6 +12,7 @@ All functions raise UnsafePathError for a path that leads elsewhere, and OSError
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from store.errors import UnsafePathError
+from store.hashing import HASH_BYTES
 
 MAX_TEXT_BYTES = 64 << 20  # of run.json, config.yaml, open.sql, driver.json: far above what any run has
 MAX_MANIFEST_BYTES = 1 << 30  # a manifest names every file of a run
@@ -86,11 +88,16 @@ def open_file_in(directory: int, name: str, *, path: Path, flags: int = os.O_RDO
 def read_bytes(path: Path, *, root: Path, at_most: int | None = None) -> bytes:
     """Return the content of a regular file. Raises UnsafePathError if it has more than `at_most` bytes."""
     with open(open_file(path, root=root), "rb") as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        if at_most is not None and n_bytes > at_most:
-            text = f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it from a backup"
-            raise UnsafePathError(errno.EFBIG, text)
+        if at_most is not None:
+            _check_size(file.fileno(), path, at_most=at_most)
         return file.read()
+
+
+def digest(path: Path, *, root: Path, at_most: int) -> str:
+    """Return the digest of a regular file without holding it in memory. Its errors are those of `read_bytes`."""
+    with open(open_file(path, root=root), "rb") as file:
+        _check_size(file.fileno(), path, at_most=at_most)
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH_BYTES)).hexdigest()
 
 
 def read_text(path: Path, *, root: Path, errors: str = "strict") -> str:
@@ -213,6 +220,13 @@ def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
         if is_link:
             raise _a_link(path) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _check_size(descriptor: int, path: Path, *, at_most: int) -> None:
+    n_bytes = os.fstat(descriptor).st_size
+    if n_bytes > at_most:
+        text = f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it from a backup"
+        raise UnsafePathError(errno.EFBIG, text)
 
 
 def _names(path: Path, root: Path) -> tuple[str, ...]:

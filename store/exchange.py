@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from store.beneath import open_file
+from store.bounded import open_parquet, read_table
 from store.catalog.catalog import Catalog
 from store.catalog.imports import IMPORTED, ImportedGroup
 from store.clock import now_us
@@ -195,8 +196,10 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
 def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
     """Whether to read the file, from one narrow column of it. A damaged one is read: its digest finds it out."""
     try:
-        with open(open_file(layout.root / path, root=layout.root), "rb") as file:
-            here = pq.read_table(file, columns=["traj_uid"])["traj_uid"]
+        with open(open_file(layout.root / path, root=layout.root), "rb") as source:
+            n_bytes = os.fstat(source.fileno()).st_size
+            file = open_parquet(source, n_bytes=n_bytes, name=path, verify=False)
+            here = read_table(file, source, n_bytes=n_bytes, name=path, columns=["traj_uid"])["traj_uid"]
         return bool(pc.any(pc.is_in(here, value_set=uids)).as_py())
     except (OSError, pa.ArrowException):
         return True

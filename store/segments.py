@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from store.bounded import open_parquet, read_table
 from store.errors import DigestError, FormatError, NewerFormatError, StoreError
 from store.hashing import file_digest
 from store.layout import FORMAT_VERSION, RunLayout
@@ -138,11 +139,13 @@ def read_segments(layout: RunLayout, metas: Sequence[SegmentMeta]) -> pa.Table:
 
 def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a segment's bytes with today's columns: one that its format did not have yet is null, one of a newer
-    code is left out. `path` is for messages. Raises FormatError for a newer format and for what is no segment.
+    code is left out. `path` is for messages. Raises FormatError for a newer format, for what is no segment, and for
+    a file that stands for more rows or bytes than any run wrote.
     """
     wanted = SEGMENT_SCHEMA if columns is None else pa.schema([SEGMENT_SCHEMA.field(name) for name in columns])
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
+        source = pa.BufferReader(data)
+        file = open_parquet(source, n_bytes=data.size, name=path, verify=False)
         found = file.schema_arrow  # made anew every time it is asked for
         version = int((found.metadata or {})[b"format_version"])
         if version > FORMAT_VERSION:
@@ -151,7 +154,8 @@ def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None =
             )
         present = set(found.names)
         names = [name for name in wanted.names if name in present]
-        table = file.read(columns=None if names == found.names else names, use_threads=False)  # callers have threads
+        chosen = None if names == found.names else names
+        table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup") from error
     if table.schema.equals(wanted):

@@ -14,6 +14,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -24,9 +25,12 @@ import pyarrow.fs as pafs
 from store import beneath
 from store.durable import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
 from store.errors import StoreError, UnavailableError, UnsafePathError
+from store.hashing import file_digest
 
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")  # their PUT shows an object whole or not at all
 DEADLINE_S = 30.0  # for one small file and all retries; the coordinator is waited for twice as long
+# Of a file whose size nothing says. Compaction merges up to 512 MiB, and one group of episodes with images is no larger.
+MAX_FILE_BYTES = 8 << 30
 SLOWEST_BYTES_PER_S = 4_000_000  # what a large file has besides
 RETRY_AFTER_S = 0.5
 # What asking again does not change, in the words of Arrow's errors.
@@ -50,8 +54,11 @@ class Storage(Protocol):
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
         """Durable when it returns; before that, readers see nothing of it. Writing the same file again is harmless."""
 
-    def read(self, path: str) -> pa.Buffer:
-        """The whole file."""
+    def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
+        """Return the whole file. Raises StoreError if it has more than `at_most` bytes, before any of them is read."""
+
+    def digest(self, path: str) -> str:
+        """Return the digest of a file, which may be larger than its reader's memory. Its errors are those of `read`."""
 
     def exists(self, path: str) -> bool:
         """Whether the file is there."""
@@ -95,15 +102,27 @@ class LocalStorage:
         make_directory(target.parent, beneath=self.root)
         write_atomically(target, memoryview(data), mode=READ_ONLY, beneath=self.root)
 
-    def read(self, path: str) -> pa.Buffer:
+    def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
+        with self._reading(path):
+            return pa.py_buffer(beneath.read_bytes(self.root / path, root=self.root, at_most=at_most))
+
+    def digest(self, path: str) -> str:
+        with self._reading(path):
+            return beneath.digest(self.root / path, root=self.root, at_most=MAX_FILE_BYTES)
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
         try:
-            return pa.py_buffer(beneath.read_bytes(self.root / path, root=self.root))
+            yield
         except UnsafePathError:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # in any case not our file
             raise StoreError(f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup") from error
         except OSError as error:
             raise _unreadable(error, self.root / path) from error
+        except MemoryError as error:
+            text = f"{self.root / path} does not fit into the memory that is free; free some, then retry"
+            raise UnavailableError(text) from error
 
     def exists(self, path: str) -> bool:
         return beneath.is_file(self.root / path, root=self.root)
@@ -155,7 +174,7 @@ class RemoteStorage:
 
         self._ask("write", path, put, n_bytes=len(data))
 
-    def read(self, path: str) -> pa.Buffer:
+    def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         def find() -> pa.NativeFile:
             filesystem, base = self._client
             return filesystem.open_input_file(f"{base}/{path}")
@@ -166,7 +185,14 @@ class RemoteStorage:
 
         began = time.monotonic()
         file = self._ask("read", path, find)  # which asks for the size; not closed here, a thread may still be reading
-        return self._ask("read", path, get, n_bytes=file.size(), began=began)
+        n_bytes = file.size()
+        if n_bytes > at_most:
+            name = self.locate(path)
+            raise StoreError(f"{name} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it from a backup")
+        return self._ask("read", path, get, n_bytes=n_bytes, began=began)
+
+    def digest(self, path: str) -> str:
+        return file_digest(self.read(path))
 
     def exists(self, path: str) -> bool:
         def look() -> bool:

@@ -55,7 +55,7 @@ def local_directory(layout: RunLayout, path: str) -> Path:
         make_directory(here.parent, beneath=layout.root)
         unfinished.mkdir()
         for name, n_bytes in sizes.items():
-            data = layout.storage.read(f"{path}/{name}")
+            data = layout.storage.read(f"{path}/{name}", at_most=n_bytes)
             if data.size != n_bytes:
                 raise StoreError(f"{layout.storage.locate(path)}/{name} has {data.size} bytes, not {n_bytes}; publish it again")
             (unfinished / name).write_bytes(memoryview(data))

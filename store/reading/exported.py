@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from store.bounded import open_parquet, read_table
 from store.catalog.snapshot import EXPORTS
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
@@ -77,8 +77,16 @@ def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
     return max((until for parts in found.values() for until, _, _ in parts), default=0), paths
 
 
+def read_part(layout: RunLayout, path: str) -> pa.Table:
+    """Read one exported file, with the checksums of its pages. Arrow's errors are the caller's."""
+    data = layout.storage.read(path)
+    source = pa.BufferReader(data)
+    file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
+    return read_table(file, source, n_bytes=data.size, name=path, columns=None)
+
+
 def _rows(layout: RunLayout, path: str) -> list[dict[str, Any]]:
-    table = pq.read_table(pa.BufferReader(layout.storage.read(path)), page_checksum_verification=True)
+    table = read_part(layout, path)
     for position, field in enumerate(table.schema):
         if pa.types.is_timestamp(field.type):  # a datetime would lose the unit
             table = table.set_column(position, field.name, table[field.name].cast(pa.int64()))

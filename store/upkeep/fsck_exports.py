@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from store.catalog.snapshot import EXPORTS, arrow_table, export_trigger
 from store.layout import FORMAT_VERSION, RunLayout
-from store.reading.exported import KEYS
+from store.reading.exported import KEYS, read_part
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier
 from store.records import uid_text
@@ -50,7 +49,7 @@ def _check_table(
     parts = []
     for part in manifest.tables[name]:
         try:
-            table = pq.read_table(pa.BufferReader(layout.storage.read(part.path)))
+            table = read_part(layout, part.path)
             parts.append(table.cast(export.schema))
         except (ValueError, pa.ArrowException) as problem:  # other columns, or values that do not fit them
             detail = f"it has other columns than an export of {name} ({' '.join(str(problem).split())[:SHOWN_CHARACTERS]})"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 import stat
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from store.beneath import MAX_MANIFEST_BYTES, is_file, read_bytes, status
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.layout import RunLayout
 from store.reading import open_sql
+from store.reading.exported import read_part
 from store.reading.manifest import Manifest, read_manifest
 from store.upkeep.finding import Finding, error, warning
 from store.upkeep.fsck_segments import AGAIN, GRACE_S, Opener
@@ -118,8 +117,7 @@ def _check_exports(layout: RunLayout, manifest: Manifest, *, contents: bool) -> 
             found.append(error("export_missing", path, "the manifest names it", remedy=remedy))
         elif contents:
             try:
-                data = io.BytesIO(layout.storage.read(path))
-                held = pq.read_table(data, page_checksum_verification=True).num_rows
+                held = read_part(layout, path).num_rows
             except UnavailableError as unavailable:
                 found.append(error("export_unavailable", path, str(unavailable), remedy=AGAIN))
                 continue

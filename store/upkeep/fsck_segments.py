@@ -121,19 +121,23 @@ def _check(layout: RunLayout, committed: Committed, file: StoredFile | None, *, 
     if file.n_bytes == committed.n_bytes and not contents:
         return []
     try:
-        data = layout.storage.read(committed.path)
+        if file.n_bytes != committed.n_bytes:  # it may be of any size: its rows are not needed
+            data, n_bytes, digest = None, file.n_bytes, layout.storage.digest(committed.path)
+        else:
+            data = layout.storage.read(committed.path)
+            n_bytes, digest = data.size, file_digest(data)
     except UnavailableError as unavailable:
         return [problem("segment_unavailable", str(unavailable), remedy=AGAIN)]
     except StoreError as unreadable:
         return [problem(codes[1], str(unreadable))]
-    digest = file_digest(data)
-    if (digest, data.size) != (committed.digest, committed.n_bytes):
+    if (digest, n_bytes) != (committed.digest, committed.n_bytes):
         if digest == PurePosixPath(committed.path).stem:  # the file is what it was: the row is not
             detail = f"the file is whole; the catalog says digest {committed.digest}, {committed.n_bytes} bytes"
-            return [error("segment_row", committed.path, f"{detail} instead of {digest}, {data.size} bytes", remedy=mend)]
-        if data.size != committed.n_bytes:
-            return [problem(codes[1], f"it has {data.size} bytes, committed were {committed.n_bytes}")]
+            return [error("segment_row", committed.path, f"{detail} instead of {digest}, {n_bytes} bytes", remedy=mend)]
+        if n_bytes != committed.n_bytes:
+            return [problem(codes[1], f"it has {n_bytes} bytes, committed were {committed.n_bytes}")]
         return [problem(codes[1], f"it has digest {digest}, committed was {committed.digest}")]
+    assert data is not None
     if retired or not contents:
         return []
     try:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from store.bounded import open_parquet, read_table
 from store.errors import FormatError
 from store.hashing import state_hash
 from store.records import uid_text
@@ -56,8 +56,9 @@ class Played:
 def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
     """Reads every page of the file, with its checksum. FormatError for a newer format and for what is no segment."""
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        file.read()
+        source = pa.BufferReader(data)
+        file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
+        read_table(file, source, n_bytes=data.size, name=path, columns=None)
         metadata = file.schema_arrow.metadata or {}
         run_id, worker, epoch = (metadata[name].decode() for name in (b"run_id", b"worker", b"epoch"))
         number = int(epoch)
