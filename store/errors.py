@@ -2,6 +2,7 @@
 
 StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
 ├── FormatError       a run directory or file this code cannot read (newer format, not a run)
+│   └── ForeignSchemaError  a catalog with an object that this code never makes
 ├── DigestError       a segment's bytes are not the ones that were committed
 ├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded from it
 ├── UnsafePathError   a path of a run that leads out of it, or to what is no regular file
@@ -18,6 +19,10 @@ class StoreError(Exception):
 
 class FormatError(StoreError):
     """The run directory or file is not one this code can read."""
+
+
+class ForeignSchemaError(FormatError):
+    """The catalog has a table, view, trigger or index that this code never makes."""
 
 
 class DigestError(StoreError):
