@@ -2,7 +2,8 @@
 
 StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
 ├── FormatError       a run directory or file this code cannot read (not a run, or damaged)
-│   └── NewerFormatError  a run or a file that newer code wrote
+│   ├── NewerFormatError  a run or a file that newer code wrote
+│   └── ForeignSchemaError  a catalog with an object that this code never makes
 ├── DigestError       a segment's bytes are not the ones that were committed
 ├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded from it
 ├── UnsafePathError   a path of a run that leads out of it, or to what is no regular file
@@ -23,6 +24,10 @@ class FormatError(StoreError):
 
 class NewerFormatError(FormatError):
     """Newer code wrote the run or the file. Nothing is wrong with it: this code has to be updated."""
+
+
+class ForeignSchemaError(FormatError):
+    """The catalog has a table, view, trigger or index that this code never makes."""
 
 
 class DigestError(StoreError):

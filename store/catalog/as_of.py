@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from store.beneath import is_file
 from store.catalog.database import check_catalog_files, check_consent
+from store.catalog.foreign import check_schema
 from store.catalog.migrate import in_todays_format
 from store.catalog.snapshot import EXPORTS, arrow_table
 from store.errors import FormatError, StoreError
@@ -57,6 +58,7 @@ QUERIES: Mapping[str, str] = {
 }
 SEGMENTS = """SELECT path FROM segment
               WHERE lsn <= :lsn AND (retired_lsn IS NULL OR retired_lsn > :lsn) ORDER BY lsn"""
+_STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +95,22 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
 
 
 def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
-    """Beside the owner. Without a -wal file nobody writes, and a directory we may not write to can still be read."""
+    """Open the catalog beside its owner. FormatError if it holds what this code never makes, or newer code made it.
+
+    Without a -wal file nobody writes, and a directory we may not write to can still be read.
+    """
     check_consent(layout)
     check_catalog_files(layout)
     wal = layout.catalog.with_name(f"{layout.catalog.name}-wal")
     mode = "mode=ro" if is_file(wal, root=layout.run_directory) else "mode=ro&immutable=1"
-    return sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)
+    connection = sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)
+    try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+        # Pages that share their children can make a query endless. Only between Python's lines does Ctrl-C end it.
+        connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
+        check_schema(connection, path=layout.catalog)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

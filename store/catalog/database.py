@@ -10,10 +10,11 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from store import json_values
 from store.beneath import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
+from store.catalog.foreign import check_schema
 from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
@@ -26,6 +27,7 @@ _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
 _LOG_PAGES = 4000  # 16 MiB: pages that change with every commit go into the file four times more seldom than by default
 _LOCK_MODE = 0o644
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # begins a journal, and ends the name of a super-journal
 _OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 
 
@@ -248,6 +250,8 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
     check_catalog_files(layout)
     try:
         connection = sqlite3.connect(layout.catalog, isolation_level=None, timeout=_OTHER_OWNER_WAIT_S, check_same_thread=False)
+        connection.execute("PRAGMA cell_size_check = ON")  # trusted_schema = OFF would refuse now_us to our triggers
+        check_schema(connection, path=layout.catalog)
         connection.row_factory = sqlite3.Row
         connection.create_function("now_us", 0, lambda: now_us())  # the ledger's triggers ask for it
         connection.execute("PRAGMA journal_mode = WAL")
@@ -323,11 +327,26 @@ def check_consent(layout: RunLayout) -> None:
 
 
 def check_catalog_files(layout: RunLayout) -> None:
-    """Raise UnsafePathError if SQLite would open something else than files of the run: it follows links by itself."""
+    """Raise UnsafePathError or FormatError if SQLite would open or remove other files than those of the run.
+
+    SQLite follows links by itself. After a transaction of several databases it removes the file that a journal names.
+    """
     for suffix in ("", "-wal", "-shm", "-journal"):
         path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
         if status(path, root=layout.run_directory) is not None:
-            os.close(open_file(path, root=layout.run_directory))
+            with open(open_file(path, root=layout.run_directory), "rb") as file:
+                if suffix == "-journal" and _names_another_file(file):
+                    raise FormatError(
+                        f"{path} names another file, which SQLite would remove; no run of ours writes such a journal. "
+                        f"Remove it, or: python -m store rebuild --force {layout.root}"
+                    )
+
+
+def _names_another_file(journal: BinaryIO) -> bool:
+    """Return whether a rollback journal ends with the name of a super-journal: only transactions of several files do."""
+    size = journal.seek(0, os.SEEK_END)
+    journal.seek(max(0, size - len(_JOURNAL_MAGIC)))
+    return journal.read() == _JOURNAL_MAGIC
 
 
 def take_lock(layout: RunLayout) -> int:

@@ -12,6 +12,7 @@ from store.errors import NewerFormatError
 from store.layout import FORMAT_VERSION
 
 SCHEMA = Path(__file__).with_name("schema.sql")
+SCHEMA_TEXT = SCHEMA.read_text()  # a sandboxed query cannot read the file later
 
 # What turns a catalog of version n into one of n + 1. What is new as a whole is made by schema.sql.
 MIGRATIONS = {
@@ -77,9 +78,14 @@ def migrate(connection: sqlite3.Connection, *, path: Path) -> None:
     row = connection.execute("SELECT format_version FROM meta").fetchone()
     version = FORMAT_VERSION if row is None else int(row[0])
     if version > FORMAT_VERSION:
-        raise NewerFormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+        raise newer_format(path, version)
     for older in range(version, FORMAT_VERSION):
         connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[older]} COMMIT;")
+
+
+def newer_format(path: Path, version: int) -> NewerFormatError:
+    """Return the error for a catalog that newer code wrote."""
+    return NewerFormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
 
 
 @contextmanager
@@ -94,5 +100,5 @@ def in_todays_format(connection: sqlite3.Connection, *, path: Path) -> Iterator[
         copy.row_factory = connection.row_factory
         copy.create_function("now_us", 0, now_us)
         migrate(copy, path=path)
-        copy.executescript(SCHEMA.read_text())
+        copy.executescript(SCHEMA_TEXT)
         yield copy

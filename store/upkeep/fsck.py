@@ -17,7 +17,7 @@ from store.beneath import is_file, status
 from store.catalog.as_of import connect_read_only
 from store.catalog.database import is_damage
 from store.catalog.migrate import in_todays_format
-from store.errors import StoreError
+from store.errors import ForeignSchemaError, StoreError
 from store.layout import RunLayout
 from store.upkeep import fsck_manifest, fsck_segments
 from store.upkeep.finding import Finding, error
@@ -25,7 +25,9 @@ from store.upkeep.fsck_catalog import check_catalog, check_identity
 from store.upkeep.fsck_exports import check_exported
 
 CATALOG, NAMES, CONTENTS = 1, 2, 3
-FATAL = frozenset({"catalog_missing", "catalog_damaged", "catalog_foreign"})  # without a catalog nothing else can be judged
+FATAL = frozenset(
+    {"catalog_missing", "catalog_damaged", "catalog_foreign", "catalog_schema"}
+)  # without a catalog nothing else can be judged
 ATTEMPTS = 5  # an owner that changes the same thing as often while we look is not idle
 
 
@@ -80,6 +82,9 @@ def _check_catalog(layout: RunLayout) -> list[Finding]:
             with open_catalog(layout) as connection:
                 connection.execute("BEGIN")  # one moment for all queries
                 found = check_catalog(connection, layout)
+    except ForeignSchemaError as problem:
+        detail, _, remedy = str(problem).removeprefix(f"{layout.catalog}: ").rpartition("; ")
+        return [error("catalog_schema", layout.catalog.name, detail, remedy=remedy)]
     except sqlite3.DatabaseError as problem:
         if not is_damage(problem):
             raise

@@ -6,7 +6,7 @@ import re
 import sqlite3
 from dataclasses import dataclass
 
-from store.errors import NewerFormatError
+from store.catalog.migrate import newer_format
 from store.layout import FORMAT_VERSION, RunLayout
 from store.records import uid_text
 from store.upkeep.finding import Finding, error
@@ -169,9 +169,7 @@ def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Fi
         return [error("catalog_damaged", layout.catalog.name, "it does not say which run it is of", remedy=remedy)]
     run_id, version = meta
     if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{layout.catalog} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code"
-        )
+        raise newer_format(layout.catalog, version)
     if run_id != layout.info.run_id:
         detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
         return [error("catalog_foreign", layout.catalog.name, detail, remedy=f"put the right catalog back, or: {remedy}")]

@@ -212,7 +212,7 @@ def _write(layout: RunLayout, found: Found) -> Restored:
         ) from error
     except sqlite3.Error as error:
         raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
-    for suffix in ("-wal", "-shm", ""):  # the log first: it belongs to no other catalog
+    for suffix in ("-wal", "-shm", "-journal", ""):  # the logs first: they belong to no other catalog
         old = layout.catalog.with_name(layout.catalog.name + suffix)
         if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))

@@ -155,7 +155,7 @@ def _files(layout: RunLayout) -> list[str]:
         with closing(connect_read_only(layout)) as connection:
             rows = connection.execute("SELECT path FROM segment WHERE removed_us IS NULL ORDER BY lsn").fetchall()
             return [str(row[0]) for row in rows]
-    except sqlite3.Error:
+    except (sqlite3.Error, FormatError):
         files = [file for file in layout.storage.files(layout.relative(layout.segments)) if file.path.endswith(".parquet")]
         return [file.path for file in sorted(files, key=lambda file: file.modified_us)]
 
@@ -184,7 +184,7 @@ def _created_us(layout: RunLayout) -> tuple[int, str]:
     try:
         with closing(connect_read_only(layout)) as connection:
             opened = connection.execute("SELECT min(opened_us) FROM grp").fetchone()[0]
-    except sqlite3.Error:
+    except (sqlite3.Error, FormatError):
         opened = None
     if isinstance(opened, int) and 0 <= opened <= json_values.INT64_MAX:
         return opened, "the first group"
@@ -197,7 +197,7 @@ def _origin(layout: RunLayout) -> tuple[str | None, tuple[str, ...]]:
         with closing(connect_read_only(layout)) as connection:
             query = "SELECT detail FROM event WHERE what = 'forked' ORDER BY event_id"
             details = [row[0] for row in connection.execute(query)]
-    except sqlite3.Error:
+    except (sqlite3.Error, FormatError):
         events = read_exported(layout).tables["events"]
         details = [row["detail"] for row in events if row["what"] == "forked"]
     found = [match for match in (FORKED.search(str(detail)) for detail in details) if match is not None]
