@@ -62,6 +62,15 @@ UNREADABLE = {
     "WHERE name = 'event'",
 }
 
+INTERRUPTED = f"""
+import os, pathlib, signal, sys, threading
+from store import RunLayout
+from store.catalog.as_of import connect_read_only
+connection = connect_read_only(RunLayout.open(pathlib.Path(sys.argv[1])))
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()
+"""
+
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
@@ -193,3 +202,16 @@ def test_an_ordinary_journal_of_a_killed_owner_is_played_back(layout: RunLayout)
     with Catalog.open(layout):
         pass
     assert check(layout, level=CONTENTS) == []
+
+
+def test_ctrl_c_ends_a_query_that_only_reads(layout: RunLayout) -> None:
+    """Tables whose pages share their children can be endless too, and no schema tells."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(layout.root)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
+    assert done.returncode != 0 and ("interrupted" in done.stderr or "KeyboardInterrupt" in done.stderr)
