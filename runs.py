@@ -137,8 +137,9 @@ def check_idle(run: Path, *, instead: str) -> None:
 
 
 def say_stopping(run: Path, text: str) -> None:
-    """The driver ends the run, and waits for this: who asked with --stop reads it."""
-    write_atomically(run / STOPPING_FILE, text.encode(), mode=READ_WRITE, beneath=run)
+    """Tell whoever asked with --stop what the driver waits for while it ends the run."""
+    with contextlib.suppress(StoreError):  # a full disk must not keep a run from ending in order
+        write_atomically(run / STOPPING_FILE, text.encode(), mode=READ_WRITE, beneath=run)
 
 
 def goes_on(run: Path) -> None:
