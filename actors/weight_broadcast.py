@@ -119,13 +119,13 @@ class Receiver:
             with socket.create_connection(place, timeout=MESSAGE_TIMEOUT.total_seconds()) as connection:
                 own_host = connection.getsockname()[0]
             store = dist.TCPStore(*place, is_master=False, timeout=MESSAGE_TIMEOUT)
-            self._take_part(dist.PrefixStore(address.secret, store), own_host)
+            self._take_part(protocol.HiddenKeys(secret=address.secret, store=store), own_host)
         except Exception as error:  # noqa: BLE001 - a thread's end: whatever it is, the engine joins again
             _log.warning("lost touch with the learner at %s:%s, which sends weights: %s", *place, error)
         finally:
             self.is_lost = True
 
-    def _take_part(self, store: dist.Store, own_host: str) -> None:
+    def _take_part(self, store: protocol.HiddenKeys, own_host: str) -> None:
         member = n_calls = group_number = 0
         group: Any = None
         while True:
@@ -142,14 +142,15 @@ class Receiver:
                     if about["group"] != group_number or group is None:
                         group, group_number = None, about["group"]
                         rank, size = 1 + about["members"].index(member), 1 + len(about["members"])  # ValueError: came too late
-                        group = self._form(dist.PrefixStore(protocol.group_prefix(group_number), store), rank, size, own_host)
+                        meeting = dist.PrefixStore(store.hidden(protocol.group_prefix(group_number)), store.store)
+                        group = self._form(meeting, rank, size, own_host)
                     self._received = self._receive(group)
                 except (RuntimeError, ValueError) as error:
                     group = None
                     store.set(protocol.gone_key(member), "")
                     _log.warning("weights that were sent did not arrive whole; the files are loaded instead: %s", error)
 
-    def _listen(self, store: dist.Store, key: str) -> int | None:
+    def _listen(self, store: protocol.HiddenKeys, key: str) -> int | None:
         """The number that the learner writes there, whenever that is; None if this end was closed."""
         while not self._is_closed:
             with suppress(dist.DistStoreError):  # nothing yet

@@ -25,6 +25,7 @@ from learner.deepspeed_setup import host_ranks
 from learner.shards import Send
 from store import broadcast as protocol
 
+MOST_NEW = 10_000  # engines that join between two rounds
 READY_S = 5.0  # for an engine to say that it takes part: at once, or when it has loaded the weights before these
 MESSAGE_TIMEOUT = timedelta(seconds=60)  # of one message, and of a group to form
 
@@ -39,7 +40,7 @@ class Broadcast:
         meeting_point = host_ranks(host)
         address = protocol.Address.new(host, meeting_point.port)
         self.address = str(address)
-        self._store = dist.PrefixStore(address.secret, meeting_point)
+        self._store = protocol.HiddenKeys(secret=address.secret, store=meeting_point)
         self._calls: dict[int, int] = {}  # how often each member was called
         self._n_joined = self._round = self._n_groups = 0
         self._members: list[int] = []  # of the group
@@ -57,8 +58,20 @@ class Broadcast:
         self._send_all([memoryview(bytearray(protocol.N_BYTES))])
 
     def _gather(self) -> None:
-        """Calls all members, and makes a group of those that answer, unless it is the one there is."""
+        """Call all members, and make a group of those that answer, unless it is the one there is.
+
+        Without an answer of the store itself, which anybody on the port can disturb, nobody is a member of this round.
+        """
+        try:
+            self._call_members()
+        except (RuntimeError, ValueError) as error:  # ValueError: a stranger wrote what is no number
+            self._calls = {}
+            self._part(str(error))
+
+    def _call_members(self) -> None:
         n_joined = self._store.add(protocol.JOINED, 0)
+        if n_joined - self._n_joined > MOST_NEW:
+            raise RuntimeError(f"{n_joined - self._n_joined} engines joined at once, which no run has; they are not called")
         self._calls |= dict.fromkeys(range(self._n_joined + 1, n_joined + 1), 0)
         self._calls = {member: n for member, n in self._calls.items() if not self._store.check([protocol.gone_key(member)])}
         self._n_joined = n_joined
@@ -79,10 +92,7 @@ class Broadcast:
         self._members = members
         self._store.set(protocol.round_key(self._round), json.dumps({"group": self._n_groups, "members": members}))
         if members and self._group is None:
-            try:
-                self._group = self._form(size=1 + len(members))
-            except RuntimeError as error:
-                self._part(str(error))
+            self._group = self._form(size=1 + len(members))
 
     def _await(self, member: int, deadline_s: float) -> None:
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
@@ -90,7 +100,7 @@ class Broadcast:
             self._store.wait([protocol.ready_key(self._round, member)], left)
 
     def _form(self, *, size: int) -> Any:
-        store = dist.PrefixStore(protocol.group_prefix(self._n_groups), self._store)
+        store = dist.PrefixStore(self._store.hidden(protocol.group_prefix(self._n_groups)), self._store.store)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         options._timeout = MESSAGE_TIMEOUT

@@ -1,8 +1,9 @@
 """Weights sent to the engines beside being published as files: what both ends agree on. The bytes are those of the files.
 
-They meet at a key-value store of torch.distributed, kept by the learner. It answers whoever reaches its port, so all keys
-begin with a secret: `secret@host:port` is the address that engines are told. Keys without it are a stranger's and are not
-looked at. Whoever has the store list its keys can still disturb a round; then the files are loaded, whose digest counts.
+They meet at a key-value store of torch.distributed, kept by the learner. It answers whoever reaches its port and lists its
+keys, so each key is a digest of its name with a secret: `secret@host:port` is the address that engines are told. Without the
+secret nobody can make the key that answers a call, and so become a member. Whoever reaches the port can still disturb a
+round; then the files are loaded, whose digest counts.
 An engine process joins by taking the next number of JOINED. A round is one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
@@ -17,9 +18,12 @@ tensor; the tensors in the order of the header, those of more than CUT_BYTES in 
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 JOINED = "joined"
 SECRET_BYTES = 16
@@ -47,6 +51,32 @@ class Address:
         secret, _, place = text.rpartition("@")
         host, _, port = place.rpartition(":")
         return cls(secret=secret, host=host, port=int(port))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenKeys:
+    """A store of torch.distributed whose keys can only be made with the secret. Methods raise what those of `store` do."""
+
+    secret: str
+    store: Any  # dist.Store; this package knows nothing of torch
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.store.add(self.hidden(key), amount))
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(self.hidden(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.store.get(self.hidden(key)))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check([self.hidden(key) for key in keys]))
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.store.wait([self.hidden(key) for key in keys], timeout)
+
+    def hidden(self, key: str) -> str:
+        return hmac.new(self.secret.encode(), key.encode(), "sha256").hexdigest()
 
 
 def call_key(member: int, number: int) -> str:

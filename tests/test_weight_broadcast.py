@@ -239,6 +239,25 @@ def test_a_stranger_at_the_port_joins_nothing(sender: Broadcast, tmp_path: Path)
     assert list(sender._calls) == [1], "the engine alone"
 
 
+@pytest.mark.parametrize("attack", ["number", "many", "text"])
+def test_a_stranger_who_lists_the_keys_learns_no_secret_and_ends_no_run(
+    sender: Broadcast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    receivers(sender, n=1)
+    secret, _, place = sender.address.rpartition("@")
+    host, _, port = place.rpartition(":")
+    stranger = torch.distributed.TCPStore(host, int(port), is_master=False)
+    keys = [key for key in stranger.list_keys() if not key.startswith("init/")]
+    assert keys and not any(secret in key for key in stranger.list_keys())
+    monkeypatch.setattr(learner.broadcast, "READY_S", 0.5)
+    for key in keys:
+        if attack == "text":
+            stranger.set(key, "abc")
+        else:
+            stranger.add(key, 1 if attack == "number" else 30_000_000)
+    publish(sender, tmp_path / "v0", seed=0)  # the files are there, whatever the engines were sent
+
+
 def test_a_receiver_whose_thread_fails_is_lost_and_joins_again(sender: Broadcast, tmp_path: Path) -> None:
     (engine,) = receivers(sender, n=1)
     sender._store.set("call/1/1", "no number")
