@@ -214,6 +214,8 @@ def _lock_settings(
     for setting in settings:
         connection.execute(f"SET {setting}")
     limit_bytes = _bytes(connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0]) + MEMORY_BESIDE_DUCKDB
+    allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]  # whoever set a lower limit, with ulimit, keeps it
+    limit_bytes = limit_bytes if allowed_bytes == resource.RLIM_INFINITY else min(limit_bytes, allowed_bytes)
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
