@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from actors.characters import ids_of, messages_of
+from actors.chat import SHORTEST_BOUND
 from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from configs import Config, EndpointConfig, hint
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between two attempts; doubled after each
 CONNECT_TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = 16 * 2**20  # of a server's answer: hundreds of times the longest reply that is asked for
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")  # of a request; endpoint.body may set them
 SAID_CHARACTERS = 300  # of what a server says to an error
 NAMES_SHOWN = 10  # of its models
 
@@ -67,6 +69,8 @@ class ChatPolicy:
         """Raises EndpointFailed."""
         body = self._body(messages_of(prompt.token_ids), seed=seed, temperature=temperature)
         text, finish_reason = await self._reply(body, attempts=self._endpoint.attempts)
+        if len(text) > (most := self._most_characters(body)):
+            text, finish_reason = text[:most], "length"
         token_ids = ids_of(text)
         return Completion(
             token_ids=token_ids,
@@ -105,6 +109,11 @@ class ChatPolicy:
         }
         return {name: value for name, value in body.items() if value is not None}
 
+    def _most_characters(self, body: Mapping[str, Any]) -> int:
+        """Return the bound of a reply's characters, for a server that heeds no limit of tokens."""
+        asked = [body[name] for name in LIMIT_FIELDS if isinstance(body.get(name), int)]
+        return max([self._max_response_tokens, *asked]) * SHORTEST_BOUND
+
     async def _reply(self, body: Mapping[str, Any], *, attempts: int) -> tuple[str, str]:
         """(text, finish reason). Raises EndpointFailed."""
         failures: list[_Refused] = []
@@ -134,11 +143,16 @@ class ChatPolicy:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True)
         try:
-            async with self._session.request(method, self._endpoint.url.rstrip("/") + path, json=body) as response:
+            url = self._endpoint.url.rstrip("/") + path
+            # A redirect would carry the prompt to another server.
+            async with self._session.request(method, url, json=body, allow_redirects=False) as response:
+                if 300 <= response.status < 400:
+                    why = f"answered {response.status}, a redirect, which is not followed; set endpoint.url to its end"
+                    raise _Refused(why, status=response.status)
                 text = (await _body_of(response)).decode(errors="replace")
                 text = text.replace(self._key, "***") if self._key else text
                 status, after = response.status, response.headers.get("Retry-After", "")
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host that cannot be encoded
             raise _Refused(f"cannot be reached ({_one_line(str(error)) or type(error).__name__})", status=0) from error
         answer = _json(text)
         said = answer.get("error") if isinstance(answer, dict) else None

@@ -145,7 +145,7 @@ def shortened(observation: Observation, limit: int) -> Observation:
 
 def longest_part(observation: Observation) -> int:
     """Characters of the longest of the parts that `shortened` looks at."""
-    return max(len(observation.objective), len(observation.text), sum(map(len, observation.actions or ())))
+    return max(len(observation.objective), len(observation.text), sum(map(_weight, observation.actions or ())))
 
 
 def _filled(template: Template, observation: Observation, *, step: int) -> dict[str, object]:
@@ -175,11 +175,16 @@ def _ends(actions: Sequence[str], limit: int) -> tuple[str, ...]:
     first, last, characters = 0, len(actions), 0
     while first < last:
         from_the_end = first > len(actions) - last
-        characters += len(actions[last - 1 if from_the_end else first])
+        characters += _weight(actions[last - 1 if from_the_end else first])
         if characters > limit:
             break
         first, last = (first, last - 1) if from_the_end else (first + 1, last)
     return (*actions[:first], *actions[last:])
+
+
+def _weight(action: str) -> int:
+    """Return the characters that an action counts for: an empty one takes a line of the prompt too."""
+    return max(1, len(action))
 
 
 def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,8 @@ OF_THIS_MACHINE = (OSError, ImportError, ValueError)
 
 
 MAX_CHARACTERS = 64 * 2**20  # of one observation; every step of an episode keeps its own until the episode is written
+# Of one observation. An empty action has no characters to count, but a place in memory all the same.
+MAX_ACTIONS = 1_000_000
 
 
 class EnvironmentFailed(RuntimeError):
@@ -154,12 +157,15 @@ def _checked_observation(answer: object, *, what: str) -> Observation:
         _check_encodable(text, what=what)
     if answer.actions is None:
         return answer
-    if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in answer.actions):
+    actions = tuple(islice(answer.actions, MAX_ACTIONS + 1))
+    if len(actions) > MAX_ACTIONS:
+        raise ValueError(f"{what} returned an Observation with more than {MAX_ACTIONS} actions; return those that matter")
+    if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in actions):
         raise TypeError(f"{what} returned actions={answer.actions!r}; they must be a tuple of texts or None")
-    _check_length(*answer.actions, what=what)
-    for action in answer.actions:
+    _check_length(*actions, what=what)
+    for action in actions:
         _check_encodable(action, what=what)
-    return replace(answer, actions=tuple(answer.actions))
+    return replace(answer, actions=actions)
 
 
 def _check_length(*texts: str, what: str) -> None:

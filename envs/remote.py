@@ -18,12 +18,13 @@ status 404 means that the id is unknown, as after a restart of the server: the n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from envs.base import Observation, Task, Transition
 from envs.closing import close_soon
@@ -33,6 +34,8 @@ from envs.process import EnvironmentDied
 
 if TYPE_CHECKING:
     import aiohttp
+
+T = TypeVar("T")
 
 OPTIONS = ("url",)
 KEY_OPTION = "api_key_env"
@@ -54,30 +57,28 @@ class RemoteEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        body = json.dumps({"split": split}).encode()
-        headers = {"Content-Type": "application/json", **_headers(options)}
-        request = urllib.request.Request(f"{_url(options)}/tasks", body, headers)
+        env = cls(options)
+        url = f"remote environment {env._url}/tasks"
         try:
-            with urllib.request.build_opener(_NoRedirects).open(request, timeout=LIST_TIMEOUT_S) as answer:
-                listed = json.loads(_read(answer, MAX_LIST_BYTES))["tasks"]
-            return [Task(**{**task, "env_name": "remote"}) for task in listed]
-        except urllib.error.HTTPError as error:
-            raise ValueError(
-                f"remote environment {request.full_url}: {_error(error.code, _read(error, MAX_LIST_BYTES))}"
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"remote environment {request.full_url} gives no tasks: {error!r}; is it up?") from error
+            status, answer = _apart(lambda: asyncio.run(env._list(split)))
+            if status == 200:
+                return [Task(**{**task, "env_name": "remote"}) for task in json.loads(answer)["tasks"]]
+        except Exception as error:  # noqa: BLE001 - the border to somebody else's server
+            late = f"no whole answer within {LIST_TIMEOUT_S:g} s"
+            why = late if isinstance(error, TimeoutError) else env._without_key(repr(error))
+            raise ValueError(f"{url} gives no tasks: {why}; is it up?") from None
+        raise ValueError(f"{url}: {env._error(status, answer)}")
 
     async def reset(self, task: Task) -> Observation:
         fields = {"id": task.id, "env_name": task.env_name, "split": task.split, "seed": task.seed, "data": dict(task.data)}
         status, answer = await self._post("reset", task=fields) if self._id is not None else (UNKNOWN_ID, b"")
         if status == UNKNOWN_ID:
-            self._id = json.loads(_checked(*await self._post("create")))["id"]
+            self._id = json.loads(self._checked(*await self._post("create")))["id"]
             status, answer = await self._post("reset", task=fields)
-        return observation_from_json(json.loads(_checked(status, answer)))
+        return observation_from_json(json.loads(self._checked(status, answer)))
 
     async def step(self, action: str) -> Transition:
-        fields = json.loads(_checked(*await self._post("step", action=action)))
+        fields = json.loads(self._checked(*await self._post("step", action=action)))
         return Transition(**{**fields, "observation": observation_from_json(fields["observation"])})
 
     def close(self) -> None:
@@ -85,9 +86,17 @@ class RemoteEnv:
             close_soon(self._end(self._session), what=f"the place at {self._url}")
             self._session = None
 
-    async def _post(self, verb: str, **fields: Any) -> tuple[int, bytes]:
+    async def _list(self, split: str) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):  # of all of it: a server may send a byte at a time
+                return await self._post("tasks", most=MAX_LIST_BYTES, split=split)
+        finally:
+            if self._session is not None:
+                await self._session.close()
+
+    async def _post(self, verb: str, *, most: int = MAX_ANSWER_BYTES, **fields: Any) -> tuple[int, bytes]:
         if self._session is None:
-            import aiohttp  # here, because who only lists tasks needs none of it
+            import aiohttp  # here, because who only reads the options needs none of it
 
             timeout = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
@@ -97,10 +106,8 @@ class RemoteEnv:
             received = bytearray()
             async for piece in answer.content.iter_any():
                 received += piece
-                if len(received) > MAX_ANSWER_BYTES:
-                    raise EnvironmentDied(
-                        f"the server's answer to /{verb} has more than {MAX_ANSWER_BYTES} bytes", at_fault=True
-                    )
+                if len(received) > most:
+                    raise EnvironmentDied(f"the server's answer to /{verb} has more than {most} bytes", at_fault=True)
             return answer.status, bytes(received)
 
     async def _end(self, session: aiohttp.ClientSession) -> None:
@@ -108,12 +115,22 @@ class RemoteEnv:
             if self._id is not None:
                 await session.post(f"{self._url}/close", json={"id": self._id}, allow_redirects=False)
 
+    def _checked(self, status: int, answer: bytes) -> bytes:
+        if status != 200:
+            at_fault = _said(answer).get("at_fault") is not False
+            raise EnvironmentDied(self._error(status, answer), at_fault=at_fault)
+        return answer
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Make an error of a redirect, which would carry the key to another server."""
+    def _error(self, status: int, answer: bytes) -> str:
+        said = self._without_key(str(_said(answer).get("error", answer.decode(errors="replace"))))
+        named = f"{KEY_VARIABLE}, or in the variable that env.options.{KEY_OPTION} names"
+        hint = f"; is the key in {named}?" if status == 401 else ""
+        return f"the server answers {status}: {said[:ERROR_CHARACTERS]}{hint}"
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
+    def _without_key(self, text: str) -> str:
+        """Return a text of the server, which may repeat the key that it was sent."""
+        key = self._headers.get("Authorization", "").removeprefix("Bearer ")
+        return text.replace(key, "***") if key else text
 
 
 def key_from(variable: str) -> str:
@@ -142,24 +159,21 @@ def _checked_options(options: Mapping[str, object]) -> dict[str, Any]:
     return check_options("remote", given, OPTIONS) | {name: options[name] for name in (KEY_OPTION,) if name in options}
 
 
-def _read(answer: IO[bytes] | urllib.error.HTTPError, most: int) -> bytes:
-    """Return the body of an answer. Raises ValueError if it has more than `most` bytes."""
-    body = answer.read(most + 1)
-    if len(body) > most:
-        raise ValueError(f"the answer has more than {most} bytes")
-    return body
+def _apart(work: Callable[[], T]) -> T:
+    """Return `work()`, done in a thread of its own: the caller's may have an event loop.
 
+    Ctrl-C does not wait for that thread.
+    """
+    done: Future[T] = Future()
 
-def _checked(status: int, answer: bytes) -> bytes:
-    if status != 200:
-        raise EnvironmentDied(_error(status, answer), at_fault=_said(answer).get("at_fault") is not False)
-    return answer
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - passed on to the caller
+            done.set_exception(error)
 
-
-def _error(status: int, answer: bytes) -> str:
-    said = str(_said(answer).get("error", answer[:200].decode(errors="replace")))
-    hint = f"; is the key in {KEY_VARIABLE}, or in the variable that env.options.{KEY_OPTION} names?" if status == 401 else ""
-    return f"the server answers {status}: {said[:ERROR_CHARACTERS]}{hint}"
+    threading.Thread(target=run, name="remote tasks", daemon=True).start()
+    return done.result()
 
 
 def _said(answer: bytes) -> dict[str, Any]:

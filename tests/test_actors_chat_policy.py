@@ -299,3 +299,36 @@ def test_a_server_that_asks_for_any_pause_is_given_up_in_time(after: str) -> Non
     busy = (503, {}, {"Retry-After": after})
     with chat_server(in_turn(busy)) as server:
         assert "503" in failure(config_of(server.url, attempts=2, timeout_s=0.3))
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_server_that_sends_the_client_elsewhere_does_not_get_it_to_take_the_prompt_there(status: int) -> None:
+    with chat_server(in_turn(said("mine now"))) as other:
+        elsewhere = {"Location": other.url + "/models"}
+        with chat_server(in_turn((status, "", elsewhere))) as server:
+            words = failure(config_of(server.url, attempts=3))
+            assert words.startswith(f"{server.url} answered {status}, a redirect, which is not followed")
+            assert len(server.asked) == 1 and not other.asked
+
+
+@pytest.mark.parametrize("place", [f"http://{'a' * 70}.b/", "http://[::1", "//", "http://127.0.0.1:99999/"])
+def test_a_redirect_to_no_address_is_one_line(place: str) -> None:
+    with chat_server(in_turn((307, "", {"Location": place}))) as server:
+        assert "answered 307, a redirect" in failure(config_of(server.url))
+        assert "answered 307, a redirect" in failure(config_of(server.url), try_once)
+
+
+def test_an_address_that_is_none_is_one_line() -> None:
+    assert "cannot be reached" in failure(config_of(f"http://{'a' * 70}.b/v1", attempts=1))
+
+
+@pytest.mark.parametrize(("asked", "most"), [({}, 3 * 16), ({"max_completion_tokens": 5}, 5 * 16)])
+def test_a_reply_of_more_than_was_asked_for_is_cut(asked: dict[str, int], most: int) -> None:
+    """A server that heeds no `max_tokens` had sixteen million of them kept for every step."""
+    with chat_server(in_turn(said("x" * 100_000), said("y" * most))) as server:
+        config = config_of(server.url, body=asked)
+        config = replace(config, actors=replace(config.actors, max_response_tokens=3))
+        cut, whole = ask(config), ask(config)
+    assert cut.token_ids == ids_of("x" * most) and cut.finish_reason == "length"
+    assert len(cut.logprobs) == most
+    assert whole.token_ids == ids_of("y" * most) and whole.finish_reason == "stop"

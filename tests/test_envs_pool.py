@@ -266,3 +266,11 @@ def test_an_observation_that_no_episode_can_keep_is_refused(field: str, monkeypa
     long = ("go " * 2, "go " * 2) if field == "actions" else "go " * 4
     with pytest.raises(ValueError, match="an Observation with 12 characters; at most 10 can be kept"):
         check.checked_answer("reset", Observation(**{"text": "", field: long}))  # type: ignore[arg-type]
+
+
+def test_a_list_of_actions_has_an_end_though_each_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "MAX_ACTIONS", 10)
+    kept = check.checked_answer("reset", Observation(text="", actions=("",) * 10))
+    assert isinstance(kept, Observation) and kept.actions == ("",) * 10
+    with pytest.raises(ValueError, match="an Observation with more than 10 actions"):
+        check.checked_answer("reset", Observation(text="", actions=("",) * 11))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +17,17 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, closing, environment_class, http_server, list_tasks
+from envs import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentPool,
+    Task,
+    closing,
+    environment_class,
+    http_server,
+    list_tasks,
+    remote,
+)
 from envs.remote import KEY_VARIABLE, RemoteEnv
 from envs.server import LISTENING, Server, main
 from tests.test_envs_pool import BROKEN
@@ -533,3 +546,86 @@ def test_a_client_without_the_key_is_told_which_variable_has_it(url: str, monkey
         list_tasks("remote", {"url": url})
     monkeypatch.setenv("MY_KEY", KEY)
     assert list_tasks("remote", {"url": url, "api_key_env": "MY_KEY"})["train"]
+
+
+class Raw:
+    """A server that answers every connection with these bytes, the last of them again and again."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces, self.ended = pieces, threading.Event()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.options = {"url": f"http://127.0.0.1:{self.socket.getsockname()[1]}"}
+        self.thread = threading.Thread(target=self.serve)
+
+    def serve(self) -> None:
+        while not self.ended.is_set():
+            with contextlib.suppress(OSError):
+                client, _ = self.socket.accept()
+                with client:
+                    client.recv(65536)
+                    client.sendall(b"".join(self.pieces))
+                    while len(self.pieces) > 1 and not self.ended.wait(0.02):
+                        client.sendall(self.pieces[-1])
+
+    def __enter__(self) -> Raw:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        with socket.create_connection(self.socket.getsockname()):  # wakes the one that accepts
+            pass
+        self.thread.join()
+        self.socket.close()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(b"HTTP/1.1 200 OK\r\n\r\n{", b" "), (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"), (b"HTTP/1.1 100 Continue\r\n\r\n",) * 2],
+    ids=["body", "header", "continue"],
+)
+def test_a_list_that_comes_a_byte_at_a_time_is_given_up(pieces: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LIST_TIMEOUT_S", 0.5)
+    with Raw(*pieces) as server:
+        found: list[str] = []
+
+        def listed() -> None:
+            try:
+                list_tasks("remote", server.options)
+            except EnvironmentFailed as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=listed, daemon=True)
+        thread.start()
+        thread.join(timeout=30.0)
+        assert found and "gives no tasks" in found[0] and "\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        ("500 x", json.dumps({"error": f"you sent {KEY}"})),
+        ("500 x", '{"error": "you sent \\u0061' + KEY[1:] + '"}'),
+        ("500 x", "x" * 190 + KEY),
+        (f"200 {KEY}\x00", ""),
+        ("200 OK", json.dumps({"tasks": [{KEY: 1}]})),
+    ],
+)
+def test_a_server_that_repeats_the_key_does_not_get_it_written(status: str, body: str) -> None:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with Raw((head + body).encode()) as server:
+        with pytest.raises(EnvironmentFailed) as listing:
+            list_tasks("remote", server.options)
+        assert KEY[:5] not in "".join(traceback.format_exception(listing.value))
+
+        async def play() -> None:
+            env = RemoteEnv(server.options)
+            try:
+                await env.reset(KeyRoom.tasks("train", {})[0])
+            finally:
+                env.close()
+
+        if status.startswith("500"):
+            with pytest.raises(EnvironmentDied) as playing:
+                asyncio.run(play())
+            assert KEY[:5] not in str(playing.value)
