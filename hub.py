@@ -37,6 +37,7 @@ GO = "go"
 PARTIAL = ".partial"
 MOST_BYTES = 50e9  # of a file by plain HTTP
 LFS_DIGEST = re.compile("[0-9a-f]{64}")  # an ETag that is the SHA-256 of the content
+SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")  # weights that an index names
 NEEDED = ("config.json", "tokenizer_config.json", "*.safetensors")
 
 
@@ -113,15 +114,16 @@ def lacks(model: Path) -> str | None:
     index = model / "model.safetensors.index.json"
     try:
         named = objects(parse_object(index.read_bytes()), "weight_map").values() if index.is_file() else ()
-        shards = {name for name in named if isinstance(name, str) and name and Path(name).name == name}
+        shards = {name for name in named if SHARD.fullmatch(name)}
         if strange := [name for name in named if name not in shards]:
-            raise ValueError(f"weight_map names {strange[0]!r:.80}, not a file beside it")
-    except (ValueError, TypeError) as error:  # TypeError: a list or an object for a name
-        return f"a readable {index.name} ({error})"
-    for name in (*NEEDED, *sorted(shards)):
-        if not any(path.is_file() for path in model.glob(name)):
-            return str(name)
-    return None
+            raise ValueError(f"weight_map names {strange[0]!r:.80}, not a .safetensors file beside it")
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a list or a number for a name
+        return f"a readable {index.name} ({' '.join(str(error).split())[:200]})"
+    for pattern in NEEDED:
+        if not any(path.is_file() for path in model.glob(pattern)):
+            return pattern
+    # The names are a stranger's: they are looked up, and never searched for as patterns.
+    return next((name for name in sorted(shards) if not (model / name).is_file()), None)
 
 
 @contextmanager

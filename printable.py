@@ -23,9 +23,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# C0 and C1 controls, marks that change the direction of text, other invisible formatting, line
-# and paragraph separators, and halves of characters, which cannot be encoded.
-UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\ud800-\udfff]")
+# What a terminal obeys: C0 and C1 controls, marks that change the direction of text, line and
+# paragraph separators, and halves of characters, which cannot be encoded.
+OBEYED = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+# What is not seen: two names that look the same would differ, and a name could hide a text. These
+# are the soft hyphen, the grapheme joiner, fillers of Hangul, vowels of Khmer, the Mongolian vowel
+# separator, the zero width space, the word joiner with invisible operators, deprecated formats, the
+# byte order mark, annotations, formats of shorthand and of music, and tags, which spell a text.
+# The joiners U+200C and U+200D and the selectors U+FE00 to U+FE0F stay: emoji and the scripts of
+# Persian and of India are written with them.
+HIDDEN = (
+    r"\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
+    r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e00ff"
+)
+UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
 
 
 def printable(text: object, *, lines: bool = False) -> str:
@@ -41,7 +52,12 @@ def printable(text: object, *, lines: bool = False) -> str:
 
 def printable_json(text: str) -> str:
     """Return JSON of the same value in which only escapes stand for what a terminal would obey."""
-    return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+    def escape(found: re.Match[str]) -> str:
+        units = found[0].encode("utf-16-be", "surrogatepass")  # JSON has escapes of 16 bits
+        return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+    return UNSAFE.sub(escape, text)
 
 
 def fail(error: object) -> None:

@@ -34,7 +34,7 @@ from actors.chat_reply import Reply, chat_completion, chunks, cut_reply
 from actors.chat_request import ChatRequest, RequestError, parse_request, refused
 from actors.conversation import Conversation, PromptTooLong
 from actors.policy import Completion, Policy, Prompt
-from actors.rollout import LONG_PROMPTS, EpisodeIds, EpisodeRules, PromptStuckError, completion_of, step_of
+from actors.rollout import LONG_PROMPTS, SHORT_PROMPTS, EpisodeIds, EpisodeRules, PromptStuckError, completion_of, step_of
 from configs import Config
 from envs import ClientSettings, Observation
 from store import Step, now_us, uid_text
@@ -209,11 +209,8 @@ class Endpoint:
     async def _answer(self, recording: Recording, asked: ChatRequest) -> tuple[int, list[Reply], int]:
         """Generates, cuts and records; returns the number of the first completion, all of them, and the prompt's length."""
         recording.refuse_beyond(asked.n)
-        if asked.takes_long:  # beside the event loop, which has to say that the worker is alive
-            prompt_ids = await self._long_prompt(recording, asked)
-            recording.refuse_beyond(asked.n)  # others may have been asked for meanwhile
-        else:
-            prompt_ids = self._prompt(recording, asked)
+        prompt_ids = await self._prompt_beside(recording, asked)
+        recording.refuse_beyond(asked.n)  # others may have been asked for meanwhile
         room = self.settings.max_model_tokens - len(prompt_ids)
         max_tokens = min(asked.max_tokens or room, self.settings.max_response_tokens, room)
         numbers = [next(recording.numbers) for _ in range(asked.n)]
@@ -249,9 +246,11 @@ class Endpoint:
             replies.append(reply)
         return numbers[0], replies, len(prompt_ids)
 
-    async def _long_prompt(self, recording: Recording, asked: ChatRequest) -> tuple[int, ...]:
+    async def _prompt_beside(self, recording: Recording, asked: ChatRequest) -> tuple[int, ...]:
+        """Make a prompt beside the event loop, which has to say that the worker is alive."""
+        thread = LONG_PROMPTS if asked.takes_long else SHORT_PROMPTS
         try:
-            return await LONG_PROMPTS.make(lambda: self._prompt(recording, asked), tokenizer=self.tokenizer, of=recording.of)
+            return await thread.make(lambda: self._prompt(recording, asked), tokenizer=self.tokenizer, of=recording.of)
         except PromptStuckError as error:
             recording.failure = error
             raise RequestError(str(error), status=500, code="prompt_failed", param=None) from error

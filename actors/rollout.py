@@ -24,7 +24,7 @@ from configs import Config
 from envs import Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid
 
-# For one long prompt. The largest budgets take tens of seconds, as a prompt is tokenised again for every cut that is tried.
+# For one prompt. The largest budgets take tens of seconds, as a prompt is tokenised again for every cut that is tried.
 PROMPT_TIMEOUT_S = 300.0
 
 T = TypeVar("T")
@@ -34,8 +34,12 @@ class PromptStuckError(RuntimeError):
     """A prompt is not made in time. Its thread cannot be ended: end the process, and start a new worker."""
 
 
-class LongPrompts:
-    """Makes long prompts in a thread, one after the other. The event loop goes on: it says that the worker is alive."""
+class PromptThread:
+    """Makes prompts in a thread, one after the other.
+
+    The event loop goes on: it says that the worker is alive. A chat template is a program of
+    whoever made the model, and a short text may make it loop too.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt")
@@ -73,7 +77,8 @@ class LongPrompts:
             making.cancel()
 
 
-LONG_PROMPTS = LongPrompts()
+# A short prompt takes some milliseconds, and does not wait for a long one.
+SHORT_PROMPTS, LONG_PROMPTS = PromptThread(), PromptThread()
 
 
 class AsyncEnvironment(Protocol):
@@ -181,10 +186,9 @@ async def play_episode(
 async def _prompt(form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task) -> Prompt:
     of = f"{task.env_name} task {task.id!r}, step {len(history)}"
     try:
-        if form.takes_long(observation, history):
-            past = tuple(history)
-            return await LONG_PROMPTS.make(lambda: form.prompt(observation, past), tokenizer=form.tokenizer, of=of)
-        return form.prompt(observation, history)
+        thread = LONG_PROMPTS if form.takes_long(observation, history) else SHORT_PROMPTS
+        past = tuple(history)
+        return await thread.make(lambda: form.prompt(observation, past), tokenizer=form.tokenizer, of=of)
     except ValueError as error:  # mostly of images, which an environment may show at any step
         raise ValueError(f"{of}: {error}") from error
 

@@ -18,6 +18,10 @@ from actors.policy import Prompt
 from envs import Observation
 
 FOLDER = Path(__file__).with_name("templates")
+MAX_CHARACTERS = 2**20  # of a template's file; the largest of `templates/` has 2,000
+MAX_PARTS, MAX_DEPTH = 10_000, 8  # of its YAML; those of `templates/` have some 50, and depth 3
+MAX_NUMBER_CHARACTERS = 20
+TEXT_TAG = "tag:yaml.org,2002:str"
 GAP = " ... "  # where the middle of a text was left out
 MESSAGE = {"objective", "observation", "actions", "step", "taken"}
 PLACEHOLDERS = {  # what may stand in braces, by key
@@ -87,11 +91,19 @@ def find_template(name: str) -> Template:
 
 
 def read_template(path: Path) -> Template:
-    """Raises ValueError, in one line, for a missing or unknown key and for braces that nothing fills in."""
+    """Read the template of a YAML file, which may be a stranger's.
+
+    Raises ValueError, in one line, for a missing or unknown key and for braces that nothing fills in.
+    """
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"template {path} is not readable as YAML: {' '.join(str(error).split())}") from None
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        _check_size(text)
+        values = yaml.safe_load(text)
+    # The YAML library answers odd values with errors of many kinds: 2001-99-99 is a ValueError.
+    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"template {path} is not readable as YAML: {why}") from None
     if not isinstance(values, dict):
         raise ValueError(f"template {path} has no keys; copy {FOLDER / 'direct.yaml'} and change it")
     values = {**OPTIONAL, **values}
@@ -99,10 +111,10 @@ def read_template(path: Path) -> Template:
     if missing := sorted(wanted - values.keys()):
         raise ValueError(f"template {path} lacks {', '.join(missing)}; copy {FOLDER / 'direct.yaml'} and change it")
     if unknown := sorted(map(str, values.keys() - wanted)):
-        raise ValueError(f"template {path} has {', '.join(unknown)}, which is none of {', '.join(sorted(wanted))}")
+        raise ValueError(f"template {path} has {', '.join(unknown)[:100]}, which is none of {', '.join(sorted(wanted))}")
     for key, allowed in PLACEHOLDERS.items():
         _check_braces(path, key, values[key], allowed=allowed)
-    if not isinstance(values["tags"], list) or not values["tags"] or not isinstance(values["thinks"], bool):
+    if not _is_texts(values["tags"]) or not values["tags"] or not isinstance(values["thinks"], bool):
         raise ValueError(f"template {path}: tags must be a list like [action], thinks true or false")
     separators = {key: values[key].format() for key in ("turn_separator", "action_separator")}  # `{{` becomes `{`
     tags, upstream = tuple(values["tags"]), _upstream(path, values["upstream"])
@@ -189,17 +201,52 @@ def _weight(action: str) -> int:
 
 def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"template {path}: {key} must be text, not {text!r}; put it in quotes")
+        # A list may be large, and a number is at most a line.
+        shown = f"a {type(text).__name__}" if isinstance(text, list | dict | set | bytes) else repr(text)
+        raise ValueError(f"template {path}: {key} must be text, not {shown}; put it in quotes")
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+        filled = [part[1:] for part in string.Formatter().parse(text) if part[1] is not None]
     except ValueError as error:
         raise ValueError(f"template {path}: {key}: {error}; write {{{{ for a brace of your own") from None
+    names = {str(name) for name, _, _ in filled}
     if names - allowed:
         known = ", ".join(sorted(allowed)) or "those of this key: it has none"
         raise ValueError(
-            f"template {path}: {key} has {{{min(names - allowed)}}}, which is none of {known}; "
+            f"template {path}: {key} has {{{min(names - allowed):.60}}}, which is none of {known}; "
             "write {{ for a brace of your own"
         )
+    # A format may ask for a text of any length: {step:>2000000000}.
+    if formatted := next((name for name, form, conversion in filled if form or conversion), None):
+        raise ValueError(f"template {path}: {key} has a format behind `{formatted}`; write {{{formatted}}} without : or !")
+
+
+def _check_size(text: str) -> None:
+    """Check that a YAML text stands for no more than it shows. Raises ValueError, YAMLError.
+
+    An alias repeats a value. Ten lists in ten lists, eight times over, make a hundred million.
+    So only a text may be repeated.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
+    resolver, depth = yaml.SafeLoader(""), 0
+    for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if number >= MAX_PARTS:
+            raise ValueError(f"it has more than {MAX_PARTS:,} parts")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.CollectionStartEvent) and event.anchor is not None:
+            raise ValueError("it has an anchor (&) of a list or a mapping; only a text may have one")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"it has the tag {event.tag:.60}; leave the tag out")
+        is_long = isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_NUMBER_CHARACTERS
+        if is_long and resolver.resolve(yaml.ScalarNode, event.value, event.implicit) != TEXT_TAG:
+            n_characters = len(event.value)
+            raise ValueError(f"it has a number or a date of {n_characters:,} characters; quote texts")
+
+
+def _is_texts(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _upstream(path: Path, values: Any) -> UpstreamRule | None:
@@ -208,6 +255,13 @@ def _upstream(path: Path, values: Any) -> UpstreamRule | None:
     wanted = {field.name for field in fields(UpstreamRule)}
     if not isinstance(values, dict) or values.keys() != wanted:
         raise ValueError(f"template {path}: upstream must have exactly the keys {', '.join(sorted(wanted))}, or be left out")
+    if not (
+        isinstance(values["refuse_chinese"], bool) and type(values["unparsed_characters"]) is int and _is_texts(values["words"])
+    ):
+        raise ValueError(
+            f"template {path}: upstream must have refuse_chinese true or false, a whole number "
+            "unparsed_characters, and words a list of texts"
+        )
     return UpstreamRule(**{**values, "words": tuple(values["words"])})
 
 

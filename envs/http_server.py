@@ -14,17 +14,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import resource
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from printable import printable
 
 MAX_BODY_BYTES = 16 * 2**20
 # For the head of a request, and again for its body. A connection that asks nothing is closed too:
 # longer than the 15 s for which the client of aiohttp keeps one.
 READ_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 4096  # and at most half of the files that this process may open
+
+BAD_REQUESTS = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -61,6 +68,8 @@ async def read_json(request: web.Request) -> object:
             body = await request.read()
     except TimeoutError:
         raise RequestRefused(408, f"the body of the request did not come within {READ_TIMEOUT_S:g} s") from None
+    except BAD_REQUESTS as error:  # such as a body that is not compressed as its head says
+        raise RequestRefused(400, f"the body of the request is not readable: {error!s:.200}") from None
     try:
         return json.loads(body or b"{}")
     except (ValueError, RecursionError):
@@ -69,7 +78,9 @@ async def read_json(request: web.Request) -> object:
 
 async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
     """Serve the application until `cleanup` of what is returned. Port 0 takes a free one. Raises OSError."""
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=READ_TIMEOUT_S)
+    logger = logging.getLogger(__name__)
+    logger.addFilter(_shorten)  # the logger keeps one of equal filters
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=READ_TIMEOUT_S, logger=logger)
     await runner.setup()
     try:
         await _Site(runner, host, port).start()
@@ -77,6 +88,21 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
         await runner.cleanup()
         raise
     return runner
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """Write what is no HTTP in one line: anybody may send it. Another error keeps its traceback.
+
+    Both are escaped, because they quote the request.
+    """
+    text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
+    if isinstance(error, BAD_REQUESTS):
+        text = f"{text}: {' '.join(str(error).split())[:200]}"
+    elif error is not None:
+        text = f"{text}\n{''.join(traceback.format_exception(error))}"
+    record.msg, record.args = printable(text, lines=True), ()
+    record.exc_info = record.exc_text = None
+    return True
 
 
 class _Site(web.BaseSite):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import PromptForm, PromptStuckError, Turn
+from actors import endpoint as endpoint_module
 from actors import prompt as prompt_module
 from actors import rollout as rollout_module
 from actors.chat import LONG_CHARACTERS
@@ -100,33 +101,39 @@ def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
 
 
 class Wordy:
-    """Shows a long text."""
+    """Shows a text, a long one unless told otherwise."""
+
+    def __init__(self, n_words: int = 20_000) -> None:
+        self.n_words = n_words
 
     async def reset(self, task: Task) -> Observation:
-        return Observation(text="a room. " * 20_000, actions=("wait",))
+        return Observation(text="a room. " * self.n_words, actions=("wait",))
 
     async def step(self, action: str) -> Transition:
         return Transition(observation=Observation(text="done"), reward=1.0, terminated=True, truncated=False, won=True)
 
 
 class Looping(Counting):
-    """A tokenizer whose chat template does not end for a long text, until the test ends it."""
+    """A tokenizer whose chat template does not end for a text over a length, until the test ends it."""
 
     name_or_path = "models/odd"
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_ended = threading.Event()
+        self.is_ended, self.most_characters = threading.Event(), LONG_CHARACTERS
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-        if sum(len(message["content"]) for message in conversation) > LONG_CHARACTERS:
-            self.is_ended.wait()
+        if sum(len(message["content"]) for message in conversation) > self.most_characters:
+            self.is_ended.wait(timeout=60)
         return super().apply_chat_template(conversation, **options)
 
 
 @pytest.fixture
 def looping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looping]:
     monkeypatch.setattr(rollout_module, "PROMPT_TIMEOUT_S", 0.2)
+    for name in ("SHORT_PROMPTS", "LONG_PROMPTS"):  # those of another test may be stuck
+        monkeypatch.setattr(rollout_module, name, rollout_module.PromptThread())
+        monkeypatch.setattr(endpoint_module, name, getattr(rollout_module, name))
     made = Looping()
     yield made
     made.is_ended.set()
@@ -135,14 +142,17 @@ def looping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looping]:
 LOOPS = re.compile(r"^the prompt of (.*) is not made after 0.2 s: the chat template of .*model.path=models/odd loops; put a")
 
 
-def test_a_template_that_loops_ends_the_worker_by_name(looping: Looping) -> None:
+@pytest.mark.parametrize("most_characters", [LONG_CHARACTERS, 20], ids=["long", "short"])
+def test_a_template_that_loops_ends_the_worker_by_name(looping: Looping, most_characters: int) -> None:
     """Also the episodes behind it: what they are told names the one that is stuck."""
+    looping.most_characters = most_characters
     form = PromptForm(looping, settings("window", 4000))
     policy = ScriptedPolicy(form.encode_answer)
 
     async def episodes() -> list[Any]:
         tasks = [replace(TASK, id=name) for name in ("one", "two")]
-        playing = [play_episode(Wordy(), policy, form, task=task, episode=IDS, rules=rules()) for task in tasks]
+        n_words = 20_000 if most_characters == LONG_CHARACTERS else 20
+        playing = [play_episode(Wordy(n_words), policy, form, task=task, episode=IDS, rules=rules()) for task in tasks]
         return await asyncio.wait_for(asyncio.gather(*playing, return_exceptions=True), timeout=60)
 
     errors = asyncio.run(episodes())
@@ -153,7 +163,7 @@ def test_a_template_that_loops_ends_the_worker_by_name(looping: Looping) -> None
 def test_a_prompt_that_waits_for_others_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many long prompts each is made in time. The last one waits for much longer."""
     monkeypatch.setattr(rollout_module, "PROMPT_TIMEOUT_S", 2.0)
-    prompts = rollout_module.LongPrompts()
+    prompts = rollout_module.PromptThread()
     pause = threading.Event()
 
     async def made() -> list[bool]:
@@ -162,14 +172,20 @@ def test_a_prompt_that_waits_for_others_is_not_late(monkeypatch: pytest.MonkeyPa
     assert asyncio.run(made()) == [False] * 21
 
 
-def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name(looping: Looping) -> None:
+@pytest.mark.parametrize("most_characters", [LONG_CHARACTERS, 20], ids=["long", "short"])
+def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name(
+    looping: Looping, most_characters: int
+) -> None:
+    looping.most_characters = most_characters
+    n_characters = 20_000 if most_characters == LONG_CHARACTERS else 100
+
     class Asks:
         """Of a ProgramPool: a program that asks once, with a long message."""
 
         name, log = "asker", None
 
         async def run(self, task: Task, client: ClientSettings, *, deadline_s: float) -> Outcome:
-            body = {"model": "m", "messages": [{"role": "user", "content": "x" * 20_000}]}
+            body = {"model": "m", "messages": [{"role": "user", "content": "x" * n_characters}]}
             headers = {"Authorization": f"Bearer {client.api_key}"}
             url = f"{client.base_url}/chat/completions"
             async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:

@@ -174,3 +174,52 @@ def test_texts_to_make_a_tokenizer_from_are_messages_with_their_answers(style: s
     begun = [text for text in texts if text.startswith("unlock the door.\n")]
     assert len(begun) == (40 if style == "chat" else len(texts))  # of 40 games; later messages of a chat do not repeat the goal
     assert any(text.count("\n> ") == 3 for text in texts) == (style == "window")
+
+
+def aliases() -> str:
+    """Write ten aliases in ten aliases, eight times over: some 400 bytes for a hundred million values."""
+    parts = ["&a [x,x,x,x,x,x,x,x,x,x]"]
+    parts += [f"&{new} [" + ",".join([f"*{old}"] * 10) + "]" for old, new in zip("abcdefg", "bcdefgh", strict=True)]
+    return f"first: [{', '.join(parts)}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (aliases(), "it has an anchor (&) of a list"),
+        ("first: " + "[" * 5000, "nested more than 8 deep"),
+        ("first: [" + "x," * 10_000 + "]", "more than 10,000 parts"),
+        ("first: '" + "x" * 2**20 + "'", "more than 1,048,576 characters"),
+        ("first: " + "1:" * 100 + "1", "a number or a date of 201 characters"),
+        ("first: !!timestamp x", "it has the tag tag:yaml.org,2002:timestamp"),
+        ("first: 2001-99-99", "month must be in 1..12"),
+        ("first: \x07", "special characters are not allowed"),
+        ("k" * 90 + ": 1\n" + "j" * 90 + ": 2", "lacks action"),
+    ],
+)
+def test_a_strangers_template_is_refused_in_bounded_work(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "strange.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(why)) as caught:
+        find_template(str(path))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"first": "{step:>2000000000}"}, "first has a format behind `step`"),
+        ({"later": "{step:{taken}}"}, "later has a format behind `step`"),
+        ({"turn": "{action!r}"}, "turn has a format behind `action`"),
+        ({"next": "{step.__class__}"}, "next has {step.__class__}, which is none"),
+        ({"next": "{" + "x" * 10_000 + "}"}, "which is none"),
+        ({"first": ["x" * 10_000]}, "first must be text, not a list"),
+        ({"tags": [1]}, "tags must be a list"),
+        ({"upstream": {"refuse_chinese": True, "unparsed_characters": "x", "words": 5}}, "a whole number"),
+    ],
+)
+def test_a_value_that_makes_a_long_text_is_refused(tmp_path: Path, changes: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)) as caught:
+        find_template(written(tmp_path / "strange.yaml", **changes))
+    assert len(str(caught.value)) < 500

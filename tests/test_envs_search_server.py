@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -306,3 +307,45 @@ def test_who_sends_half_a_request_is_disconnected(sent: bytes, monkeypatch: pyte
             await runner.cleanup()
 
     assert asyncio.run(attack()) == b""
+
+
+HEAD = b"POST /retrieve HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /\x1b[31m HTTP/9.9\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
+    ],
+    ids=["version", "chunk", "gzip"],
+)
+def test_what_is_no_request_is_400_and_one_line(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them had the server write a traceback."""
+
+    async def attack() -> bytes:
+        runner = await http_server.listen(application(bm25_library(CORPUS), topk=3), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        try:
+            writer.write(sent)
+            async with asyncio.timeout(30.0):
+                return await reader.readline()
+        finally:
+            writer.close()
+            await runner.cleanup()
+
+    assert b" 400 " in asyncio.run(attack())
+    said = "".join(f"{record.getMessage()}\n{record.exc_text or ''}" for record in caplog.records)
+    assert "Traceback" not in caplog.text and "\x1b" not in said
+    assert len(caplog.records) <= 1
+
+
+def test_an_error_of_our_own_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("a fault \x1b[2J")
+    except RuntimeError:
+        logger = logging.getLogger("envs.http_server")
+        logger.addFilter(http_server._shorten)
+        logger.exception("Error handling request")
+    assert "Traceback" in caplog.text and "a fault \\x1b[2J" in caplog.text and "\x1b" not in caplog.text

@@ -231,15 +231,38 @@ def test_a_name_that_the_hub_cannot_have_is_refused_in_a_line(path: str, server:
         '{"weight_map": {"a": "/etc/passwd"}}',
         '{"weight_map": {"a": "../model.safetensors"}}',
         '{"weight_map": {"a": ""}}',
+        '{"weight_map": {"a": "*.safetensors"}}',
+        '{"weight_map": {"a": "**"}}',
+        '{"weight_map": {"a": "a\\u0000.safetensors"}}',
+        '{"weight_map": {"a": "a\\n.safetensors"}}',
+        '{"weight_map": {"a": "' + "a" * 5000 + '.safetensors"}}',
+        '{"weight_map": {"a": "config.json"}}',
     ],
-    ids=["deep", "list", "number", "list for a name", "number for a name", "absolute", "beside", "empty"],
+    ids=[
+        "deep",
+        "list",
+        "number",
+        "list for a name",
+        "number for a name",
+        "absolute",
+        "beside",
+        "empty",
+        "pattern",
+        "all",
+        "zero byte",
+        "line feed",
+        "long",
+        "no weights",
+    ],
 )
 def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> None:
     for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     assert hub.lacks(tmp_path) is None
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert (hub.lacks(tmp_path) or "").startswith("a readable model.safetensors.index.json (")
+    lacked = hub.lacks(tmp_path) or ""
+    assert lacked.startswith("a readable model.safetensors.index.json (")
+    assert "\n" not in lacked and len(lacked) < 300
 
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:

@@ -39,12 +39,15 @@ HOSTILE = {
     "erase": "all is well\r\x08\x08\x7f\x0b\x0c",
     "tab": "a\tb",
     "bidi": "\u202egpj.exe\u2066\u2069\u200f\u061c",
+    "hidden": "a\u200bb\u2060c\ufeffd\u00ade\u034ff\u180eg\u3164h\U000e0041\U0001bca0\U0001d173",
     "separators": "one\u2028two\u2029three",
     "markup": "[/nothing] [red] [link=file:///etc/passwd]a[/link] :coffee:",
 }
 ALL = " ".join(HOSTILE.values())
 NAME = "run \x1b]52;c;Y3VybA==\x07 \x9b31m \u202e"
-OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
+OBEYED = re.compile(
+    "[\xad\u034f\u180e\u200b\u2060\u3164\ufeff\U0001bca0\U0001d173\U000e0041\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]"
+)
 
 
 def assert_harmless(shown: str) -> None:
@@ -196,3 +199,16 @@ def test_a_traceback_of_an_error_that_nobody_catches_is_harmless() -> None:
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "KeyError" in ended.stderr
     assert_harmless(ended.stderr)
+
+
+def test_emoji_and_scripts_that_need_joiners_stay() -> None:
+    for text in ("\U0001f469\u200d\U0001f680", "\u2764\ufe0f", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"):
+        assert printable(text) == text
+        assert json.loads(printable_json(json.dumps(text, ensure_ascii=False))) == text
+
+
+def test_what_hides_text_is_shown_and_stays_the_same_json() -> None:
+    hidden = "run\u200b\x7f" + "".join(chr(0xE0000 + ord(letter)) for letter in "obey")
+    assert printable(hidden).startswith("run\\u200b\\x7f\\U000e006f")
+    shown = printable_json(json.dumps(hidden, ensure_ascii=False))
+    assert shown.isascii() and shown.isprintable() and json.loads(shown) == hidden
