@@ -114,6 +114,10 @@ def status(path: Path, *, root: Path) -> os.stat_result | None:
             return os.stat(name, dir_fd=directory, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no file has such a name
+            return None
+        raise
 
 
 def is_file(path: Path, *, root: Path) -> bool:

@@ -87,7 +87,12 @@ def test_only_a_file_that_is_not_there_is_no_outage(layout: RunLayout, monkeypat
     with pytest.raises(UnavailableError, match=f"{path} cannot be read now.*make it readable"):
         layout.storage.read(path)
     os_open = os.open
-    denied = refusing(lambda name, *rest, **options: os_open(name, *rest, **options), names="w1", code=errno.EACCES)
+
+    def denied(name: str, *rest: int, **options: int) -> int:
+        if name == "w1":  # by its name in the directory above, which is open
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return os_open(name, *rest, **options)
+
     monkeypatch.setattr(os, "open", denied)
     with pytest.raises(UnavailableError, match="segments/w1 cannot be read now"):  # rather than files that are missing
         list(layout.storage.files("segments"))

@@ -316,6 +316,8 @@ NO_SAFEGUARD = {  # lines that look like one
     "seq INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
     "event_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers lines",
     "batch_id INTEGER PRIMARY KEY AUTOINCREMENT,": "SQLite's own row number",
+    "CREATE UNIQUE INDEX batch_group_once ON batch_group (group_uid) WHERE live = 1;  -- formats 1 and 2": "only compared",
+    'INDEX_OF_A_KEY = b"sqlite_autoindex_"  # SQLite makes it for a key or UNIQUE, and stores no text of it': "a name",
     "PRIMARY KEY (split, state)": "of `counts`: temporary, and counted anew by every owner",
     "PRIMARY KEY (traj_uid, lsn)": "of `lost_trajectory`: history, for people",
     "unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,": "of `unfinished`: its order, for readers",
