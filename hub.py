@@ -114,7 +114,7 @@ def lacks(model: Path) -> str | None:
     index = model / "model.safetensors.index.json"
     try:
         named = objects(parse_object(index.read_bytes()), "weight_map").values() if index.is_file() else ()
-        shards = {name for name in named if SHARD.fullmatch(name)}
+        shards = {name for name in named if isinstance(name, str) and SHARD.fullmatch(name)}
         if strange := [name for name in named if name not in shards]:
             raise ValueError(f"weight_map names {strange[0]!r:.80}, not a .safetensors file beside it")
     except (OSError, ValueError, TypeError) as error:  # TypeError: a list or a number for a name
