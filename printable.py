@@ -36,6 +36,7 @@ HIDDEN = (
     r"\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
     r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e00ff"
 )
+SHOWN_CHARACTERS = 10_000  # of an error
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
 
 
@@ -61,8 +62,8 @@ def printable_json(text: str) -> str:
 
 
 def fail(error: object) -> None:
-    """Print an error in one line."""
-    print(printable(f"error: {' '.join(str(error).split())}"), file=sys.stderr)
+    """Print an error in one line of at most SHOWN_CHARACTERS: it may quote a text of any length."""
+    print(printable(f"error: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"), file=sys.stderr)
 
 
 def protect_terminal() -> None:

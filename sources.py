@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 import configs
@@ -25,9 +26,9 @@ def check_sources(config: Config, console: Console) -> None:
     check_train_on(config.stored.train_on)
     for text in config.source:
         theirs = _config_of(text)
-        if theirs is not None and (url := OmegaConf.select(theirs, "endpoint.url", default="")):
+        if theirs is not None and (url := _setting(theirs, "endpoint.url")):
             raise ConfigError(
-                f"source={text} was played by {OmegaConf.select(theirs, 'endpoint.model')} at {url}, whose tokens and "
+                f"source={text} was played by {_setting(theirs, 'endpoint.model')} at {url}, whose tokens and "
                 "log-probabilities nobody has, so nothing can be trained from it; leave it out"
             )
     find_sources([parse_source(text) for text in config.source], order=config.stored.order)
@@ -45,7 +46,7 @@ def check_sources(config: Config, console: Console) -> None:
             console.print(f"tokens of {text} were not compared: {why}", markup=False)
         else:
             check_same_tokens(base, model_path, source=text)
-        scripted = theirs is not None and OmegaConf.select(theirs, "actors.scripted", default=False)
+        scripted = theirs is not None and _setting(theirs, "actors.scripted")
         if scripted and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
                 f"source={text} was played by a script, which has no log-probabilities to learn from with "
@@ -119,14 +120,14 @@ def _base_of(text: str) -> Path | None:
     RunLayout.open(run).check_no_links()  # its files are read by transformers, which would follow a link out of the run
     if _chooses_unasked(text):
         return None
-    path = Path(OmegaConf.select(theirs, "model.path", default="") or run / OWN_BASE)
+    path = Path(str(_setting(theirs, "model.path") or run / OWN_BASE))
     return path if (path / "config.json").is_file() else None
 
 
 def _chooses_unasked(text: str) -> bool:
     """Return whether the source is a stranger's run whose settings name a model: any directory of this user."""
     theirs = _config_of(text)
-    if theirs is None or not OmegaConf.select(theirs, "model.path", default=""):
+    if theirs is None or not _setting(theirs, "model.path"):
         return False
     return not is_trusted(Path(parse_source(text).place))
 
@@ -137,3 +138,13 @@ def _config_of(text: str) -> DictConfig | None:
     if not RunLayout.exists(place):
         return None
     return configs.parse_stored(RunLayout.open(place).info.config_yaml, name=f"the config of {place}")
+
+
+def _setting(config: DictConfig, key: str) -> object:
+    """Return a setting of a source, None if it is not there. Raises ConfigError: the source may be a stranger's."""
+    try:
+        return OmegaConf.select(config, key, default=None)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"the settings of a source have no {key} where it belongs: {' '.join(str(error).split())[:200]}"
+        ) from None

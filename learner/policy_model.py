@@ -9,6 +9,7 @@ Letters as in `batch.py`; H the hidden size.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from configs import loaded
+from configs import ConfigError, loaded
 from learner.attention import MIXED, are_same, packed_hidden, use_packed_attention
 from learner.batch import MicroBatch
 from learner.last_layer import trim_last_layer
@@ -24,6 +25,8 @@ from learner.output_layer import OutputLayer
 from learner.vision import Vision, load_vision
 
 _log = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_config.json"  # of peft
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Entries of a model's configuration that scale or cap the logits after the output layer. `PolicyModel` calls that layer
@@ -117,6 +120,9 @@ def load_policy(path: Path, *, dtype: str, gradient_checkpointing: bool, tempera
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} holds no config.json; model.path must be a Hugging Face model directory")
+    if os.path.lexists(path / ADAPTER_FILE):
+        # transformers hands it to peft, which may import what it names. No argument of from_pretrained prevents that.
+        raise ConfigError(f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model first")
     from_files = {"local_files_only": True, "trust_remote_code": False}  # a model's own code never runs here
     config: Any = loaded("configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files))
     for name, neutral in LOGIT_CHANGES.items():

@@ -49,7 +49,17 @@ def read_run_file(run: Path, name: str) -> str:
 
 
 # Names in the run's directory that somebody writes. `base` holds a run of its own; its links are checked with the run's.
-DIRECTORIES_OF_A_RUN = ("segments", "export", "weights", "checkpoints", "readers", "quarantine", "logs", "tensorboard")
+DIRECTORIES_OF_A_RUN = (
+    "segments",
+    "export",
+    "weights",
+    "checkpoints",
+    "readers",
+    "quarantine",
+    "logs",
+    "tensorboard",
+    "untrained",  # the model that a cloning run began with
+)
 FILES_OF_A_RUN = (
     *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock", "config.yaml"),
     *("outside.json", "driver.json", "workers.wanted", "stopping"),

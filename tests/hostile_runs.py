@@ -24,6 +24,7 @@ Attack = Callable[[RunLayout, Path], None]  # the run, and the tree outside of i
 TOP_NAMES = (
     *("run.json", "signed.json", "manifest.json", "open.sql", "config.yaml", "driver.json", "outside.json", "catalog.sqlite"),
     *("catalog.lock", "segments", "export", "weights", "checkpoints", "readers", "quarantine", "logs", "tensorboard", "base"),
+    "untrained",
 )
 FILES = ("run.json", "manifest.json", "open.sql", "config.yaml", "driver.json", "catalog.sqlite", "catalog.lock")
 HUGE_BYTES = 1 << 42  # sparse: four tebibytes

@@ -235,12 +235,13 @@ def test_a_directory_that_is_no_run_is_an_error_in_one_line(tmp_path: Path, caps
     assert "is not a run directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["base/policy/config.json", "checkpoints/step000005", "weights"])
+@pytest.mark.parametrize("name", ["base/policy/config.json", "checkpoints/step000005", "weights", "untrained"])
 def test_a_link_in_a_strangers_run_is_not_followed(
     adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run, outside = tmp_path / "stranger", tmp_path / "outside"
     shutil.copytree(adapted[0].root, run)
+    shutil.copytree(run / "base" / "policy", run / "untrained")
     (run / name).rename(outside)
     (run / name).symlink_to(outside)
     for words in (["export", str(run), str(tmp_path / "dest")], ["replay", str(run), "--step", "5"]):

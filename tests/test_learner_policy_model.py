@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 import types
@@ -509,4 +510,28 @@ def test_a_model_directory_that_is_no_model_is_refused_in_one_line_and_runs_no_c
 
     assert str(tmp_path) in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"megatron_config": {"a": 1}, "megatron_core": "megatron.evil", "target_modules": ["q_proj"]},
+        {"target_modules": "(([a-z_0-9.]+)+)+X"},
+    ],
+)
+def test_an_adapter_beside_a_model_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: dict[str, object]
+) -> None:
+    """peft imports the module that it names, or matches its pattern for ever."""
+    model = tmp_path / "megatron"
+    random_model(LlamaConfig(**SIZES)).save_pretrained(model)
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "x", "r": 2, **adapter}
+    (model / "adapter_config.json").write_text(json.dumps(about))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ConfigError, match="has adapter_config.json, so it is no whole model"):
+        load_policy(model, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+
     assert not (tmp_path / "planted").exists()

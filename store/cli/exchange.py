@@ -41,16 +41,24 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    from store.exchange import export_selection  # and with it Arrow
+    import pyarrow as pa
 
-    dataset = export_selection(
-        options.run_dir,
-        options.dest,
-        where=options.where,
-        as_of=options.as_of,
-        whole_groups=options.groups,
-        text_uids=options.text_uids,
-    )
+    from store.errors import FormatError
+    from store.exchange import export_selection
+
+    try:
+        dataset = export_selection(
+            options.run_dir,
+            options.dest,
+            where=options.where,
+            as_of=options.as_of,
+            whole_groups=options.groups,
+            text_uids=options.text_uids,
+        )
+    except (TypeError, ValueError, pa.ArrowException) as error:  # values of views that the store does not make
+        raise FormatError(
+            f"the views of {options.run_dir} hold what no run has ({error}); python -m store fsck --repair {options.run_dir}"
+        ) from error
     n_bytes = sum(part.n_bytes for part in dataset.parts)
     line = (
         f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, {dataset.n_steps:,} steps: "

@@ -35,6 +35,7 @@ import duckdb
 import pyarrow as pa
 from duckdb.sqltypes import DuckDBPyType
 
+from printable import SHOWN_CHARACTERS
 from store.errors import StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
@@ -345,4 +346,5 @@ def _send_error(channel: socket.socket, error: Exception) -> None:
         )
     elif not isinstance(error, StoreError):
         text = f"SQL: {text}" if isinstance(error, duckdb.Error) else f"SQL: {type(error).__name__}: {text}"
-    wire.send(channel, wire.ERROR, json.dumps({"type": type(error).__name__, "message": text}).encode())
+    message = {"type": type(error).__name__, "message": text[:SHOWN_CHARACTERS]}
+    wire.send(channel, wire.ERROR, json.dumps(message).encode())
