@@ -70,7 +70,7 @@ class Driver:
         try:
             if not writes(self.pid, Path(self.run) / DRIVER_FILE):
                 return None
-        except PermissionError:
+        except PermissionError:  # another user's process hides its files
             pass
         except OSError:  # it ended meanwhile
             return None
