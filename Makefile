@@ -29,7 +29,7 @@ $(VENV)/ready: pyproject.toml setup.sh gpu_check.sh
 	@touch $@
 
 train: setup
-	$(PY) train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
+	$(PY) cli/train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
 # Tests and benchmarks download no model; `make train` does if the config names one of the Hugging Face Hub.
 test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1
@@ -50,14 +50,14 @@ test-slow: setup
 	$(PY) -m pytest -m slow
 
 test-faults: setup
-	$(PY) -m pytest -s tests/test_faults.py tests/test_two_engines.py
+	$(PY) -m pytest -s tests/runs/test_faults.py tests/runs/test_two_engines.py
 
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \
-		$(PY) -m pytest -s tests/test_store_machine.py tests/test_store_crash.py tests/test_store_killed_commands.py \
-		tests/test_store_power_loss.py tests/test_store_mutations.py tests/test_store_live_reader.py tests/test_store_s3.py \
-		tests/test_store_hostile_runs.py tests/test_fuzz_runs.py
+		$(PY) -m pytest -s tests/store/test_machine.py tests/store/test_crash.py tests/store/test_killed_commands.py \
+		tests/store/test_power_loss.py tests/store/test_mutations.py tests/store/test_live_reader.py tests/store/test_s3.py \
+		tests/store/test_hostile_runs.py tests/runs/test_fuzz_runs.py
 
 bench: setup
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done

@@ -1,4 +1,5 @@
-"""Makes text fit to be shown in a terminal. Every program of this project prints through this module.
+"""Makes text fit to be shown in a terminal. Every program of this project prints through this
+module.
 
     print(printable(text))                    # one line
     fail(error)                               # "error: ..." on standard error, in one line
@@ -113,6 +114,8 @@ def _kept_line_feed(found: re.Match[str]) -> str:
     return "\n" if found[0] == "\n" else _escape(found)
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     text = "".join(traceback.format_exception(kind, error, trace))
     print(printable(text, lines=True), end="", file=sys.stderr)

@@ -1,8 +1,10 @@
-"""The actor: plays leased groups with its own vLLM engine and commits them. It never waits for the learner.
+"""The actor: plays leased groups with its own vLLM engine and commits them. It never waits for the
+learner.
 
 Player.run       plays leased groups and follows the published weights (`player.py`)
-_adapt           gives the engine as many requests as it can hold, and plays as many episodes as keep it busy
-_watch_engine    asks the engine for a sign of life; one that does not answer ends the worker, and another is started
+_adapt           gives the engine as many requests as it can hold, and plays as many episodes as
+keep it busy _watch_engine    asks the engine for a sign of life; one that does not answer ends the
+worker, and another is started
 _promise         says that the event loop is alive, and what the worker waits for
 """
 
@@ -22,29 +24,30 @@ from typing import TYPE_CHECKING
 import ray
 from ray.actor import ActorHandle
 
-from actors.attempts import Attempts
-from actors.characters import character_form
-from actors.chat_policy import ChatPolicy
-from actors.client import CoordinatorClient
-from actors.concurrency import ADAPT_EVERY_S, Concurrency
-from actors.group import with_attempts
-from actors.images import load_image_form
-from actors.player import LONG_S, Player
-from actors.plays import Lease
+from actors.inference.codepoint_tokenizer import character_form
+from actors.inference.concurrency import ADAPT_EVERY_S, Concurrency
+from actors.inference.openai_policy import ChatPolicy
+from actors.inference.vllm_engine import EngineLostError
+from actors.inference.vllm_policy import VLLMPolicy, load_ahead
+from actors.inference.weight_sync import ServedWeights
 from actors.policy import Policy, ScriptedPolicy
-from actors.prompt import PromptForm
-from actors.rollout import EpisodeIds, EpisodeRules, play_episode
-from actors.served_weights import ServedWeights
-from actors.shared_handle import SharedHandle
-from actors.tokenizer import load_tokenizer
-from actors.vllm_engine import EngineLostError
-from actors.vllm_policy import VLLMPolicy, load_ahead
+from actors.prompting.images import load_image_form
+from actors.prompting.prompt import PromptForm
+from actors.prompting.tokenizer import load_tokenizer
+from actors.rollout.attempts import Attempts
+from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode
+from actors.rollout.group import with_attempts
+from actors.rollout.runner import LONG_S, Player
 from configs import Config, loaded
+from coordinator import Heartbeat, capture_output
+from coordinator.batched_calls import SharedHandle
+from coordinator.client import CoordinatorClient
+from coordinator.leases import Lease
 from envs import EnvironmentPool, ProgramPool, is_program
-from store import Heartbeat, RunLayout, Trajectory, capture_output
+from store import RunLayout, Trajectory
 
 if TYPE_CHECKING:
-    from actors.endpoint import Endpoint
+    from actors.endpoint.server import Endpoint
 
 PROMISE_EVERY_S = 0.5
 LOOP_PATIENCE_S = 10.0  # an event loop that stands still for longer is not heard of any more
@@ -60,7 +63,9 @@ class WorkerSetup:
 
 
 class Worker:
-    """`await start()`, then `await run()` until `stop()`; a failure of any part is raised by `run` with its cause."""
+    """`await start()`, then `await run()` until `stop()`; a failure of any part is raised by `run`
+    with its cause.
+    """
 
     def __init__(self, setup: WorkerSetup, coordinator: ActorHandle) -> None:
         gc.disable()  # until it has started: a fifth of what imports take
@@ -70,28 +75,45 @@ class Worker:
         self.layout = RunLayout.open(Path(config.run_dir))
         capture_output(self.layout.logs / f"{self.name}.log")
         self.engine_log = self.layout.logs / f"{self.name}-engine.log"
-        self.chat = ChatPolicy(config) if config.endpoint.url else None  # then there is no engine, tokenizer or torch
+        # then there is no engine, tokenizer or torch
+        self.chat = ChatPolicy(config) if config.endpoint.url else None
         self.has_engine = self.chat is None and not config.actors.scripted
         if self.has_engine:
             load_ahead(config.actors, self.engine_log)
-        self.heart = Heartbeat(lambda waiting_on, waits_s: coordinator.heartbeat.remote(setup.name, waiting_on, waits_s))
+        self.heart = Heartbeat(
+            lambda waiting_on, waits_s: coordinator.heartbeat.remote(
+                setup.name, waiting_on, waits_s
+            )
+        )
         if self.chat:
             self.form = character_form(config.prompt)
         else:
             tokenizer = load_tokenizer(setup.model_path, with_torch=not config.actors.scripted)
-            self.form = PromptForm(tokenizer, config.prompt, images=load_image_form(setup.model_path))
+            self.form = PromptForm(
+                tokenizer, config.prompt, images=load_image_form(setup.model_path)
+            )
         env, log = config.env, self.layout.logs / f"{self.name}.log"
         self.environments: ProgramPool | EnvironmentPool
         if is_program(env.name):
             self.environments = ProgramPool(env.name, env.options, processes=env.processes, log=log)
         else:
             self.environments = EnvironmentPool(
-                env.name, env.options, processes=env.processes, answer_timeout_s=env.answer_timeout_s, log=log
+                env.name,
+                env.options,
+                processes=env.processes,
+                answer_timeout_s=env.answer_timeout_s,
+                log=log,
             )
         self.endpoint: Endpoint | None = None  # of a ProgramPool
         self.engine: VLLMPolicy | None = None
         self.policy: Policy = self.chat or ScriptedPolicy(self.form.encode_answer)
-        self.player = Player(self.coordinator, config, play=self._play_member, weights=None, concurrency=Concurrency.of(config))
+        self.player = Player(
+            self.coordinator,
+            config,
+            play=self._play_member,
+            weights=None,
+            concurrency=Concurrency.of(config),
+        )
 
     async def where(self) -> tuple[str, int]:
         """Host and pid of this process."""
@@ -105,7 +127,9 @@ class Worker:
             from transformers import GenerationConfig
 
             stops = loaded(
-                "generation configuration", self.model_path, lambda: GenerationConfig.from_pretrained(self.model_path)
+                "generation configuration",
+                self.model_path,
+                lambda: GenerationConfig.from_pretrained(self.model_path),
             ).eos_token_id
             self.engine = await VLLMPolicy.start(
                 model_path=Path(self.model_path),
@@ -125,13 +149,18 @@ class Worker:
                 record=self.coordinator.record,
                 # In synchronous training no other engine has anything else to do.
                 turn=self.coordinator.turn if self.config.max_staleness > 0 else nullcontext,
-                meeting_point=self.coordinator.meeting_point if self.config.learner.transfer == "broadcast" else None,
+                meeting_point=self.coordinator.meeting_point
+                if self.config.learner.transfer == "broadcast"
+                else None,
                 max_staleness=self.config.max_staleness,
             )
         if isinstance(self.environments, ProgramPool):
-            from actors.endpoint import Endpoint, EndpointSettings  # here, as the driver and the coordinator import this file
+            # here, as the driver and the coordinator import this file
+            from actors.endpoint.server import Endpoint, EndpointSettings
 
-            self.endpoint = Endpoint(self.policy, self.form.tokenizer, EndpointSettings.of(self.config))
+            self.endpoint = Endpoint(
+                self.policy, self.form.tokenizer, EndpointSettings.of(self.config)
+            )
             await self.endpoint.start()
         gc.freeze()  # what was imported stays for good, and need not be looked through again
         gc.enable()
@@ -139,13 +168,18 @@ class Worker:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as loops:
-            beside = [loops.create_task(loop()) for loop in (self._promise, self._watch_engine, self._adapt)]
+            beside = [
+                loops.create_task(loop())
+                for loop in (self._promise, self._watch_engine, self._adapt)
+            ]
             await self.player.run()
             for task in beside:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Asks `run` to end. Finished episodes are committed, the others given up: their groups stay open for others."""
+        """Asks `run` to end. Finished episodes are committed, the others given up: their groups
+        stay open for others.
+        """
         self.player.stop()
 
     async def close(self) -> None:
@@ -166,19 +200,25 @@ class Worker:
             await self.coordinator.record("episode failed", f"{episode}: {why}")
 
         return await with_attempts(
-            partial(self._play_episode, lease, member, attempts), attempts=self.config.env.attempts, failed=failed
+            partial(self._play_episode, lease, member, attempts),
+            attempts=self.config.env.attempts,
+            failed=failed,
         )
 
     async def _play_episode(self, lease: Lease, member: int, attempts: Attempts) -> Trajectory:
         rules = EpisodeRules.of(self.config, temperature=lease.temperature)
         ids = EpisodeIds.of(lease.group.group_uid, member, progress=attempts.begin(member))
         if isinstance(self.environments, ProgramPool):
-            from actors.program import play_program
+            from actors.endpoint.program_episode import play_program
 
             assert self.endpoint is not None
-            return await play_program(self.environments, self.endpoint, task=lease.task, episode=ids, rules=rules)
+            return await play_program(
+                self.environments, self.endpoint, task=lease.task, episode=ids, rules=rules
+            )
         async with self.environments.environment() as environment:
-            return await play_episode(environment, self.policy, self.form, task=lease.task, episode=ids, rules=rules)
+            return await play_episode(
+                environment, self.policy, self.form, task=lease.task, episode=ids, rules=rules
+            )
 
     async def _watch_engine(self) -> None:
         patience_s = self.config.actors.engine_timeout_s
@@ -189,9 +229,12 @@ class Worker:
                     async with asyncio.timeout(START_TIMEOUT_S if was_loading else patience_s):
                         await self.engine.answers()
             except TimeoutError:
-                if self.engine.is_loading and not was_loading:  # it answers nobody while it takes in weights
+                # it answers nobody while it takes in weights
+                if self.engine.is_loading and not was_loading:
                     continue
-                raise EngineLostError(f"the engine of {self.name} has not answered for {patience_s:g} s") from None
+                raise EngineLostError(
+                    f"the engine of {self.name} has not answered for {patience_s:g} s"
+                ) from None
             await asyncio.sleep(ENGINE_QUESTION_S)
 
     async def _adapt(self) -> None:

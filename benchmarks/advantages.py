@@ -1,11 +1,13 @@
-"""How long the advantages of a batch take, beside the same equations in a Python loop, numpy and polars, all in float64.
+"""How long the advantages of a batch take, beside the same equations in a Python loop, numpy and
+polars, all in float64.
 
     python benchmarks/advantages.py [--quick] [--large]
 
-All must agree. Times are wall clock, the best of several calls, taken in turns; the first call of a process, which plans the
-query, is apart. Memory is what a call of gigpo's adds to the process at its peak. `--large` does nothing but 64 million
-steps, by hash partition of their groups from Parquet files to Parquet files, in a process of its own; without --quick it
-is done too. `--quick` leaves out what takes long. The last line is JSON.
+All must agree. Times are wall clock, the best of several calls, taken in turns; the first call of a
+process, which plans the query, is apart. Memory is what a call of gigpo's adds to the process at
+its peak. `--large` does nothing but 64 million steps, by hash partition of their groups from
+Parquet files to Parquet files, in a process of its own; without --quick it is done too. `--quick`
+leaves out what takes long. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def measure(rows: int, *, quick: bool) -> dict[str, float]:
     steps = make_steps(rows, seed=0)
     methods: dict[str, Method] = {"gigpo": by_gigpo, "numpy": by_numpy}
     if not (quick and rows > 64_000):
-        methods |= {"loop": by_loop} | ({"polars": by_polars} if importlib.util.find_spec("polars") else {})
+        methods |= {"loop": by_loop} | (
+            {"polars": by_polars} if importlib.util.find_spec("polars") else {}
+        )
     turns = {800: 60, 6_400: 15, 64_000: 7, 640_000: 3}.get(rows, 1 if quick else 2)
     gib = peak_gib(lambda: by_gigpo(steps))
     best, results = dict.fromkeys(methods, math.inf), {}
@@ -73,8 +77,15 @@ def measure(rows: int, *, quick: bool) -> dict[str, float]:
             best[name] = min(best[name], (time.perf_counter() - start_s) * 1e3)
     for name, advantages in results.items():
         np.testing.assert_allclose(results["gigpo"], advantages, rtol=1e-6, atol=1e-9, err_msg=name)
-    cells = [f"{best[name]:>10,.1f}" if name in best else f"{'-':>10}" for name in ("gigpo", "numpy", "polars", "loop")]
-    print(f"{rows:>10,} {' '.join(cells)} {best['gigpo'] / best['numpy']:>11.2f} {gib * 1024:>12,.0f}", flush=True)
+    cells = [
+        f"{best[name]:>10,.1f}" if name in best else f"{'-':>10}"
+        for name in ("gigpo", "numpy", "polars", "loop")
+    ]
+    print(
+        f"{rows:>10,} {' '.join(cells)} {best['gigpo'] / best['numpy']:>11.2f} "
+        f"{gib * 1024:>12,.0f}",
+        flush=True,
+    )
     return best
 
 
@@ -104,20 +115,28 @@ def similarity_s() -> dict[str, float]:
 
 
 def large() -> dict[str, float]:
-    """64 million steps: written once, then read, computed and written back one partition of groups at a time."""
+    """64 million steps: written once, then read, computed and written back one partition of groups
+    at a time.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for number in range(LARGE_STEPS // FILE_STEPS):
             pq.write_table(make_steps(FILE_STEPS, seed=number), folder / f"steps-{number}.parquet")
         command = [sys.executable, __file__, "--partitions-of", scratch]
-        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-        written = sum(pq.read_metadata(file).num_rows for file in folder.glob("advantages-*.parquet"))
+        answer = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()[-1]
+        written = sum(
+            pq.read_metadata(file).num_rows for file in folder.glob("advantages-*.parquet")
+        )
     assert written == LARGE_STEPS, f"{written} rows written"
     return json.loads(answer)
 
 
 def partitions(folder: Path) -> dict[str, float]:
-    """What `large` times, alone in its process. A group is in one partition, so each partition is a table like any other."""
+    """What `large` times, alone in its process. A group is in one partition, so each partition is a
+    table like any other.
+    """
     start_s = time.perf_counter()
     names = ", ".join(make_steps(GROUP_STEPS, seed=0).column_names)
     for number in range(PARTITIONS):
@@ -125,15 +144,25 @@ def partitions(folder: Path) -> dict[str, float]:
             files = f"read_parquet('{folder}/steps-*.parquet')"
             query = f"SELECT {names} FROM {files} WHERE hash(group_uid) % {PARTITIONS} = {number}"
             steps = connection.sql(query).to_arrow_table()
-        pq.write_table(compute_advantages(steps, PUBLISHED_SETTINGS), folder / f"advantages-{number}.parquet")
+        pq.write_table(
+            compute_advantages(steps, PUBLISHED_SETTINGS), folder / f"advantages-{number}.parquet"
+        )
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {"gib": int(status["VmHWM"].split()[0]) / 2**20, "s": time.perf_counter() - start_s}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to 64,000 steps, 6.4 million of gigpo and numpy alone")
-    parser.add_argument("--large", action="store_true", help="64 million steps by hash partition, nothing else")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="up to 64,000 steps, 6.4 million of gigpo and numpy alone",
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="64 million steps by hash partition, nothing else"
+    )
     parser.add_argument("--partitions-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.partitions_of:
@@ -144,11 +173,21 @@ def main() -> None:
         figures |= side_by_side(quick=options.quick)
     if not options.quick:
         of_large = large()
-        print(f"{LARGE_STEPS:,} steps in {PARTITIONS} partitions: {of_large['s']:.0f} s, peak {of_large['gib']:.1f} GiB in all")
+        print(
+            f"{LARGE_STEPS:,} steps in {PARTITIONS} partitions: {of_large['s']:.0f} s, peak "
+            f"{of_large['gib']:.1f} GiB in all"
+        )
         figures["peak_gib_64m"] = of_large["gib"]
     for name, value in figures.items():
-        print(f"{name:>20} {'not measured' if value is None else f'{value:.3g}':>12}   {REQUIRED[name]}")
-    print(json.dumps({name: None if value is None else round(value, 3) for name, value in figures.items()}))
+        print(
+            f"{name:>20} {'not measured' if value is None else f'{value:.3g}':>12}   "
+            f"{REQUIRED[name]}"
+        )
+    print(
+        json.dumps(
+            {name: None if value is None else round(value, 3) for name, value in figures.items()}
+        )
+    )
 
 
 def side_by_side(*, quick: bool) -> dict[str, float | None]:
@@ -156,15 +195,22 @@ def side_by_side(*, quick: bool) -> dict[str, float | None]:
     by_gigpo(make_steps(GROUP_STEPS, seed=0))
     print(f"first call: {(time.perf_counter() - start_s) * 1e3:.0f} ms")
     print(
-        f"{'steps':>10} {'gigpo':>10} {'numpy':>10} {'polars':>10} {'loop':>10} {'over numpy':>11} {'peak MiB':>12}   ms, best"
+        f"{'steps':>10} {'gigpo':>10} {'numpy':>10} {'polars':>10} {'loop':>10} {'over numpy':>11} "
+        f"{'peak MiB':>12}   ms, best"
     )
     ms = {rows: measure(rows, quick=quick) for rows in SIZES if not (quick and rows == 640_000)}
     of_texts = similarity_s()
-    print(f"{TEXTS} unrelated texts of {CHARACTERS}: linked {of_texts['linked']:.2f} s, greedy {of_texts['greedy']:.2f} s")
+    print(
+        f"{TEXTS} unrelated texts of {CHARACTERS}: linked {of_texts['linked']:.2f} s, greedy "
+        f"{of_texts['greedy']:.2f} s"
+    )
     return {
         "gigpo_ms_6400": ms[6_400]["gigpo"],
-        "exponent_64k_6m": math.log10(ms[6_400_000]["gigpo"] / ms[64_000]["gigpo"]) / math.log10(6_400_000 / 64_000),
-        "over_numpy_max": max(of["gigpo"] / of["numpy"] for rows, of in ms.items() if rows >= 64_000),
+        "exponent_64k_6m": math.log10(ms[6_400_000]["gigpo"] / ms[64_000]["gigpo"])
+        / math.log10(6_400_000 / 64_000),
+        "over_numpy_max": max(
+            of["gigpo"] / of["numpy"] for rows, of in ms.items() if rows >= 64_000
+        ),
         "loop_over_gigpo_64k": ms[64_000]["loop"] / ms[64_000]["gigpo"],
         "similarity_400_s": of_texts["linked"],
     }

@@ -1,15 +1,18 @@
-"""Learner steps per second: asynchronous, synchronous (max_staleness=0), and in lock-step; the same work, the same code.
+"""Learner steps per second: asynchronous, synchronous (max_staleness=0), and in lock-step; the same
+work, the same code.
 
     python benchmarks/async_vs_sync.py [--quick] [--base runs/quickstart/base/policy]
 
-Simulated: key_room whose every answer takes a log-normal time (sigma 1) by sleeping, a policy and a learner that sleep; real
-coordinator, catalog, files and admission. All three have the same workers, each with one group at a time, and as many as a
-batch has groups, so that none has more in flight than lock-step. In lock-step no episode takes its next turn before every
-episode of the batch has had its answer; finished ones cost nothing, unlike there. The learner's step takes about as long as
+Simulated: key_room whose every answer takes a log-normal time (sigma 1) by sleeping, a policy and a
+learner that sleep; real coordinator, catalog, files and admission. All three have the same workers,
+each with one group at a time, and as many as a batch has groups, so that none has more in flight
+than lock-step. In lock-step no episode takes its next turn before every episode of the batch has
+had its answer; finished ones cost nothing, unlike there. The learner's step takes about as long as
 the workers need for a batch.
 
-Real engine (not with --quick): the quick start with its TextWorld games, vLLM and DeepSpeed on this machine, max_staleness 2
-over 0. Nothing sleeps there: engine and learner share the cores. `--base` spares the cloning. The last line is JSON.
+Real engine (not with --quick): the quick start with its TextWorld games, vLLM and DeepSpeed on this
+machine, max_staleness 2 over 0. Nothing sleeps there: engine and learner share the cores. `--base`
+spares the cloning. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,13 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import real_run
 from support.simulated_run import Pace, Timed, simulate
 
-from actors.doubles import Delay
+from actors.simulation.fakes import Delay
 
 MAX_STALENESS = 2
 GENERATION, STEP_TIME = 0.5, 42.0  # times the median latency of an environment
 REAL_STEPS, REAL_WARM_UP = 14, 4
 REQUIRED = {"async_over_sync": ">= 2", "async_over_lockstep": ">= 2.5", "learner_idle": "< 0.1"}
-LAST_LINE = ("async_over_sync", "async_over_lockstep", "learner_idle", "real_engine_async_over_sync")
+LAST_LINE = (
+    "async_over_sync",
+    "async_over_lockstep",
+    "learner_idle",
+    "real_engine_async_over_sync",
+)
 
 
 def simulated(directory: Path, *, latency_s: float, steps: int, warm_up: int) -> dict[str, float]:
@@ -45,11 +53,25 @@ def simulated(directory: Path, *, latency_s: float, steps: int, warm_up: int) ->
         group_size=8,
         max_steps=10,
     )
-    print(f"{pace.workers} workers, batches of {pace.groups_per_step} groups of {pace.group_size} episodes of up to", end=" ")
-    print(f"{pace.max_steps} turns; answers take {1e3 * latency_s:g} ms (median), a learner step {pace.step_time.median_s:g} s")
+    print(
+        f"{pace.workers} workers, batches of {pace.groups_per_step} groups of {pace.group_size} "
+        "episodes of up to",
+        end=" ",
+    )
+    print(
+        f"{pace.max_steps} turns; answers take {1e3 * latency_s:g} ms (median), a learner step "
+        f"{pace.step_time.median_s:g} s"
+    )
     modes = {"async": (MAX_STALENESS, False), "sync": (0, False), "lockstep": (0, True)}
     timed: dict[str, Timed] = {
-        name: simulate(directory / name, pace, max_staleness=max_staleness, lock_step=lock_step, steps=steps, warm_up=warm_up)
+        name: simulate(
+            directory / name,
+            pace,
+            max_staleness=max_staleness,
+            lock_step=lock_step,
+            steps=steps,
+            warm_up=warm_up,
+        )
         for name, (max_staleness, lock_step) in modes.items()
     }
     return {
@@ -75,19 +97,33 @@ def real_engine(directory: Path, *, base: Path | None) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the simulated part only, for a run of under a minute")
-    parser.add_argument("--base", type=Path, help="the real engine's base policy; made if it is not given, in minutes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the simulated part only, for a run of under a minute"
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="the real engine's base policy; made if it is not given, in minutes",
+    )
     options = parser.parse_args()
     figures: dict[str, float | None] = {"real_engine_async_over_sync": None}
     with tempfile.TemporaryDirectory() as directory:
-        pace = {"latency_s": 0.02, "steps": 4} if options.quick else {"latency_s": 0.04, "steps": 12}
+        pace = (
+            {"latency_s": 0.02, "steps": 4} if options.quick else {"latency_s": 0.04, "steps": 12}
+        )
         figures |= simulated(Path(directory), warm_up=2, **pace)
         if not options.quick:
-            figures |= real_engine(Path(directory) / "real", base=options.base and options.base.resolve())
+            figures |= real_engine(
+                Path(directory) / "real", base=options.base and options.base.resolve()
+            )
     print(f"{'figure':30} {'measured':>10}   required")
     for name, value in figures.items():
-        print(f"{name:30} {'-' if value is None else f'{value:10.3f}':>10}   {REQUIRED.get(name, '')}")
+        print(
+            f"{name:30} {'-' if value is None else f'{value:10.3f}':>10}   {REQUIRED.get(name, '')}"
+        )
     print(json.dumps({name: figures[name] and round(figures[name], 4) for name in LAST_LINE}))
 
 

@@ -2,12 +2,14 @@
 
     python benchmarks/environments.py [--quick] [--data FOLDER] [--only WORLD ...]
 
-FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA, or `data`, unless given. What is measured is said in
-support/env_*.py:
+FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA, or `data`, unless given. What is measured
+is said in support/env_*.py:
 
-alfworld  beside the stock engine on the same commands; memory over many episodes (without data: games made on the spot)
+alfworld  beside the stock engine on the same commands; memory over many episodes (without data:
+games made on the spot)
 webshop   of one core, start-up, and what equals recorded episodes of the original
-search    index, queries, the server, the two worlds under our pool; recall of the question as the only search
+search    index, queries, the server, the two worlds under our pool; recall of the question as the
+only search
 gym       Sokoban; FrozenLake and Taxi through the adapter and without it
 
 A world whose data or package is not there is named and left out. The last line is JSON.
@@ -26,7 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-WORLDS = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}  # the folder of data that each cannot do without
+# the folder of data that each cannot do without
+WORLDS = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}
 OPTIONAL = ("alfworld", "fast_downward")  # packages of the extra
 REQUIRED = {
     "alfworld_over_stock": ">= 10",
@@ -56,7 +59,9 @@ def measured(world: str, *, quick: bool, data: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "data")))
     parser.add_argument("--only", nargs="+", choices=list(WORLDS), default=list(WORLDS))

@@ -22,12 +22,13 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # our packages are run from a checkout
+# our packages are run from a checkout
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.concurrency import RequestGate
+from actors.inference.concurrency import RequestGate
+from actors.inference.vllm_policy import VLLMPolicy
+from actors.inference.weight_files import weight_files
 from actors.policy import Prompt
-from actors.vllm_policy import VLLMPolicy
-from actors.weight_files import weight_files
 from configs import ActorsConfig
 from store import files_digest
 
@@ -54,14 +55,19 @@ def make_model(path: Path, *, seed: int) -> None:
 
 
 async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict[str, float]:
-    """Keep `in_flight` requests going for `seconds`, each with a prompt of its own: no prefix is shared."""
+    """Keep `in_flight` requests going for `seconds`, each with a prompt of its own: no prefix is
+    shared.
+    """
     draw = random.Random(in_flight)
     deadline_s = time.perf_counter() + seconds
     latencies_s: list[float] = []
 
     async def client() -> None:
         while time.perf_counter() < deadline_s:
-            prompt = Prompt(token_ids=tuple(draw.choices(range(2, VOCABULARY_SIZE), k=PROMPT_TOKENS)), actions=None)
+            prompt = Prompt(
+                token_ids=tuple(draw.choices(range(2, VOCABULARY_SIZE), k=PROMPT_TOKENS)),
+                actions=None,
+            )
             start_s = time.perf_counter()
             await policy.generate(prompt, seed=draw.getrandbits(31), temperature=1.0)
             latencies_s.append(time.perf_counter() - start_s)
@@ -90,10 +96,17 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def benchmark(*, directory: Path, cores: str, seconds: float, loads: int) -> dict[str, object]:
+async def benchmark(
+    *, directory: Path, cores: str, seconds: float, loads: int
+) -> dict[str, object]:
     for name, seed in (("base", 0), ("other", 1)):
         make_model(directory / name, seed=seed)
-    actors = ActorsConfig(cpu_cores=cores, max_response_tokens=RESPONSE_TOKENS, max_model_tokens=512, kv_cache_gib=0.25)
+    actors = ActorsConfig(
+        cpu_cores=cores,
+        max_response_tokens=RESPONSE_TOKENS,
+        max_model_tokens=512,
+        kv_cache_gib=0.25,
+    )
     start_s = time.perf_counter()
     policy = await VLLMPolicy.start(
         model_path=directory / "base",
@@ -109,28 +122,40 @@ async def benchmark(*, directory: Path, cores: str, seconds: float, loads: int) 
     try:
         await measure(policy, in_flight=MAX_IN_FLIGHT, seconds=1.0)  # first batches are slower
         for in_flight in (1, 16, MAX_IN_FLIGHT):
-            results[f"in_flight_{in_flight}"] = await measure(policy, in_flight=in_flight, seconds=seconds)
+            results[f"in_flight_{in_flight}"] = await measure(
+                policy, in_flight=in_flight, seconds=seconds
+            )
         busy = asyncio.ensure_future(measure(policy, in_flight=MAX_IN_FLIGHT, seconds=seconds))
         done = []
         for n in range(1, loads + 1):
             path = directory / ("other" if n % 2 else "base")
-            done.append(await policy.load_weights(version=n, path=path, digest=files_digest(weight_files(path))))
+            done.append(
+                await policy.load_weights(
+                    version=n, path=path, digest=files_digest(weight_files(path))
+                )
+            )
         await busy
         phases = [name for name in asdict(done[0]) if name.endswith("_ms")]
-        results["load_weights"] = {name: statistics.median(getattr(load, name) for load in done) for name in phases}
+        results["load_weights"] = {
+            name: statistics.median(getattr(load, name) for load in done) for name in phases
+        }
     finally:
         await policy.close()
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--cores", default="0", help='cores of the engine, such as "0" or "0,2-3"')
     args = parser.parse_args()
     seconds, loads = (4.0, 5) if args.quick else (20.0, 20)
     with tempfile.TemporaryDirectory() as directory:
-        results = asyncio.run(benchmark(directory=Path(directory), cores=args.cores, seconds=seconds, loads=loads))
+        results = asyncio.run(
+            benchmark(directory=Path(directory), cores=args.cores, seconds=seconds, loads=loads)
+        )
     print(json.dumps({"benchmark": "generation", **results}, default=float))
 
 

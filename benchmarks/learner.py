@@ -1,12 +1,15 @@
-"""How fast the learner trains, beside a plain Hugging Face loop and TRL's GRPO trainer, on the same rows and model; on a CPU.
+"""How fast the learner trains, beside a plain Hugging Face loop and TRL's GRPO trainer, on the same
+rows and model; on a CPU.
 
     python benchmarks/learner.py [--quick] [--model DIR]
 
-Tokens per CPU second, from a table of rows to new weights: padding or packing, forward, loss, backward, clipping, AdamW, in
-float32 with one thread. Tokens are the rows' prompts and responses, never padding, the same number for all. Each contender has
-a process of its own (support/learner_seats.py); they take turns, and the best of several updates counts, with the best of
-several sizes of a forward pass for each: a small one saves the others padding, down to one row a pass. The first gradients must
-have the same norm. Memory is in passes of the size printed beside it. The project's own tiny model; rows are
+Tokens per CPU second, from a table of rows to new weights: padding or packing, forward, loss,
+backward, clipping, AdamW, in float32 with one thread. Tokens are the rows' prompts and responses,
+never padding, the same number for all. Each contender has a process of its own
+(support/learner_seats.py); they take turns, and the best of several updates counts, with the best
+of several sizes of a forward pass for each: a small one saves the others padding, down to one row a
+pass. The first gradients must have the same norm. Memory is in passes of the size printed beside
+it. The project's own tiny model; rows are
 
     real          prompts of 24 to 80 tokens, responses of 1 to 13: those of a quick-start run (support/learner_rows.py)
     equal         all of their mean lengths, 50 and 6: nothing to pad
@@ -14,12 +17,14 @@ have the same norm. Memory is in passes of the size printed beside it. The proje
     long_tail     made up: prompts of 64 to 2,048 tokens, half below 300; responses of 8 to 512
     histories     full-history prompts, each beginning with the step before: merged into one sequence, against one for each row
 
-The contenders, in support/: the Hugging Face loop pads rows on the right in the order they come, up to the longest of each
-pass, with an attention mask, and takes the logits of all positions. TRL 1.16 or newer is an extra, `pip install trl` (null
-without it): its own training loop, loss and optimizer, given fixed completions in place of its generation.
-`publish_to_serve_ms`: from the learner's call until a vLLM engine has answered with the new weights (support/
-publish_to_serve.py); with --model of that model too. The last line is JSON; ratios are above 1 where this learner is better.
-A target that is missed makes the exit status 1, but not with --quick: so few rows and repeats are too noisy to judge by.
+The contenders, in support/: the Hugging Face loop pads rows on the right in the order they come, up
+to the longest of each pass, with an attention mask, and takes the logits of all positions. TRL 1.16
+or newer is an extra, `pip install trl` (null without it): its own training loop, loss and
+optimizer, given fixed completions in place of its generation. `publish_to_serve_ms`: from the
+learner's call until a vLLM engine has answered with the new weights (support/ publish_to_serve.py);
+with --model of that model too. The last line is JSON; ratios are above 1 where this learner is
+better. A target that is missed makes the exit status 1, but not with --quick: so few rows and
+repeats are too noisy to judge by.
 """
 
 from __future__ import annotations
@@ -42,7 +47,15 @@ import pyarrow as pa
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.learner_contenders import CLIP, GRAD_CLIP, LEARNING_RATE, WEIGHT_DECAY, HfLoop, Learner, rows_per_pass
+from support.learner_contenders import (
+    CLIP,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    HfLoop,
+    Learner,
+    rows_per_pass,
+)
 from support.learner_rows import MIXES, make_histories, make_rows, n_tokens
 from support.learner_seats import Contender, Seat, seated
 from support.publish_to_serve import publish_to_serve
@@ -52,20 +65,26 @@ from learner import make_tiny_model, train_tokenizer
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 AT_LEAST = {"over_hf_loop_equal": 1.0, "over_hf_loop_real_lengths": 2.0, "over_trl": 2.0}
-BELOW = {"publish_to_serve_ms": 150.0, "publish_to_serve_model_ms": 1000.0}  # the second of 135 million parameters
+# the second of 135 million parameters
+BELOW = {"publish_to_serve_ms": 150.0, "publish_to_serve_model_ms": 1000.0}
 REQUIRED = {
     **{name: f">= {bound:g}" for name, bound in AT_LEAST.items()},
     "merged_over_rows": "",
     **{name: f"< {bound:g}" for name, bound in BELOW.items()},
 }
-LIKE_GRADIENTS = 1e-3  # relative, of the first updates' norms: float32 sums in other orders, and no more
+# relative, of the first updates' norms: float32 sums in other orders, and no more
+LIKE_GRADIENTS = 1e-3
 Make = Callable[[pa.Table, int], Contender]  # of rows and the tokens of a forward pass
 
 
 def contenders(base: Path) -> dict[str, Make]:
     made: dict[str, Make] = {
-        "learner": lambda rows, pass_tokens: Learner(base, rows, pass_tokens=pass_tokens, merge_steps=True),
-        "by_row": lambda rows, pass_tokens: Learner(base, rows, pass_tokens=pass_tokens, merge_steps=False),
+        "learner": lambda rows, pass_tokens: Learner(
+            base, rows, pass_tokens=pass_tokens, merge_steps=True
+        ),
+        "by_row": lambda rows, pass_tokens: Learner(
+            base, rows, pass_tokens=pass_tokens, merge_steps=False
+        ),
         "hf_loop": lambda rows, pass_tokens: HfLoop(base, rows, pass_tokens=pass_tokens),
     }
     if HAS_TRL:
@@ -80,27 +99,43 @@ def contenders(base: Path) -> dict[str, Make]:
             "epsilon": CLIP,
         }
         made["trl"] = lambda rows, pass_tokens: TrlTrainer(
-            base, rows, rows_per_pass=rows_per_pass(rows, pass_tokens=pass_tokens), settings=settings
+            base,
+            rows,
+            rows_per_pass=rows_per_pass(rows, pass_tokens=pass_tokens),
+            settings=settings,
         )
     return made
 
 
-def compared(made: Mapping[str, Make], rows: pa.Table, *, sizes: tuple[int, ...], repeats: int) -> dict[str, Seat]:
+def compared(
+    made: Mapping[str, Make], rows: pa.Table, *, sizes: tuple[int, ...], repeats: int
+) -> dict[str, Seat]:
     """The seat of each contender, measured, with the pass size that suits it best."""
     size_of = dict.fromkeys(made, sizes[0])
     if len(sizes) > 1:
-        trials = {f"{name} {size}": partial(make, rows, size) for name, make in made.items() for size in sizes}
+        trials = {
+            f"{name} {size}": partial(make, rows, size)
+            for name, make in made.items()
+            for size in sizes
+        }
         with seated(trials) as tried:
             in_turns(tried, repeats=2)
-        size_of = {name: min(sizes, key=lambda size: tried[f"{name} {size}"].best_s) for name in made}
+        size_of = {
+            name: min(sizes, key=lambda size: tried[f"{name} {size}"].best_s) for name in made
+        }
     with seated({name: partial(make, rows, size_of[name]) for name, make in made.items()}) as seats:
         in_turns(seats, repeats=repeats)
     norms = {name: seat.grad_norm for name, seat in seats.items()}
     if max(norms.values()) - min(norms.values()) > LIKE_GRADIENTS * max(norms.values()):
-        raise SystemExit(f"the contenders do not compute the same: their first gradients' norms are {norms}")
+        raise SystemExit(
+            f"the contenders do not compute the same: their first gradients' norms are {norms}"
+        )
     for name, seat in seats.items():
         tokens_per_s = n_tokens(rows) / seat.best_s
-        print(f"  {name:12s} {tokens_per_s:9,.0f} tokens/s, {seat.peak_mib:6,.0f} MiB, passes of {size_of[name]:6,d} tokens")
+        print(
+            f"  {name:12s} {tokens_per_s:9,.0f} tokens/s, {seat.peak_mib:6,.0f} MiB, passes of "
+            f"{size_of[name]:6,d} tokens"
+        )
     return seats
 
 
@@ -119,18 +154,29 @@ def measure(base: Path, *, quick: bool) -> dict[str, float | None]:
     repeats, rng = (3 if quick else 5), np.random.default_rng(0)
     made, figures = contenders(base), dict.fromkeys(REQUIRED)
     if not HAS_TRL:
-        print("trl is not installed, so over_trl is null; `pip install 'trl>=1.16'` and run this again")
+        print(
+            "trl is not installed, so over_trl is null; `pip install 'trl>=1.16'` and run this "
+            "again"
+        )
     for mix in ("equal", "all_response", "real") if quick else MIXES:
-        n_rows = 16 if mix == "long_tail" else 128 if quick else 256  # powers of two: TRL's passes all have as many rows
-        rows = make_rows(MIXES[mix](rng, n_rows), rng=rng, vocabulary=TinyModelConfig().vocabulary_size)
+        # powers of two: TRL's passes all have as many rows
+        n_rows = 16 if mix == "long_tail" else 128 if quick else 256
+        rows = make_rows(
+            MIXES[mix](rng, n_rows), rng=rng, vocabulary=TinyModelConfig().vocabulary_size
+        )
         print(f"{mix}: {n_rows} rows, {n_tokens(rows):,} tokens")
         rivals = {name: make for name, make in made.items() if name != "by_row"}
         seats = compared(rivals, rows, sizes=sizes, repeats=repeats)
-        figures |= {f"over_hf_loop_{mix}": ratio(seats, "hf_loop"), f"over_trl_{mix}": ratio(seats, "trl")}
+        figures |= {
+            f"over_hf_loop_{mix}": ratio(seats, "hf_loop"),
+            f"over_trl_{mix}": ratio(seats, "trl"),
+        }
         figures |= {f"peak_mib_{mix}_{name}": round(seat.peak_mib) for name, seat in seats.items()}
     rows = make_histories(8 if quick else 32, rng=rng, vocabulary=TinyModelConfig().vocabulary_size)
     print(f"histories: {rows.num_rows} rows, {n_tokens(rows):,} tokens")
-    seats = compared({name: made[name] for name in ("learner", "by_row")}, rows, sizes=sizes, repeats=repeats)
+    seats = compared(
+        {name: made[name] for name in ("learner", "by_row")}, rows, sizes=sizes, repeats=repeats
+    )
     figures |= {
         "merged_over_rows": ratio(seats, "by_row"),
         "over_hf_loop_real_lengths": figures.pop("over_hf_loop_real"),
@@ -153,27 +199,49 @@ def published_ms(base: Path, directory: Path, *, quick: bool) -> float:
     """The median of several publishes."""
     directory.mkdir()
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:-1]) or "0"
-    times_ms = publish_to_serve(base, publishes=5 if quick else 15, cores=cores, directory=directory)
-    print(f"publish to serve, {base.name}: " + ", ".join(f"{time_ms:.0f}" for time_ms in times_ms) + " ms")
+    times_ms = publish_to_serve(
+        base, publishes=5 if quick else 15, cores=cores, directory=directory
+    )
+    print(
+        f"publish to serve, {base.name}: "
+        + ", ".join(f"{time_ms:.0f}" for time_ms in times_ms)
+        + " ms"
+    )
     return round(statistics.median(times_ms), 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rows, mixes and repeats, under a minute")
-    parser.add_argument("--model", type=Path, help="a model directory whose publishing is measured too: SmolLM2-135M")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rows, mixes and repeats, under a minute"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a model directory whose publishing is measured too: SmolLM2-135M",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         base = directory / "tiny"
-        words = " ".join(f"{a}{b}{c}" for a in "bcdfglmnprst" for b in "aeiou" for c in "bcdfglmnprst")
+        words = " ".join(
+            f"{a}{b}{c}" for a in "bcdfglmnprst" for b in "aeiou" for c in "bcdfglmnprst"
+        )
         tiny = TinyModelConfig()
-        make_tiny_model(base, train_tokenizer([words], vocabulary_size=tiny.vocabulary_size), tiny, seed=0)
+        make_tiny_model(
+            base, train_tokenizer([words], vocabulary_size=tiny.vocabulary_size), tiny, seed=0
+        )
         figures = measure(base, quick=args.quick)
-        figures["publish_to_serve_ms"] = published_ms(base, directory / "published", quick=args.quick)
+        figures["publish_to_serve_ms"] = published_ms(
+            base, directory / "published", quick=args.quick
+        )
         if args.model is not None:
-            figures["publish_to_serve_model_ms"] = published_ms(args.model, directory / "published_model", quick=args.quick)
+            figures["publish_to_serve_model_ms"] = published_ms(
+                args.model, directory / "published_model", quick=args.quick
+            )
     for name, required in REQUIRED.items():
         print(f"{name:28s} {figures[name]!s:>8s}  {required}")
     print(json.dumps(figures))

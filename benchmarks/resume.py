@@ -1,17 +1,20 @@
-"""Runs of train.py that are killed with -9 at random moments, and gone on with: is anything lost, and how long does it take?
+"""Runs of cli/train.py that are killed with -9 at random moments, and gone on with: is anything
+lost, and how long does it take?
 
     python benchmarks/resume.py [--quick] [--kills N] [--simulated-kills N] [--seed S]
 
-Two runs: one with the real engine, one with the scripted player (all else of it is real: Ray, learner, environments, store).
-What is killed is drawn: the whole tree of processes, the driver, the coordinator (the command is then given again: the same,
-or --resume), or a worker, its engine, an environment, the learner (which the run starts again by itself). A part of the kills
-comes while the run is starting. After each runs the same run undisturbed, with the same run id, so the same tasks and
-sampling seeds.
+Two runs: one with the real engine, one with the scripted player (all else of it is real: Ray,
+learner, environments, store). What is killed is drawn: the whole tree of processes, the driver, the
+coordinator (the command is then given again: the same, or --resume), or a worker, its engine, an
+environment, the learner (which the run starts again by itself). A part of the kills comes while the
+run is starting. After each runs the same run undisturbed, with the same run id, so the same tasks
+and sampling seeds.
 
 lost             trajectories that the catalog had at a kill, and has not at the end
 trained_twice    groups in two learner steps that count, and learner steps that are missing
-dispatched_equal whether both runs dispatched the tasks that the seed gives, one ordinal after the other
-length_p         whether trajectories are longer or shorter: groups of one ordinal compared, signs of the differences flipped
+dispatched_equal whether both runs dispatched the tasks that the seed gives, one ordinal after the
+other length_p         whether trajectories are longer or shorter: groups of one ordinal compared,
+signs of the differences flipped
 recovery         seconds from the command to the first trajectory that is committed
 
 --quick has the simulated run only. The last line is JSON.
@@ -34,8 +37,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from store import RunLayout
-from tests.fault_runs import untrained_model
-from tests.killed_runs import (
+from tests.support.fault_runs import untrained_model
+from tests.support.killed_runs import (
     ENGINE,
     NEED_THE_COMMAND,
     REAL,
@@ -66,17 +69,33 @@ REQUIRED = {
 
 
 def cloned_model(home: Path) -> Path:
-    """A policy that plays the world at random, but validly: episodes of all lengths. An untrained one never gets anywhere."""
-    run = KilledRun(home=home, name="cloned", model=Path(), settings=("learner.steps=1",), random=random.Random(0))
+    """A policy that plays the world at random, but validly: episodes of all lengths. An untrained
+    one never gets anywhere.
+    """
+    run = KilledRun(
+        home=home,
+        name="cloned",
+        model=Path(),
+        settings=("learner.steps=1",),
+        random=random.Random(0),
+    )
     write_world(home)
     with closing(run):
         run.start("model.path=''")
-        assert run.running is not None and run.running.process.wait(timeout=1800.0) == 0, run.running.said()
+        assert run.running is not None and run.running.process.wait(timeout=1800.0) == 0, (
+            run.running.said()
+        )
     return run.run / "base" / "policy"
 
 
 def campaign(
-    home: Path, model: Path, settings: tuple[str, ...], *, targets: tuple[str, ...], kills: int, seed: int
+    home: Path,
+    model: Path,
+    settings: tuple[str, ...],
+    *,
+    targets: tuple[str, ...],
+    kills: int,
+    seed: int,
 ) -> dict[str, float]:
     killed, undisturbed = killed_and_undisturbed(home, model, settings, seed=seed)
     source = random.Random(seed)
@@ -94,7 +113,8 @@ def campaign(
             if killed.settled_step():
                 worst_twice = max(worst_twice, trained_twice(killed.run))
             print(
-                f"kill {number:3}: {target:22} learner step {killed.settled_step():4}, {len(killed.seen):6} trajectories, last "
+                f"kill {number:3}: {target:22} learner step {killed.settled_step():4}, "
+                f"{len(killed.seen):6} trajectories, last "
                 f"recovery {killed.recovered_s[-1] if killed.recovered_s else 0:.1f} s",
                 flush=True,
             )
@@ -113,7 +133,8 @@ def campaign(
         "first_start_s": first_s,
         "recovery_p50_s": statistics.median(recovered_s or [first_s]),
         "recovery_max_s": max(recovered_s or [first_s]),
-        "ended_early": float(killed.ended_early),  # a part was killed before all had started once: the run ends in order
+        # a part was killed before all had started once: the run ends in order
+        "ended_early": float(killed.ended_early),
         "learner_steps": float(steps),
     }
 
@@ -138,7 +159,9 @@ def compared(killed: KilledRun, undisturbed: KilledRun) -> dict[str, float]:
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
-    """Two-sided: how often the mean is as far from 0 if every difference had either sign by chance. 1 if there are none."""
+    """Two-sided: how often the mean is as far from 0 if every difference had either sign by chance.
+    1 if there are none.
+    """
     if not differences.any():
         return 1.0
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(FLIPS, len(differences)))
@@ -147,13 +170,24 @@ def sign_flip_p(differences: np.ndarray) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two kills of the simulated run, for a run of about a minute")
-    parser.add_argument("--kills", type=int, default=30, help="of the run with the real engine; 0 leaves it out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two kills of the simulated run, for a run of about a minute",
+    )
+    parser.add_argument(
+        "--kills", type=int, default=30, help="of the run with the real engine; 0 leaves it out"
+    )
     parser.add_argument("--simulated-kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    n_kills = {"real": 0 if options.quick else options.kills, "simulated": 2 if options.quick else options.simulated_kills}
+    n_kills = {
+        "real": 0 if options.quick else options.kills,
+        "simulated": 2 if options.quick else options.simulated_kills,
+    }
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         for kind, settings, targets in (
@@ -163,8 +197,12 @@ def main() -> None:
             if n_kills[kind]:
                 home = Path(name) / kind
                 home.mkdir()
-                model = cloned_model(home) if kind == "real" else untrained_model(home / "untrained")
-                found[kind] = campaign(home, model, settings, targets=targets, kills=n_kills[kind], seed=options.seed)
+                model = (
+                    cloned_model(home) if kind == "real" else untrained_model(home / "untrained")
+                )
+                found[kind] = campaign(
+                    home, model, settings, targets=targets, kills=n_kills[kind], seed=options.seed
+                )
     print(f"{'figure':32} {'measured':>12}   required")
     for kind, figures in found.items():
         for figure, value in figures.items():
@@ -174,9 +212,18 @@ def main() -> None:
 
 def last_line(found: dict[str, dict[str, float]]) -> dict[str, float]:
     both = list(found.values())
-    line = {figure: sum(figures[figure] for figures in both) for figure in ("kills", "lost", "trained_twice")}
-    line |= {figure: min(figures[figure] for figures in both) for figure in ("dispatched_equal", "length_p")}
-    line |= {f"recovery_{kind}_max_s": round(figures["recovery_max_s"], 1) for kind, figures in found.items()}
+    line = {
+        figure: sum(figures[figure] for figures in both)
+        for figure in ("kills", "lost", "trained_twice")
+    }
+    line |= {
+        figure: min(figures[figure] for figures in both)
+        for figure in ("dispatched_equal", "length_p")
+    }
+    line |= {
+        f"recovery_{kind}_max_s": round(figures["recovery_max_s"], 1)
+        for kind, figures in found.items()
+    }
     return line
 
 

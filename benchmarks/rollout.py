@@ -2,14 +2,15 @@
 
     python benchmarks/rollout.py [--quick]
 
-Tokens: a real worker (Ray, vLLM, prompts, environment process, files, coordinator) plays key_room with a random model of the
-tiny policy's size and the quick start's settings. Its requests are then answered by a second, equal engine with nothing
-around it but a loop that keeps as many in flight; the two take turns, the ratio is the median. Both are counted only while
-all places are taken.
+Tokens: a real worker (Ray, vLLM, prompts, environment process, files, coordinator) plays key_room
+with a random model of the tiny policy's size and the quick start's settings. Its requests are then
+answered by a second, equal engine with nothing around it but a loop that keeps as many in flight;
+the two take turns, the ratio is the median. Both are counted only while all places are taken.
 
-Coordinator: simulated workers, each playing one group at a time of 8 episodes of 2 turns with log-normal latency (sigma 1),
-as tasks of two processes; the coordinator is a real Ray actor, the files are written, a simulated learner claims batches.
-Latencies are what a worker sees, from its call to the answer. It takes the whole of a two-core machine. The last line is JSON.
+Coordinator: simulated workers, each playing one group at a time of 8 episodes of 2 turns with
+log-normal latency (sigma 1), as tasks of two processes; the coordinator is a real Ray actor, the
+files are written, a simulated learner claims batches. Latencies are what a worker sees, from its
+call to the answer. It takes the whole of a two-core machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from support.simulated_run import Pace, make_config
 
 import configs
 from actors import sample_chats
-from actors.doubles import Delay
-from cluster import ray_cluster
+from actors.simulation.fakes import Delay
 from configs import Config
+from driver.ray_cluster import ray_cluster
 from learner import make_tiny_model, train_tokenizer
 
 QUICK_START = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
@@ -52,7 +53,9 @@ FULL, QUICK = (2000, 256, 16, 1.35, 45.0, 30.0), (300, 64, 16, 0.4, 8.0, 6.0)
 def over_raw(directory: Path, *, turns: int, groups: int) -> dict[str, float]:
     config = worker_config(directory / "run", groups=groups)
     model = directory / "model"
-    tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size)
+    tokenizer = train_tokenizer(
+        sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size
+    )
     make_tiny_model(model, tokenizer, config.model.tiny, seed=0)
     in_flight = config.actors.groups_in_flight * config.algorithm.group_size
     raw = RawVLLM(config, model, in_flight=in_flight, log_path=directory / "raw.log")
@@ -70,7 +73,9 @@ def over_raw(directory: Path, *, turns: int, groups: int) -> dict[str, float]:
         "requests_per_turn": float(len(turn.requests)),
         "tokens_s": statistics.median(ours[1:]),  # the first turn warms up
         "raw_vllm_tokens_s": statistics.median(theirs[1:]),
-        "over_raw_vllm": statistics.median(a / b for a, b in zip(ours[1:], theirs[1:], strict=True)),
+        "over_raw_vllm": statistics.median(
+            a / b for a, b in zip(ours[1:], theirs[1:], strict=True)
+        ),
     }
 
 
@@ -86,7 +91,9 @@ def worker_config(run_dir: Path, *, groups: int) -> Config:
 
 
 def many_actors(directory: Path, *, quick: bool) -> dict[str, float]:
-    workers, groups_per_step, max_staleness, latency_s, warm_up_s, seconds = QUICK if quick else FULL
+    workers, groups_per_step, max_staleness, latency_s, warm_up_s, seconds = (
+        QUICK if quick else FULL
+    )
     environment, step_time = Delay(median_s=latency_s, sigma=1.0), Delay(median_s=0.5, sigma=0.1)
     pace = Pace(
         environment=environment,
@@ -99,17 +106,30 @@ def many_actors(directory: Path, *, quick: bool) -> dict[str, float]:
     )
     config = make_config(directory / "crowd", pace, max_staleness=max_staleness, steps=10**6)
     return hold(
-        Load(config=config, processes=2, environment=environment, step_time=step_time, warm_up_s=warm_up_s, seconds=seconds)
+        Load(
+            config=config,
+            processes=2,
+            environment=environment,
+            step_time=step_time,
+            warm_up_s=warm_up_s,
+            seconds=seconds,
+        )
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer turns and workers, for a run of about a minute")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer turns and workers, for a run of about a minute"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ray_cluster(name, processes=os.cpu_count() or 1):
         figures = many_actors(Path(name), quick=options.quick)
-        figures |= over_raw(Path(name), turns=1 if options.quick else 5, groups=24 if options.quick else 48)
+        figures |= over_raw(
+            Path(name), turns=1 if options.quick else 5, groups=24 if options.quick else 48
+        )
     print(f"{'figure':32} {'measured':>12}   required")
     for figure, value in figures.items():
         print(f"{figure:32} {value:12,.3f}   {REQUIRED.get(figure, '')}")

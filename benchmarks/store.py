@@ -1,12 +1,14 @@
-"""What the store costs, side by side in one run: durable ingest, verified reads, and SQL over a million steps.
+"""What the store costs, side by side in one run: durable ingest, verified reads, and SQL over a
+million steps.
 
     python benchmarks/store.py [--quick] [--rows 10M]
 
-Ingest: 4 writer processes and one owner take turns at (1) encoding only, which a worker must do in any case, (2) the store:
-lease, encode, write, sync, commit, and (3) sending the same rows to the owner of one DuckDB file, an episode when it ends or
-(by_group) only whole groups; the owner commits all that has arrived at once. Ratios are medians of the turns. MB are of the
-Arrow table, before compression; the row model is in support/store_load.py. Times are wall clock. `--rows` goes on after the
-first million. The last line is JSON.
+Ingest: 4 writer processes and one owner take turns at (1) encoding only, which a worker must do in
+any case, (2) the store: lease, encode, write, sync, commit, and (3) sending the same rows to the
+owner of one DuckDB file, an episode when it ends or (by_group) only whole groups; the owner commits
+all that has arrived at once. Ratios are medians of the turns. MB are of the Arrow table, before
+compression; the row model is in support/store_load.py. Times are wall clock. `--rows` goes on after
+the first million. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,9 +35,26 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import store_growth, store_load
-from support.store_load import BATCH_GROUPS, GROUP_SIZE, GROUPS_PER_FILE, Done, Lease, NewGroups, Writer
+from support.store_load import (
+    BATCH_GROUPS,
+    GROUP_SIZE,
+    GROUPS_PER_FILE,
+    Done,
+    Lease,
+    NewGroups,
+    Writer,
+)
 
-from store import SEGMENT_SCHEMA, Catalog, GroupRecord, RunLayout, export, read_segments, to_table, write_open_sql
+from store import (
+    SEGMENT_SCHEMA,
+    Catalog,
+    GroupRecord,
+    RunLayout,
+    export,
+    read_segments,
+    to_table,
+    write_open_sql,
+)
 from store.reading.query import connect
 
 WRITERS, ROUNDS, EXPORT_INTERVAL_S = 4, 3, 1.0
@@ -63,7 +82,9 @@ Job = Callable[[Writer, int], int]
 
 
 class Store:
-    """The catalog's owner, as the coordinator is: answers leases and commits, exports once a second."""
+    """The catalog's owner, as the coordinator is: answers leases and commits, exports once a
+    second.
+    """
 
     def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
         self.catalog, self.layout, self.exported_at = catalog, layout, 0.0
@@ -84,7 +105,9 @@ class Store:
         return self.catalog.commit(request, epoch=self.catalog.epoch)
 
     def open_group(self) -> GroupRecord:
-        return self.catalog.open_group(ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None)
+        return self.catalog.open_group(
+            ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None
+        )
 
 
 class SharedDuckDB:
@@ -140,7 +163,9 @@ def writers() -> Iterator[list[Connection]]:
         process.join()
 
 
-def take_turn(pipes: list[Connection], job: Job, amount: int, *, owner: Store | SharedDuckDB) -> Turn:
+def take_turn(
+    pipes: list[Connection], job: Job, amount: int, *, owner: Store | SharedDuckDB
+) -> Turn:
     """Every writer does `job`, the owner answers, until the last writer is done."""
     started = time.perf_counter()
     for pipe in pipes:
@@ -168,18 +193,24 @@ def ingest(pipes: list[Connection], store: Store, *, n_groups: int) -> dict[str,
         "parquet": (store_load.parquet_only, n_groups),
         "encode": (store_load.encode_only, n_groups),
         "store": (store_load.to_store, n_groups),
-        "duckdb": (store_load.episodes_to_duckdb, n_groups // 4),  # slower, and need not take as long
+        # slower, and need not take as long
+        "duckdb": (store_load.episodes_to_duckdb, n_groups // 4),
         "duckdb_by_group": (store_load.groups_to_duckdb, n_groups // 4),
     }
     turns = [
-        {name: take_turn(pipes, *job, owner=shared if "duckdb" in name else store) for name, job in jobs.items()}
+        {
+            name: take_turn(pipes, *job, owner=shared if "duckdb" in name else store)
+            for name, job in jobs.items()
+        }
         for _ in range(ROUNDS)
     ]
     speed = {name: statistics.median(turn[name].steps_per_s for turn in turns) for name in jobs}
     mb_per_step = table.nbytes / table.num_rows / 1e6
 
     def over(name: str) -> float:
-        return statistics.median(turn["store"].steps_per_s / turn[name].steps_per_s for turn in turns)
+        return statistics.median(
+            turn["store"].steps_per_s / turn[name].steps_per_s for turn in turns
+        )
 
     return {
         "bytes_per_step": 1e6 * mb_per_step,
@@ -192,7 +223,9 @@ def ingest(pipes: list[Connection], store: Store, *, n_groups: int) -> dict[str,
 
 
 def verified_read(store: Store, *, n_batches: int) -> dict[str, float]:
-    """Claim and read whole batches as the learner does; the pages are in memory, as they are soon after a commit."""
+    """Claim and read whole batches as the learner does; the pages are in memory, as they are soon
+    after a commit.
+    """
     speeds, claims_s = [], []
     for _ in range(n_batches):
         started = time.perf_counter()
@@ -202,15 +235,22 @@ def verified_read(store: Store, *, n_batches: int) -> dict[str, float]:
         rows = read_segments(store.layout, batch.segments)
         speeds.append(rows.nbytes / (time.perf_counter() - started) / 1e9)
         claims_s.append(claimed - started)
-    return {"verified_read_gb_s": statistics.median(speeds), "claim_ms": 1e3 * statistics.median(claims_s)}
+    return {
+        "verified_read_gb_s": statistics.median(speeds),
+        "claim_ms": 1e3 * statistics.median(claims_s),
+    }
 
 
 def ask_at(pipes: list[Connection], store: Store, *, n_steps: int, label: str) -> dict[str, float]:
-    """Bring the run to about `n_steps`, export, and ask each query through the views; medians of 5."""
+    """Bring the run to about `n_steps`, export, and ask each query through the views; medians of
+    5.
+    """
     missing = n_steps - store.catalog.counts().steps
     started = time.perf_counter()
     per_file = GROUPS_PER_FILE * GROUP_SIZE * sum(store_load.EPISODE_STEPS) / 2
-    turn = take_turn(pipes, store_load.in_bulk, max(1, round(missing / per_file / WRITERS)), owner=store)
+    turn = take_turn(
+        pipes, store_load.in_bulk, max(1, round(missing / per_file / WRITERS)), owner=store
+    )
     export(store.catalog, store.layout)
     figures = {
         f"steps_{label}": float(store.catalog.counts().steps),
@@ -218,7 +258,9 @@ def ask_at(pipes: list[Connection], store: Store, *, n_steps: int, label: str) -
         f"build_steps_per_s_{label}": turn.n_steps / (time.perf_counter() - started),
     }
     with connect(store.layout) as connection:
-        some = connection.execute("SELECT DISTINCT traj_uid FROM steps USING SAMPLE 5 ROWS").fetchall()
+        some = connection.execute(
+            "SELECT DISTINCT traj_uid FROM steps USING SAMPLE 5 ROWS"
+        ).fetchall()
         for name, query in QUERIES.items():
             times = []
             for (traj_uid,) in some:
@@ -237,9 +279,17 @@ def exponent(figures: dict[str, float], labels: list[str]) -> float:
 
 
 def growth(*, quick: bool) -> dict[str, float]:
-    """Return what grows with a run; the quick form takes smaller runs, whose sizes are in the names."""
-    files, groups, exports = ((1_000, "1k"), (20_000, "20k"), (100, "100")) if quick else FULL_GROWTH
-    return store_growth.many_files(*files) | store_growth.many_groups(*groups) | store_growth.reader_left_open(*exports)
+    """Return what grows with a run; the quick form takes smaller runs, whose sizes are in the
+    names.
+    """
+    files, groups, exports = (
+        ((1_000, "1k"), (20_000, "20k"), (100, "100")) if quick else FULL_GROWTH
+    )
+    return (
+        store_growth.many_files(*files)
+        | store_growth.many_groups(*groups)
+        | store_growth.reader_left_open(*exports)
+    )
 
 
 def show(figures: dict[str, float], *, last_line: Iterable[str]) -> None:
@@ -250,14 +300,24 @@ def show(figures: dict[str, float], *, last_line: Iterable[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer groups a turn, for a run of under a minute")
-    parser.add_argument("--rows", choices=["1M", "10M"], default="1M", help="10M needs 16 GB of disk")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer groups a turn, for a run of under a minute"
+    )
+    parser.add_argument(
+        "--rows", choices=["1M", "10M"], default="1M", help="10M needs 16 GB of disk"
+    )
     options = parser.parse_args()
     sizes = {**SIZES, "10m": 10_000_000} if options.rows == "10M" else SIZES
-    print(f"{WRITERS} writers on {os.cpu_count()} cores; groups of {GROUP_SIZE} episodes, batches of {BATCH_GROUPS} groups,")
     print(
-        f"compacted files of {GROUPS_PER_FILE} groups. {' '.join(str(store_load.__doc__).partition('Row model: ')[2].split())}"
+        f"{WRITERS} writers on {os.cpu_count()} cores; groups of {GROUP_SIZE} episodes, batches of "
+        f"{BATCH_GROUPS} groups,"
+    )
+    print(
+        f"compacted files of {GROUPS_PER_FILE} groups. "
+        f"{' '.join(str(store_load.__doc__).partition('Row model: ')[2].split())}"
     )
     with writers() as pipes:
         with new_store() as store:

@@ -1,4 +1,6 @@
-"""What is refused before anything starts: values and combinations that would hang, crash or mislead later."""
+"""What is refused before anything starts: values and combinations that would hang, crash or mislead
+later.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,19 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from configs.choices import ESTIMATORS, MAY_BE_ZERO, MIN_SNAPSHOT_WINDOW_S, NOT_RECORDED, READ_WITH, TEMPLATES, read_with
 from configs.endpoint import endpoint_fault
 from configs.gpus import gpu_fault
+from configs.roles import groups_of_a_step, is_offline
+from configs.rules import (
+    ESTIMATORS,
+    MAY_BE_ZERO,
+    MIN_SNAPSHOT_WINDOW_S,
+    NOT_RECORDED,
+    READ_WITH,
+    TEMPLATES,
+    read_with,
+)
 from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
-from configs.stored import groups_of_a_step, is_offline
 from configs.updates import most_updates, one_update, updates_fault
 
 
@@ -50,7 +60,10 @@ def _check_choices(config: Config) -> None:
         "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
         "algorithm.signal": (a.signal, ("advantages", "rewards", "returns", "none")),
-        "algorithm.anchor": (a.anchor, ("state", "suffix", "similar", "similar_greedy", "state_and_actions")),
+        "algorithm.anchor": (
+            a.anchor,
+            ("state", "suffix", "similar", "similar_greedy", "state_and_actions"),
+        ),
         "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.style": (config.prompt.style, ("window", "chat")),
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
@@ -63,7 +76,10 @@ def _check_choices(config: Config) -> None:
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}{hint(value, allowed)}")
+            raise ConfigError(
+                f"{key}={value!r} is not one of "
+                f"{', '.join(map(repr, allowed))}{hint(value, allowed)}"
+            )
 
 
 def _check_positive(config: Config) -> None:
@@ -91,23 +107,35 @@ def _check_scripted(config: Config) -> None:
     if policy != "behaviour_cloning":
         wanted.append(f"loss.policy=behaviour_cloning, not {policy!r}")
     if staleness < last:
-        wanted.append(f"max_staleness={last}: with {staleness} every group is too old from learner step {staleness + 2} on")
+        wanted.append(
+            f"max_staleness={last}: with {staleness} every group is too old from learner step "
+            f"{staleness + 2} on"
+        )
     if wanted:
-        raise ConfigError(f"actors.scripted=true plays at version 0 for ever, to be cloned; it needs {'; '.join(wanted)}")
+        raise ConfigError(
+            "actors.scripted=true plays at version 0 for ever, to be cloned; it needs "
+            f"{'; '.join(wanted)}"
+        )
 
 
 def _check_staleness(config: Config) -> None:
     learner = config.learner
     if learner.keep_checkpoints < 2:
-        raise ConfigError("learner.keep_checkpoints=1 leaves none if the newest turns out to be damaged; keep at least 2")
+        raise ConfigError(
+            "learner.keep_checkpoints=1 leaves none if the newest turns out to be damaged; keep at "
+            "least 2"
+        )
     if learner.keep_every % learner.checkpoint_every:
         raise ConfigError(
-            f"learner.keep_every={learner.keep_every} is no multiple of learner.checkpoint_every={learner.checkpoint_every}, "
+            f"learner.keep_every={learner.keep_every} is no multiple of "
+            f"learner.checkpoint_every={learner.checkpoint_every}, "
             "so most of those steps would have no checkpoint to keep; use a multiple"
         )
-    if learner.keep_versions < config.max_staleness + 2 and not config.actors.scripted:  # who is scripted loads none
+    # who is scripted loads none
+    if learner.keep_versions < config.max_staleness + 2 and not config.actors.scripted:
         raise ConfigError(
-            f"learner.keep_versions={learner.keep_versions} could delete weights that an actor is about to load; "
+            f"learner.keep_versions={learner.keep_versions} could delete weights that an actor is "
+            "about to load; "
             f"with max_staleness={config.max_staleness} keep at least {config.max_staleness + 2}"
         )
 
@@ -116,11 +144,13 @@ def _check_alarms(config: Config) -> None:
     alarms = config.alarms
     if alarms.length_factor <= 1.0:
         raise ConfigError(
-            f"alarms.length_factor={alarms.length_factor:g} would call every length a collapse; use more than 1, e.g. 4"
+            f"alarms.length_factor={alarms.length_factor:g} would call every length a collapse; "
+            "use more than 1, e.g. 4"
         )
     if alarms.ess_below > 1.0:
         raise ConfigError(
-            f"alarms.ess_below={alarms.ess_below:g} would always warn: it is a fraction of the tokens; use at most 1, e.g. 0.1"
+            f"alarms.ess_below={alarms.ess_below:g} would always warn: it is a fraction of the "
+            "tokens; use at most 1, e.g. 0.1"
         )
 
 
@@ -129,61 +159,92 @@ def _check_algorithm(config: Config) -> None:
     if a.gamma > 1.0:
         raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
     if a.similarity >= 1.0:
-        raise ConfigError(f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use algorithm.anchor=state")
+        raise ConfigError(
+            f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "
+            "algorithm.anchor=state"
+        )
     if a.estimator == "hgpo" and a.anchor != "state":
-        raise ConfigError(f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use 'state'")
+        raise ConfigError(
+            f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use "
+            "'state'"
+        )
     for key, value in (("anchor", a.anchor), ("anchor_versions", a.anchor_versions)):
         if value in NOT_RECORDED:
-            raise ConfigError(f"algorithm.{key}={value!r} is not possible in a run: {NOT_RECORDED[value]}")
+            raise ConfigError(
+                f"algorithm.{key}={value!r} is not possible in a run: {NOT_RECORDED[value]}"
+            )
     _check_read(a)
     if a.group_size == 1 and config.loss.policy != "behaviour_cloning":
         raise ConfigError(
-            f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, so no advantage "
+            f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
+            "so no advantage "
             "would be meaningful; use at least 2 (the paper: 8)"
         )
-    if config.loss.policy == "behaviour_cloning" and not config.actors.scripted and not is_offline(config):
+    if (
+        config.loss.policy == "behaviour_cloning"
+        and not config.actors.scripted
+        and not is_offline(config)
+    ):
         raise ConfigError(
-            "loss.policy=behaviour_cloning would clone the model from itself; set actors.scripted=true, or clone a stored run: "
+            "loss.policy=behaviour_cloning would clone the model from itself; set "
+            "actors.scripted=true, or clone a stored run: "
             "source=RUN with stored.share=1"
         )
 
 
 def _check_read(algorithm: AlgorithmConfig) -> None:
-    """A setting that nothing reads would be taken for one that acts. At its default nobody has asked for it."""
+    """A setting that nothing reads would be taken for one that acts. At its default nobody has
+    asked for it.
+    """
     usual = AlgorithmConfig()
     for key, choices in READ_WITH.items():
         value, default = getattr(algorithm, key), getattr(usual, key)
-        if value == default or any(getattr(algorithm, choice) in names for choice, names in choices.items()):
+        if value == default or any(
+            getattr(algorithm, choice) in names for choice, names in choices.items()
+        ):
             continue
         chosen, ways = read_with(key, algorithm)
         raise ConfigError(
-            f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default is {default}), or use {ways}"
+            f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default is "
+            f"{default}), or use {ways}"
         )
 
 
 def _check_cores(config: Config) -> None:
     cores = config.actors.cpu_cores
     if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
-        raise ConfigError(f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'")
+        raise ConfigError(
+            f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'"
+        )
 
 
 def _check_precision(config: Config) -> None:
-    if config.model.dtype == "bfloat16" and config.learner.zero_stage == 0 and config.model.lora_rank == 0:
+    if (
+        config.model.dtype == "bfloat16"
+        and config.learner.zero_stage == 0
+        and config.model.lora_rank == 0
+    ):
         raise ConfigError(
-            "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so small updates would be "
+            "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so "
+            "small updates would be "
             "rounded away; set learner.zero_stage=1"
         )
     if config.learner.offload and config.learner.zero_stage == 0:
-        raise ConfigError("learner.offload=true with learner.zero_stage=0 would do nothing; set learner.zero_stage=1")
+        raise ConfigError(
+            "learner.offload=true with learner.zero_stage=0 would do nothing; set "
+            "learner.zero_stage=1"
+        )
 
 
 def _check_loss(config: Config) -> None:
-    """What other sections have to do with it. Its names and numbers, and which go together, gigpo says when a run's objective
-    is made (`learner.with_published`), before anything starts."""
+    """What other sections have to do with it. Its names and numbers, and which go together, gigpo
+    says when a run's objective is made (`learner.with_published`), before anything starts."""
     if config.loss.proximal == "recomputed" and most_updates(config) == 1:
         raise ConfigError(
-            f"loss.proximal='recomputed' with {one_update(config.learner)} costs a forward pass for a policy that is still the "
-            "one being trained, so its clip would never act; set loss.policy=reinforce, the same without, or more updates"
+            f"loss.proximal='recomputed' with {one_update(config.learner)} costs a forward pass "
+            "for a policy that is still the "
+            "one being trained, so its clip would never act; set loss.policy=reinforce, the same "
+            "without, or more updates"
         )
 
 
@@ -191,7 +252,8 @@ def _check_tiny_model(config: Config) -> None:
     tiny = config.model.tiny
     if tiny.hidden_size % tiny.heads or tiny.hidden_size // tiny.heads not in (32, 64, 128):
         raise ConfigError(
-            f"model.tiny.hidden_size={tiny.hidden_size} over model.tiny.heads={tiny.heads} must give heads of 32, 64 or 128, "
+            f"model.tiny.hidden_size={tiny.hidden_size} over model.tiny.heads={tiny.heads} must "
+            "give heads of 32, 64 or 128, "
             "the sizes vLLM has kernels for"
         )
 
@@ -201,8 +263,10 @@ def _check_lengths(config: Config) -> None:
     room = actors.max_model_tokens - actors.max_response_tokens
     if room < config.prompt.max_prompt_tokens:
         raise ConfigError(
-            f"prompt.max_prompt_tokens={config.prompt.max_prompt_tokens} and actors.max_response_tokens="
-            f"{actors.max_response_tokens} do not fit into actors.max_model_tokens={actors.max_model_tokens}; "
+            f"prompt.max_prompt_tokens={config.prompt.max_prompt_tokens} and "
+            "actors.max_response_tokens="
+            f"{actors.max_response_tokens} do not fit into "
+            f"actors.max_model_tokens={actors.max_model_tokens}; "
             f"raise the last to {config.prompt.max_prompt_tokens + actors.max_response_tokens}"
         )
 
@@ -211,25 +275,33 @@ def _check_prompt(config: Config) -> None:
     prompt = config.prompt
     if prompt.template not in TEMPLATES and not Path(prompt.template).is_file():
         raise ConfigError(
-            f"prompt.template={prompt.template!r} is not one of {', '.join(map(repr, TEMPLATES))}, nor a file of your own"
+            f"prompt.template={prompt.template!r} is not one of {', '.join(map(repr, TEMPLATES))}, "
+            "nor a file of your own"
             f"{hint(prompt.template, TEMPLATES)}"
         )
     if prompt.history_length < -1:
-        raise ConfigError(f"prompt.history_length={prompt.history_length} is below -1; use 0 for no history, -1 for all of it")
+        raise ConfigError(
+            f"prompt.history_length={prompt.history_length} is below -1; use 0 for no history, -1 "
+            "for all of it"
+        )
     if prompt.style == "chat" and prompt.history_length not in (-1, PromptConfig().history_length):
         raise ConfigError(
-            f"prompt.history_length={prompt.history_length} does nothing with prompt.style='chat', which shows all turns; "
+            f"prompt.history_length={prompt.history_length} does nothing with prompt.style='chat', "
+            "which shows all turns; "
             "use -1"
         )
     check_is_list("prompt.stop", prompt.stop)
     if "" in prompt.stop:
-        raise ConfigError("prompt.stop has an empty text, which would end every response at once; leave it out")
+        raise ConfigError(
+            "prompt.stop has an empty text, which would end every response at once; leave it out"
+        )
 
 
 def _check_store(config: Config) -> None:
     if config.store.snapshot_window_s < MIN_SNAPSHOT_WINDOW_S:
         raise ConfigError(
-            f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that the learner was just told to "
+            f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that "
+            "the learner was just told to "
             f"read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
         )
 
@@ -239,21 +311,30 @@ def _check_stored(config: Config) -> None:
     if not config.source:
         changed = [key for key, value in flat(stored) if value != getattr(usual, key)]
         if changed:
-            raise ConfigError(f"stored.{changed[0]}={getattr(stored, changed[0])} does nothing without source=RUN; add that")
+            raise ConfigError(
+                f"stored.{changed[0]}={getattr(stored, changed[0])} does nothing without "
+                "source=RUN; add that"
+            )
         return
     if stored.share > 1.0:
-        raise ConfigError(f"stored.share={stored.share:g} is more than all of a batch; use 1 for stored groups only")
+        raise ConfigError(
+            f"stored.share={stored.share:g} is more than all of a batch; use 1 for stored groups "
+            "only"
+        )
     n_live, n_stored = groups_of_a_step(config)
     if n_stored == 0 or (n_live == 0 and not is_offline(config)):
         raise ConfigError(
-            f"stored.share={stored.share:g} of learner.groups_per_step={config.learner.groups_per_step} is {n_stored} stored "
-            f"and {n_live} live groups; use 1 for stored ones only, leave source out for live ones only, or take more groups"
+            f"stored.share={stored.share:g} of "
+            f"learner.groups_per_step={config.learner.groups_per_step} is {n_stored} stored "
+            f"and {n_live} live groups; use 1 for stored ones only, leave source out for live ones "
+            "only, or take more groups"
         )
     if is_offline(config) and config.actors.scripted:
         raise ConfigError("actors.scripted=true plays nothing with stored.share=1; leave it out")
     if config.loss.proximal == "interpolated":
         raise ConfigError(
-            "loss.proximal='interpolated' needs the staleness of every token, and the versions of a stored group are another "
+            "loss.proximal='interpolated' needs the staleness of every token, and the versions of "
+            "a stored group are another "
             "run's; use 'recomputed' or 'none'"
         )
 

@@ -1,4 +1,6 @@
-"""What a config will do: who runs where, how much memory that takes, and the config that makes its base policy."""
+"""What a config will do: who runs where, how much memory that takes, and the config that makes its
+base policy.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,25 @@ from pathlib import Path
 
 from configs.check import ConfigError
 from configs.gpus import gpus_needed
+from configs.roles import groups_of_a_step, is_offline, n_workers
 from configs.schema import AlgorithmConfig, Config, LossConfig, StoredConfig
-from configs.stored import groups_of_a_step, is_offline, n_workers
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
-# Per parameter, in float32 whatever the model is: ZeRO's master weights, Adam's two moments, an accumulated gradient.
+# Per parameter, in float32 whatever the model is: ZeRO's master weights, Adam's two moments, an
+# accumulated gradient.
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
-BUCKET_ELEMENTS = 500_000_000  # gradients that ranks exchange at once, `learner/deepspeed_setup.py`
+BUCKET_ELEMENTS = (
+    500_000_000  # gradients that ranks exchange at once, `learner/distributed/deepspeed_setup.py`
+)
 
 
 def cloning_config(config: Config) -> Config:
-    """The run that makes a tiny base policy: a scripted player's episodes through the same store, actors and learner.
+    """The run that makes a tiny base policy: a scripted player's episodes through the same store,
+    actors and learner.
 
-    Groups of one episode, as there is nothing to compare; staleness without bound, as the player never changes.
+    Groups of one episode, as there is nothing to compare; staleness without bound, as the player
+    never changes.
     """
     tiny = config.model.tiny
     return replace(
@@ -58,7 +65,9 @@ def cloning_config(config: Config) -> Config:
 
 
 def describe_plan(config: Config) -> str:
-    """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be told."""
+    """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be
+    told.
+    """
     actors, learner = config.actors, config.learner
     billions = model_billions(config)
     gpus = gpus_needed(config, learns=True)
@@ -84,16 +93,21 @@ def describe_plan(config: Config) -> str:
         f"\nplacement ({gpus} GPU{'' if gpus == 1 else 's'} in all)\n"
         f"  coordinator  1 process, CPU\n"
         f"  workers      {workers}\n"
-        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x {_count(learner.gpus_per_rank)} GPU, "
+        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x "
+        f"{_count(learner.gpus_per_rank)} GPU, "
         f"DeepSpeed ZeRO {learner.zero_stage}\n"
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
-        f"  each engine  {f'{engine_gib:.1f} GiB weights; {cache}' if n_workers(config) else 'none'}\n"
-        f"  each rank    {learner_gib:.1f} GiB weights, gradients, optimizer{' and reference' if reference else ''}; "
+        "  each engine  "
+        f"{f'{engine_gib:.1f} GiB weights; {cache}' if n_workers(config) else 'none'}\n"
+        f"  each rank    {learner_gib:.1f} GiB weights, gradients, "
+        f"optimizer{' and reference' if reference else ''}; "
         f"activations on top, for micro-batches of {learner.micro_batch_tokens} tokens\n"
         f"disk (run_dir)\n"
         f"  checkpoints  {_n_checkpoints(config)} x {_checkpoint_bytes(config) / GIB:.1f} GiB\n"
-        f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; trajectories come on top\n"
-        f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} episodes x "
+        f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
+        "trajectories come on top\n"
+        f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
+        "episodes x "
         f"at most {config.env.max_steps} steps\n" + stored * bool(n_stored)
     )
 
@@ -107,17 +121,29 @@ def disk_bytes(config: Config) -> float:
 def _n_checkpoints(config: Config) -> int:
     """Return how many are there at once: those that are kept, and one that is being written."""
     learner = config.learner
-    return learner.keep_checkpoints + 1 + (learner.steps // learner.keep_every if learner.keep_every else 0)
+    return (
+        learner.keep_checkpoints
+        + 1
+        + (learner.steps // learner.keep_every if learner.keep_every else 0)
+    )
 
 
 def _n_versions(config: Config) -> int:
-    """Return how many published versions are there at once: those that are kept, and one that is being written."""
+    """Return how many published versions are there at once: those that are kept, and one that is
+    being written.
+    """
     return config.learner.keep_versions + 1
 
 
 def _checkpoint_bytes(config: Config) -> float:
-    """Return the size of one: float32 master weights and moments. Adapters are counted as nothing."""
-    return 0.0 if config.model.lora_rank else model_billions(config) * 1e9 * (MASTER_BYTES + MOMENT_BYTES)
+    """Return the size of one: float32 master weights and moments. Adapters are counted as
+    nothing.
+    """
+    return (
+        0.0
+        if config.model.lora_rank
+        else model_billions(config) * 1e9 * (MASTER_BYTES + MOMENT_BYTES)
+    )
 
 
 def _version_bytes(config: Config) -> float:
@@ -131,7 +157,8 @@ def _count(gpus: float) -> str:
 def rank_bytes(config: Config, *, parameters: float) -> float:
     """Return the bytes that one learner rank holds on its device at the most, without activations.
 
-    Adapters are counted as nothing. The terms are what DeepSpeed 0.19.8 keeps at an optimizer step, float32 unless said:
+    Adapters are counted as nothing. The terms are what DeepSpeed 0.19.8 keeps at an optimizer step,
+    float32 unless said:
 
         ZeRO 0    weights, gradients, two moments
         ZeRO 1    weights, gradients; shared out: masters, two moments. In bfloat16 a second, float32 gradient, which is
@@ -139,8 +166,9 @@ def rank_bytes(config: Config, *, parameters: float) -> float:
         ZeRO 2    weights; shared out: masters, two moments, gradients and a copy of them for the step
         ZeRO 3    the same with the weights shared out too
 
-    With learner.offload all but the weights and their gradients is in main memory. 1.5e9 bfloat16 parameters at ZeRO 1 on
-    one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each, 30 GB, and a buffer of 2 GB.
+    With learner.offload all but the weights and their gradients is in main memory. 1.5e9 bfloat16
+    parameters at ZeRO 1 on one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each, 30 GB, and a buffer of 2
+    GB.
     """
     learner, weight = config.learner, BYTES[config.model.dtype]
     shares = {stage: learner.ranks if learner.zero_stage >= stage else 1 for stage in (1, 2, 3)}
@@ -169,17 +197,26 @@ def keeps_reference(config: Config) -> bool:
 
 
 def model_billions(config: Config) -> float:
-    """Billions of parameters: counted from a local directory's files, else read from the model's name."""
+    """Billions of parameters: counted from a local directory's files, else read from the model's
+    name.
+    """
     if not config.model.path:
         tiny = config.model.tiny
-        return (tiny.vocabulary_size * tiny.hidden_size + 13 * tiny.layers * tiny.hidden_size**2) / 1e9
+        return (
+            tiny.vocabulary_size * tiny.hidden_size + 13 * tiny.layers * tiny.hidden_size**2
+        ) / 1e9
     directory = Path(config.model.path)
     if directory.is_dir():
         stored = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
-        return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / BYTES.get(stored, 2) / 1e9
+        return (
+            sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+            / BYTES.get(stored, 2)
+            / 1e9
+        )
     named = re.search(r"(\d+(?:\.\d+)?)([bm])\b", config.model.path, re.IGNORECASE)
     if not named:
         raise ConfigError(
-            f"model.path={config.model.path!r} is no local directory and its name does not say its size (like '1.5B')"
+            f"model.path={config.model.path!r} is no local directory and its name does not say its "
+            "size (like '1.5B')"
         )
     return float(named.group(1)) * (1.0 if named.group(2).lower() == "b" else 1e-3)

@@ -1,4 +1,6 @@
-"""Optimizer updates of a learner step: how many there can be, and which settings of them cannot work."""
+"""Optimizer updates of a learner step: how many there can be, and which settings of them cannot
+work.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from configs.schema import Config, LearnerConfig
 def most_updates(config: Config) -> float:
     """Return the largest number of optimizer updates that one learner step can have.
 
-    Example: rows_per_update=256 with 16 groups of 8 episodes of at most 50 steps: 6,400 rows, so 25 updates.
-    Stored groups have the sizes of other runs, so with a source and rows_per_update there is no bound: math.inf.
+    Example: rows_per_update=256 with 16 groups of 8 episodes of at most 50 steps: 6,400 rows, so 25
+    updates. Stored groups have the sizes of other runs, so with a source and rows_per_update there
+    is no bound: math.inf.
     """
     learner = config.learner
     if not learner.rows_per_update:
@@ -38,13 +41,15 @@ def updates_fault(config: Config) -> str:
         return f"{sized} and learner.updates_per_step={learner.updates_per_step} both cut a batch; leave one out"
     if learner.rows_per_update and learner.schedule == "linear":
         return (
-            f"learner.schedule='linear' needs the run's number of updates, which {sized} leaves open; "
+            f"learner.schedule='linear' needs the run's number of updates, which {sized} leaves "
+            "open; "
             "use learner.updates_per_step, or learner.schedule=constant"
         )
     n_updates = learner.steps * most_updates(config)
     if learner.warmup_updates > n_updates:
         return (
-            f"learner.warmup_updates={learner.warmup_updates} would outlast the run's {n_updates} updates "
+            f"learner.warmup_updates={learner.warmup_updates} would outlast the run's {n_updates} "
+            "updates "
             f"(learner.steps={learner.steps} of at most {most_updates(config)} each), so "
             f"learner.learning_rate would never be reached; use at most {n_updates}"
         )

@@ -1,4 +1,5 @@
-"""The environment contract. One environment object plays one episode at a time; batching is the runner's business.
+"""The environment contract. One environment object plays one episode at a time; batching is the
+runner's business.
 
     env = environment_class("textworld")(options)
     observation = env.reset(task)
@@ -7,8 +8,9 @@
         done = transition.terminated or transition.truncated
     env.close()
 
-An environment knows no tokens, prompts or models. It says what its anchor state is, because only it can.
-A user's own environment is one class with `tasks`, `reset`, `step` and `close`, named `module:Class` in the config.
+An environment knows no tokens, prompts or models. It says what its anchor state is, because only it
+can. A user's own environment is one class with `tasks`, `reset`, `step` and `close`, named
+`module:Class` in the config.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What is to be solved. Assigned explicitly by the coordinator, never drawn inside an environment."""
+    """What is to be solved. Assigned explicitly by the coordinator, never drawn inside an
+    environment.
+    """
 
     id: str  # stable and unique within the environment, over all splits
     env_name: str
     split: str  # "train" or "heldout"
     seed: int  # every member of a group gets the same task and so the same seed
-    data: Mapping[str, str] = field(default_factory=dict)  # e.g. the path of a game file; text only, so it can be stored
+    # e.g. the path of a game file; text only, so it can be stored
+    data: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +42,10 @@ class Observation:
     text: str
     objective: str = ""  # what the agent is asked to do; constant over the episode
     anchor: str | None = None  # canonical text of the anchor state; None means "use `text`"
-    actions: tuple[str, ...] | None = None  # admissible actions, None where the environment cannot list them
-    demonstrated: str | None = None  # what leads on to a win, where that is known; for the scripted player, no model sees it
+    # admissible actions, None where the environment cannot list them
+    actions: tuple[str, ...] | None = None
+    # what leads on to a win, where that is known; for the scripted player, no model sees it
+    demonstrated: str | None = None
     images: tuple[NDArray[np.uint8], ...] = field(
         default=(), compare=False
     )  # each [height, width, 3], red green blue; what a vision model sees with `text`
@@ -52,7 +59,8 @@ class Transition:
     truncated: bool  # it was cut off (step limit)
     won: bool  # the task is solved
     valid: bool = True  # the environment understood the action
-    # A graded score, at every step: the last one is the episode's. None where the environment has no grades.
+    # A graded score, at every step: the last one is the episode's. None where the environment has
+    # no grades.
     task_score: float | None = None
 
 
@@ -60,15 +68,16 @@ class Transition:
 class Environment(Protocol):
     """Constructed as `EnvironmentClass(options)`; `options` is the config's `env.options` mapping.
 
-    `reset` and `step` may both be coroutines ("async def"), for a world behind a network: they are then awaited on the
-    worker's event loop instead of being called in a process of their own.
+    `reset` and `step` may both be coroutines ("async def"), for a world behind a network: they are
+    then awaited on the worker's event loop instead of being called in a process of their own.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None: ...
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        """All tasks of a split, in a stable order; may generate and cache game files on the first call.
+        """All tasks of a split, in a stable order; may generate and cache game files on the first
+        call.
 
         A class that does has `makes_tasks = True`, and a dry run leaves it alone.
         """

@@ -1,4 +1,5 @@
-"""A corridor of rooms, a key in one, a locked door in another: the smallest world with repeated anchor states.
+"""A corridor of rooms, a key in one, a locked door in another: the smallest world with repeated
+anchor states.
 
 The worked example of an environment of your own: `tasks`, `reset`, `step`, `close`, and no more.
 It has no options.
@@ -13,7 +14,8 @@ from envs.options import check_options, check_split
 
 ROOMS = ("red", "blue", "green", "white", "black")
 WAYS = {"go west": -1, "go east": 1}
-HELDOUT_EVERY = 3  # of the 5 x 4 x 3 layouts one of each three doors is held out: 40 to train on, 20 to test on
+# of the 5 x 4 x 3 layouts one of each three doors is held out: 40 to train on, 20 to test on
+HELDOUT_EVERY = 3
 
 
 class KeyRoomEnv:
@@ -26,7 +28,13 @@ class KeyRoomEnv:
         check_options("key_room", options, ())
         check_split(split)
         n = range(len(ROOMS))
-        layouts = [(start, key, door) for start in n for key in n for door in n if len({start, key, door}) == 3]
+        layouts = [
+            (start, key, door)
+            for start in n
+            for key in n
+            for door in n
+            if len({start, key, door}) == 3
+        ]
         return [
             Task(
                 id=f"key_room-{split}-{seed}",
@@ -36,12 +44,15 @@ class KeyRoomEnv:
                 data={"start": str(start), "key": str(key), "door": str(door)},
             )
             for seed, (start, key, door) in enumerate(layouts)
-            # another of the three for each start and key, or no training layout had its door in the first room
+            # another of the three for each start and key, or no training layout had its door in the
+            # first room
             if ((seed + seed // HELDOUT_EVERY) % HELDOUT_EVERY == 0) == (split == "heldout")
         ]
 
     def reset(self, task: Task) -> Observation:
-        self._room, self._key, self._door = (int(task.data[name]) for name in ("start", "key", "door"))
+        self._room, self._key, self._door = (
+            int(task.data[name]) for name in ("start", "key", "door")
+        )
         self._has_key = self._is_over = False
         return self._observe()
 
@@ -53,7 +64,14 @@ class KeyRoomEnv:
         self._has_key = self._has_key or (is_valid and action == "take key")
         won = self._is_over = is_valid and action == "unlock door"
         observation = self._observe()
-        return Transition(observation=observation, reward=float(won), terminated=won, truncated=False, won=won, valid=is_valid)
+        return Transition(
+            observation=observation,
+            reward=float(won),
+            terminated=won,
+            truncated=False,
+            won=won,
+            valid=is_valid,
+        )
 
     def close(self) -> None:
         pass

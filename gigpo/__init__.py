@@ -1,12 +1,13 @@
 """GiGPO's mathematics: a table of steps in, advantages out; log-probabilities in, losses out.
 
-Where to look: `queries/*.sql` are the equations, one idea a file; `macro.py` composes them into one DuckDB macro (for a
-bare shell too), `advantages.py` runs it over what `columns.py` lets in, `settings.py` names what it can do, `similarity.py`
-makes anchor keys of texts that are alike, `signal.py` says which groups teach nothing; `tokens.py` is what losses read,
-`losses.py`, `corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py` puts them
-together and `combinations.py` refuses what does not belong together; `diagnostics.py` what to watch. No I/O, no logging, no
-trainer: this folder imports duckdb, pyarrow, numpy, rapidfuzz and, when it first computes, torch (`lazy_torch.py`), and
-nothing of ours.
+Where to look: `queries/*.sql` are the equations, one idea a file; `macro.py` composes them into one
+DuckDB macro (for a bare shell too), `advantages.py` runs it over what `columns.py` lets in,
+`settings.py` names what it can do, `similarity.py` makes anchor keys of texts that are alike,
+`signal.py` says which groups teach nothing; `tokens.py` is what losses read, `losses.py`,
+`corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py`
+puts them together and `combinations.py` refuses what does not belong together; `diagnostics.py`
+what to watch. No I/O, no logging, no trainer: this folder imports duckdb, pyarrow, numpy, rapidfuzz
+and, when it first computes, torch (`lazy_torch.py`), and nothing of ours.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from gigpo.diagnostics import (
     step_variance_share,
     token_diagnostics,
 )
+from gigpo.group_filter import SIGNALS, groups_without_signal
 from gigpo.kl import KL_PENALTIES, kl_k1, kl_k2, kl_k3
 from gigpo.losses import (
     POLICY_LOSSES,
@@ -46,7 +48,6 @@ from gigpo.losses import (
     Sapo,
     Topr,
 )
-from gigpo.macro import advantages_macro
 from gigpo.objective import (
     AGGREGATIONS,
     PROXIMAL_POLICIES,
@@ -69,8 +70,8 @@ from gigpo.settings import (
     WHITENED,
     AdvantageSettings,
 )
-from gigpo.signal import SIGNALS, groups_without_signal
 from gigpo.similarity import similarity_keys
+from gigpo.sql_macro import advantages_macro
 from gigpo.tokens import Tokens, interpolated_proximal, log_ratio
 
 __all__ = [

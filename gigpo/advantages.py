@@ -1,6 +1,7 @@
 """Advantages of a table of steps: the macro of `macro.py`, run on integers instead of uids.
 
-Python and a bare DuckDB shell run the same text, so an audit of an old run and a live batch cannot disagree.
+Python and a bare DuckDB shell run the same text, so an audit of an old run and a live batch cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gigpo.columns import KEYS, TYPES, Columns, columns_of, table_of
-from gigpo.macro import advantages_macro
+from gigpo.input_columns import KEYS, TYPES, Columns, columns_of, table_of
 from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings
 from gigpo.similarity import similarity_keys
+from gigpo.sql_macro import advantages_macro
 
 _ALWAYS: Final = ("group_uid", "traj_uid", "step_index", "reward", "is_action_valid", "state_hash")
-_SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}  # similarity.py's method, by anchor
-# Computed at once. Smaller parts pay for more calls, larger ones for a processor's cache; of 2^14, 2^15, ... 2^20 this was the
-# fastest at 655,360 steps: 0.31 s of a core, 0.34 at 2^16, 0.45 at 2^18.
+# similarity.py's method, by anchor
+_SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}
+# Computed at once. Smaller parts pay for more calls, larger ones for a processor's cache; of 2^14,
+# 2^15, ... 2^20 this was the fastest at 655,360 steps: 0.31 s of a core, 0.34 at 2^16, 0.45 at
+# 2^18.
 _PART_STEPS: Final = 2**17
 _RESULTS: Final = {
     "step_return": np.float64,
@@ -43,27 +46,32 @@ _RESULTS: Final = {
 def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     """Advantage of every step (eqs. 3 and 5-8), in the input's row order.
 
-    In, an Arrow table, or what pa.table() makes one of (a data frame of pandas or polars, a dictionary of columns), one row
-    per step, whole trajectories in any order; other columns are ignored:
+    In, an Arrow table, or what pa.table() makes one of (a data frame of pandas or polars, a
+    dictionary of columns), one row per step, whole trajectories in any order; other columns are
+    ignored:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null. Where settings ask for
       them: version_min int (anchor_versions 'window'), weight float from 1e-100 to 1e100 ('weighted'), won bool
       ('graphgpo'), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor 'anchor_key'),
       anchor_text or null (anchors 'similar', 'similar_greedy', which read no anchor_key). Uids, hashes and keys of any one
       type that has one value a row; NaN in them is null, -0.0 is 0.0. A trajectory is won if any of its rows says so.
-    Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty), episode_advantage,
+    Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty),
+    episode_advantage,
       step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for groups_without_signal
       episode_return (float64; of the trajectory, undiscounted, no penalty), episodes_differ (its group's, beyond rounding),
       steps_differ (returns of its anchor group, no penalty), has_penalties (some row of its group), all bool.
 
-    A column that is missing or of another type raises ValueError with its name; a trajectory whose step_index is not 0..T-1,
-    or whose rewards are not finite or add up to sizes above 1e100, with its uid; what is no table, or no AdvantageSettings,
-    TypeError. The same rows in the same order give the same bits; in another order, or beside other groups, the same numbers
-    to rounding (but anchor 'similar_greedy', and estimators that whiten over the batch).
+    A column that is missing or of another type raises ValueError with its name; a trajectory whose
+    step_index is not 0..T-1, or whose rewards are not finite or add up to sizes above 1e100, with
+    its uid; what is no table, or no AdvantageSettings, TypeError. The same rows in the same order
+    give the same bits; in another order, or beside other groups, the same numbers to rounding (but
+    anchor 'similar_greedy', and estimators that whiten over the batch).
     """
     _check_settings(settings)
     table = _with_similarity_keys(table_of(steps), settings)
     narrow = columns_of(table, _columns(settings))
-    results: dict[str, np.ndarray] = {name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()}
+    results: dict[str, np.ndarray] = {
+        name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()
+    }
     # That no step has a key is refused: the SQL has to see all of them.
     for rows, part in _parts(narrow, whole=_has_no_key(narrow) or settings.estimator in WHITENED):
         try:
@@ -73,11 +81,15 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
         places = rows[places]
         for name, values in results.items():
             values[places] = computed[name]
-    return pa.table({name: table[name] for name in ("group_uid", "traj_uid", "step_index")} | results)
+    return pa.table(
+        {name: table[name] for name in ("group_uid", "traj_uid", "step_index")} | results
+    )
 
 
 def prepare_advantages(settings: AdvantageSettings) -> None:
-    """Plans the SQL for these settings, so that the first `compute_advantages` is as fast as all others: 0.1 s once."""
+    """Plans the SQL for these settings, so that the first `compute_advantages` is as fast as all
+    others: 0.1 s once.
+    """
     _check_settings(settings)
     _prepared(_of_the_sql(settings))
 
@@ -85,20 +97,28 @@ def prepare_advantages(settings: AdvantageSettings) -> None:
 def _check_settings(settings: object) -> None:
     if not isinstance(settings, AdvantageSettings):
         raise TypeError(
-            f"settings must be an AdvantageSettings, such as PUBLISHED_SETTINGS, and not of type {type(settings).__name__}"
+            "settings must be an AdvantageSettings, such as PUBLISHED_SETTINGS, and not of type "
+            f"{type(settings).__name__}"
         )
 
 
 def _with_similarity_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
-    """`steps`; where anchor_text is what is compared, with its keys as anchor_key, in place of any that was there."""
+    """`steps`; where anchor_text is what is compared, with its keys as anchor_key, in place of any
+    that was there.
+    """
     if settings.anchor not in _SIMILARITY:
         return steps
-    keys = similarity_keys(steps, threshold=settings.similarity, method=_SIMILARITY[settings.anchor])
+    keys = similarity_keys(
+        steps, threshold=settings.similarity, method=_SIMILARITY[settings.anchor]
+    )
     if keys.null_count == len(keys) > 0:
         raise ValueError(
-            f"anchor {settings.anchor} compares anchor_text, and every step's is NULL; fill it in, or take anchor='state'"
+            f"anchor {settings.anchor} compares anchor_text, and every step's is NULL; fill it in, "
+            "or take anchor='state'"
         )
-    return steps.select([name for name in steps.column_names if name != "anchor_key"]).append_column("anchor_key", keys)
+    return steps.select(
+        [name for name in steps.column_names if name != "anchor_key"]
+    ).append_column("anchor_key", keys)
 
 
 def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
@@ -113,17 +133,19 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
 
 
 def _codes(column: pa.ChunkedArray) -> pa.Array:
-    """Equal values as equal integers, in the order of first appearance; null stays null. An integer is compared and hashed
-    several times as fast as a uid, and every step is, several times.
+    """Equal values as equal integers, in the order of first appearance; null stays null. An integer
+    is compared and hashed several times as fast as a uid, and every step is, several times.
     """
     return column.combine_chunks().dictionary_encode().indices
 
 
 def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Table]]:
-    """Whole groups, about _PART_STEPS rows at a time: which rows, and the rows. Groups have nothing to do with each other, and
-    hash tables that fit into a processor's cache make time linear in the steps: 6.4 million take 4 s instead of 10.
+    """Whole groups, about _PART_STEPS rows at a time: which rows, and the rows. Groups have nothing
+    to do with each other, and hash tables that fit into a processor's cache make time linear in the
+    steps: 6.4 million take 4 s instead of 10.
 
-    A part without a single anchor key, which the SQL would refuse, borrows a group that has one; its rows then come twice.
+    A part without a single anchor key, which the SQL would refuse, borrows a group that has one;
+    its rows then come twice.
     """
     everything = np.arange(len(narrow))
     if whole or len(narrow) <= _PART_STEPS:
@@ -138,7 +160,9 @@ def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Ta
         yield everything, narrow
         return
     order = everything
-    short = pa.table(coded | {name: narrow[name] for name in narrow.column_names if name not in coded})
+    short = pa.table(
+        coded | {name: narrow[name] for name in narrow.column_names if name not in coded}
+    )
     if np.any(group[1:] < group[:-1]):
         order = np.argsort(group, kind="stable")
         short = short.take(order)
@@ -161,13 +185,22 @@ def _has_no_key(steps: pa.Table) -> bool:
     return "anchor_key" in steps.column_names and steps["anchor_key"].null_count == len(steps)
 
 
-def _computed(part: pa.Table, settings: AdvantageSettings) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The results in whatever order the SQL has them, and which row of `part` each of them is of."""
-    coded = pa.table({name: _codes(part[name]) if name in KEYS else part[name] for name in part.column_names})
+def _computed(
+    part: pa.Table, settings: AdvantageSettings
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The results in whatever order the SQL has them, and which row of `part` each of them is
+    of.
+    """
+    coded = pa.table(
+        {name: _codes(part[name]) if name in KEYS else part[name] for name in part.column_names}
+    )
     computed = _prepared(_of_the_sql(settings)).run(coded)
-    # No join by uid and step: steps that were not 0..T-1 have been refused by now, so the place of each is known.
+    # No join by uid and step: steps that were not 0..T-1 have been refused by now, so the place of
+    # each is known.
     trajectory = coded["traj_uid"].to_numpy()
-    assert len(computed["traj_uid"]) == len(trajectory), f"{len(trajectory)} steps in, {len(computed['traj_uid'])} out"
+    assert len(computed["traj_uid"]) == len(trajectory), (
+        f"{len(trajectory)} steps in, {len(computed['traj_uid'])} out"
+    )
     lengths = np.bincount(trajectory)
     first = np.cumsum(lengths) - lengths
     slots = np.empty(len(trajectory), np.int64)
@@ -186,19 +219,23 @@ def _prepared(settings: AdvantageSettings) -> _Prepared:
     return _Prepared(settings)
 
 
-atexit.register(_prepared.cache_clear)  # DuckDB's binding reports connections that outlive the interpreter as leaks
+# DuckDB's binding reports connections that outlive the interpreter as leaks
+atexit.register(_prepared.cache_clear)
 
 
 class _Prepared:
-    """An in-memory database with the macro prepared for one setting: at 6,400 steps planning takes longer than running.
-    Parameters of the statement instead of literals would have it planned at every call.
+    """An in-memory database with the macro prepared for one setting: at 6,400 steps planning takes
+    longer than running. Parameters of the statement instead of literals would have it planned at
+    every call.
 
-    One thread: sums of doubles are then taken in one order, and replaying a learner step gives the same bits.
+    One thread: sums of doubles are then taken in one order, and replaying a learner step gives the
+    same bits.
     """
 
     def __init__(self, settings: AdvantageSettings) -> None:
         self.lock = threading.Lock()
-        types = {name: pa.int32() if name in KEYS else TYPES[name] for name in _columns(settings)}  # of keys, their codes
+        # of keys, their codes
+        types = {name: pa.int32() if name in KEYS else TYPES[name] for name in _columns(settings)}
         self.source = _Source(pa.schema(types).empty_table())
         self.connection = duckdb.connect(config={"threads": 1})
         self.connection.register("steps", self.source)
@@ -216,7 +253,9 @@ class _Prepared:
 
 
 class _Source:
-    """What the prepared statement reads: whichever table is set, of the columns it was prepared for."""
+    """What the prepared statement reads: whichever table is set, of the columns it was prepared
+    for.
+    """
 
     def __init__(self, table: pa.Table | None) -> None:
         self.table = table
@@ -228,7 +267,9 @@ class _Source:
 
 def _with_uids(steps: pa.Table, settings: AdvantageSettings) -> str | None:
     """The refusal again, in terms of uids instead of codes: refusing may be slow."""
-    uids = [name for name in KEYS if name in steps.column_names and steps[name].type == pa.binary(16)]
+    uids = [
+        name for name in KEYS if name in steps.column_names and steps[name].type == pa.binary(16)
+    ]
     casts = f"REPLACE ({', '.join(f'{name}::UUID AS {name}' for name in uids)})" if uids else ""
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.register("given", steps)

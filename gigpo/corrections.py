@@ -1,15 +1,18 @@
-"""Off-policy corrections: a factor per response token that bounds, or drops, what a stale batch brings into a loss.
+"""Off-policy corrections: a factor per response token that bounds, or drops, what a stale batch
+brings into a loss.
 
     TokenTis(tis_cap=2.0)(tokens)        # float32/64 [N], no gradient; 0 drops the token
 
-A correction is a frozen record of its settings, called on Tokens; `CORRECTIONS` lists them by the names that configs use.
-Factors of several corrections multiply. The defaults are the published ones, of the system that each docstring names.
+A correction is a frozen record of its settings, called on Tokens; `CORRECTIONS` lists them by the
+names that configs use. Factors of several corrections multiply. The defaults are the published
+ones, of the system that each docstring names.
 
     x = pi_p / mu with a proximal policy, else rho = pi / mu; a loss carries it as its weight, a correction changes it
 
-Always pi over mu: a band with low < 1 < high bounds that ratio and not its inverse. A mask changes factors and nothing
-else: advantages and group statistics stay as they were, and a dropped token stays in the denominators of the mean, so that
-the tokens that are kept pull as hard as they would have, however many were dropped.
+Always pi over mu: a band with low < 1 < high bounds that ratio and not its inverse. A mask changes
+factors and nothing else: advantages and group statistics stay as they were, and a dropped token
+stays in the denominators of the mean, so that the tokens that are kept pull as hard as they would
+have, however many were dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
 from gigpo.lazy_torch import torch
-from gigpo.tokens import Tokens, behaviour_log_ratio, check_cap, policy_log_ratio, sequence_mean, sequence_ratio
+from gigpo.tokens import (
+    Tokens,
+    behaviour_log_ratio,
+    check_cap,
+    policy_log_ratio,
+    sequence_mean,
+    sequence_ratio,
+)
 
 
 class Correction(Protocol):
@@ -35,12 +45,14 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTis:
-    """Token-level truncated importance sampling: the weight becomes min(x, C); the factor is min(x, C) / x.
+    """Token-level truncated importance sampling: the weight becomes min(x, C); the factor is min(x,
+    C) / x.
 
-    x itself would be unbiased; the cap bounds the variance one token can bring and biases towards mu. It has no lower
-    bound: raising small weights would count what pi no longer does. C = 2: verl, slime, SkyRL. math.inf is no cap.
-    For every stale batch; the cheapest correction there is. With ppo_clip around mu it acts on tokens with A < 0 and
-    C < rho <= dual_clip, and on A > 0 only if C < 1 + clip_high: beyond those the clip has left no gradient to bound.
+    x itself would be unbiased; the cap bounds the variance one token can bring and biases towards
+    mu. It has no lower bound: raising small weights would count what pi no longer does. C = 2:
+    verl, slime, SkyRL. math.inf is no cap. For every stale batch; the cheapest correction there is.
+    With ppo_clip around mu it acts on tokens with A < 0 and C < rho <= dual_clip, and on A > 0 only
+    if C < 1 + clip_high: beyond those the clip has left no gradient to bound.
 
     Worked: C = 2, x = (0.5, 1.5, 8): weights (0.5, 1.5, 2), factors (1, 1, 0.25).
     """
@@ -58,12 +70,15 @@ class TokenTis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceTis:
-    """Sequence-level truncated importance sampling: each token's weight becomes min(X, C), X the product of its sequence's x.
+    """Sequence-level truncated importance sampling: each token's weight becomes min(X, C), X the
+    product of its sequence's x.
 
-    X is the weight that makes the estimate unbiased for whole responses; it varies exponentially in their length, so keep
-    it to responses of tens of tokens. The factor is min(X, C) / x. C = 2: verl (SkyRL: 5).
+    X is the weight that makes the estimate unbiased for whole responses; it varies exponentially in
+    their length, so keep it to responses of tens of tokens. The factor is min(X, C) / x. C = 2:
+    verl (SkyRL: 5).
 
-    Worked: C = 2, one sequence with x = (2, 0.5, 1.5): X = 1.5, weights (1.5, 1.5, 1.5), factors (0.75, 3, 1).
+    Worked: C = 2, one sequence with x = (2, 0.5, 1.5): X = 1.5, weights (1.5, 1.5, 1.5), factors
+    (0.75, 3, 1).
     """
 
     name: ClassVar[str] = "sequence_tis"
@@ -82,8 +97,9 @@ class SequenceTis:
 class TokenIcepop:
     """IcePop: a token keeps its weight x where low <= x <= high, else it is dropped.
 
-    For engine mismatch, where a weight far from 1 says that the two engines disagree and not that the policy moved: such a
-    token is noise on either side. 0.5 and 5: NeMo-RL and verl (SkyRL: 0.5 and 2); Ring-1T report.
+    For engine mismatch, where a weight far from 1 says that the two engines disagree and not that
+    the policy moved: such a token is noise on either side. 0.5 and 5: NeMo-RL and verl (SkyRL: 0.5
+    and 2); Ring-1T report.
 
     Worked: x = (0.25, 0.5, 4, 8): factors (0, 1, 1, 0).
     """
@@ -96,15 +112,17 @@ class TokenIcepop:
         _check_band("icepop", low=self.icepop_low, high=self.icepop_high)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        return _within(torch.exp(behaviour_log_ratio(tokens)), low=self.icepop_low, high=self.icepop_high)
+        return _within(
+            torch.exp(behaviour_log_ratio(tokens)), low=self.icepop_low, high=self.icepop_high
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMask:
     """Drops a whole sequence unless low <= X <= high, X the product of its x ("sequence MIS").
 
-    The strictest: what X says of a response of 500 tokens is mostly its length. 0.5 and 2: verl `decoupled_seq_is_rs`,
-    there together with `sequence_tis`.
+    The strictest: what X says of a response of 500 tokens is mostly its length. 0.5 and 2: verl
+    `decoupled_seq_is_rs`, there together with `sequence_tis`.
 
     Worked: sequences with x = (2, 0.5, 1.5) and (2, 2): X = 1.5 is kept, X = 4 dropped.
     """
@@ -123,13 +141,16 @@ class SequenceMask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeometricMask:
-    """Drops a whole sequence unless low <= exp(mean log x) <= high: `sequence_mask` per token, so the same for any length.
+    """Drops a whole sequence unless low <= exp(mean log x) <= high: `sequence_mask` per token, so
+    the same for any length.
 
-    The band is of pi over mu. verl's is of the inverse: its bounds l and u are low = 1 / u and high = 1 / l here.
-    It bounds no single token: one of x = 8 hides behind many below 1, so add `token_tis`. 0.999 and 1.001: verl
-    `decoupled_geo_rs` (SkyRL: 0.99 and 1.01). So tight a band is for engine mismatch; staleness needs a wider one.
+    The band is of pi over mu. verl's is of the inverse: its bounds l and u are low = 1 / u and high
+    = 1 / l here. It bounds no single token: one of x = 8 hides behind many below 1, so add
+    `token_tis`. 0.999 and 1.001: verl `decoupled_geo_rs` (SkyRL: 0.99 and 1.01). So tight a band is
+    for engine mismatch; staleness needs a wider one.
 
-    Worked, low 0.9, high 1.1: x = (8, 0.5, 0.5, 0.5) has mean log x = 0, kept; x = (1.3, 1.3) has e^0.262, dropped.
+    Worked, low 0.9, high 1.1: x = (8, 0.5, 0.5, 0.5) has mean log x = 0, kept; x = (1.3, 1.3) has
+    e^0.262, dropped.
     """
 
     name: ClassVar[str] = "geometric_mask"
@@ -146,9 +167,11 @@ class GeometricMask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class K3Mask:
-    """Drops a whole sequence whose mean of x - 1 - log x is above k3_max: an estimate of KL(mu || pi_p), never negative.
+    """Drops a whole sequence whose mean of x - 1 - log x is above k3_max: an estimate of KL(mu ||
+    pi_p), never negative.
 
-    Unlike the geometric mask, ratios above and below 1 cannot hide each other. 0.01: verl `decoupled_k3_rs`.
+    Unlike the geometric mask, ratios above and below 1 cannot hide each other. 0.01: verl
+    `decoupled_k3_rs`.
 
     Worked: x = (8, 0.5, 0.5, 0.5): mean of (4.921, 0.193, 0.193, 0.193) = 1.375, dropped.
     """
@@ -167,12 +190,15 @@ class K3Mask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opsm:
-    """Off-policy sequence masking: drops tokens with A < 0 of sequences with mean(log mu - log pi) > delta.
+    """Off-policy sequence masking: drops tokens with A < 0 of sequences with mean(log mu - log pi)
+    > delta.
 
-    pi has already left such a sequence; to push it further down is what makes stale batches diverge, while a good sequence
-    is always worth learning. Always by the policy of now, also with a proximal one. 1e-4: slime `--opsm-delta`; DeepSeek-V3.2.
+    pi has already left such a sequence; to push it further down is what makes stale batches
+    diverge, while a good sequence is always worth learning. Always by the policy of now, also with
+    a proximal one. 1e-4: slime `--opsm-delta`; DeepSeek-V3.2.
 
-    Worked, A < 0: log rho = (-0.3, 0.1): mean(log mu - log pi) = 0.1, both dropped; with A > 0 both are kept.
+    Worked, A < 0: log rho = (-0.3, 0.1): mean(log mu - log pi) = 0.1, both dropped; with A > 0 both
+    are kept.
     """
 
     name: ClassVar[str] = "opsm"
@@ -188,14 +214,17 @@ class Opsm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class M2po:
-    """Second-moment trust region: drops the tokens of largest (log x)^2 until the mean of the rest is below m2_max.
+    """Second-moment trust region: drops the tokens of largest (log x)^2 until the mean of the rest
+    is below m2_max.
 
-    M2PO is this with loss.policy=reinforce; with ppo_clip the clip acts as well.
-    For very stale batches: arXiv 2510.01161 is stable at 256 versions. It bounds the batch and not the token, so it needs
-    all tokens of an optimizer update at once (`Objective.batch_wide`); AReaL takes those of a micro-batch, so there what is
-    dropped depends on how the batch was cut. At least one token is kept; of equal ones the first. 0.04: AReaL's example.
+    M2PO is this with loss.policy=reinforce; with ppo_clip the clip acts as well. For very stale
+    batches: arXiv 2510.01161 is stable at 256 versions. It bounds the batch and not the token, so
+    it needs all tokens of an optimizer update at once (`Objective.batch_wide`); AReaL takes those
+    of a micro-batch, so there what is dropped depends on how the batch was cut. At least one token
+    is kept; of equal ones the first. 0.04: AReaL's example.
 
-    Worked, m2_max 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the second; only that is dropped.
+    Worked, m2_max 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the
+    second; only that is dropped.
     """
 
     name: ClassVar[str] = "m2po"
@@ -221,21 +250,42 @@ def _within(ratio: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
 
 def _check_band(name: str, *, low: float, high: float) -> None:
     if not 0.0 <= low < 1.0:
-        raise ValueError(f"{name}_low={low} must be in [0, 1): it bounds pi / mu from below, and on policy that is 1")
+        raise ValueError(
+            f"{name}_low={low} must be in [0, 1): it bounds pi / mu from below, and on policy that "
+            "is 1"
+        )
     if not high > 1.0:
-        raise ValueError(f"{name}_high={high} must be above 1: it bounds pi / mu from above, and on policy that is 1")
+        raise ValueError(
+            f"{name}_high={high} must be above 1: it bounds pi / mu from above, and on policy that "
+            "is 1"
+        )
     if low == 0.0 and high == math.inf:
-        raise ValueError(f"{name}_low=0 and {name}_high=inf drop nothing; set one of them, or leave the correction out")
+        raise ValueError(
+            f"{name}_low=0 and {name}_high=inf drop nothing; set one of them, or leave the "
+            "correction out"
+        )
 
 
 def _check_threshold(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0.0):
-        raise ValueError(f"{name}={value} must be finite and above 0: on policy the measure is 0, so below that all is dropped")
+        raise ValueError(
+            f"{name}={value} must be finite and above 0: on policy the measure is 0, so below that "
+            "all is dropped"
+        )
 
 
 CORRECTIONS: Final[Mapping[str, type[Correction]]] = MappingProxyType(
     {
         correction.name: correction
-        for correction in (GeometricMask, K3Mask, M2po, Opsm, SequenceMask, SequenceTis, TokenIcepop, TokenTis)
+        for correction in (
+            GeometricMask,
+            K3Mask,
+            M2po,
+            Opsm,
+            SequenceMask,
+            SequenceTis,
+            TokenIcepop,
+            TokenTis,
+        )
     }
 )

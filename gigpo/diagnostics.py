@@ -1,4 +1,6 @@
-"""What to look at after a batch: small pure functions over flat tokens [N] or over compute_advantages' table."""
+"""What to look at after a batch: small pure functions over flat tokens [N] or over
+compute_advantages' table.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import pyarrow as pa
 from gigpo.lazy_torch import torch
 from gigpo.tokens import Tokens, policy_log_ratio, sequence_ratio
 
-# Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy", below 0 "stored".
+# Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy", below 0
+# "stored".
 _STALENESS_CLASSES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, math.inf))
 # Steps by the size of their anchor group, (first, last) of each class.
 _ANCHOR_SIZE_CLASSES = ((1, 1), (2, 3), (4, 7), (8, math.inf))
@@ -19,21 +22,26 @@ _ANCHOR_SIZE_CLASSES = ((1, 1), (2, 3), (4, 7), (8, math.inf))
 def token_diagnostics(
     tokens: Tokens, *, factor_N: torch.Tensor, clipped_N: torch.Tensor, staleness_N: torch.Tensor
 ) -> dict[str, float]:
-    """How far pi is from mu and what that cost, over all tokens of an optimizer update. rho = pi / mu, in float64.
+    """How far pi is from mu and what that cost, over all tokens of an optimizer update. rho = pi /
+    mu, in float64.
 
     ratio_min, ratio_mean, ratio_max, ratio_p99   of rho; p99: 99% of the tokens are at or below it
-    ess, ess_sequence     effective sample size of rho, and of its product over each sequence, as a fraction: 1 = on policy
-    chi2, chi2_sequence   mean(rho^2) - 1 and the same of the products: the variance that importance weights add
-    mismatch_kl           mean of rho - 1 - log rho: estimates KL(mu || pi) in nats, as the tokens come from mu
-    mismatch_kl_on_policy              the same over tokens of staleness 0: the two engines' numerics and nothing else, in the
+    ess, ess_sequence     effective sample size of rho, and of its product over each sequence, as a
+    fraction: 1 = on policy chi2, chi2_sequence   mean(rho^2) - 1 and the same of the products: the
+    variance that importance weights add mismatch_kl           mean of rho - 1 - log rho: estimates
+    KL(mu || pi) in nats, as the tokens come from mu mismatch_kl_on_policy              the same
+    over tokens of staleness 0: the two engines' numerics and nothing else, in the
                                        first update of a learner step (later ones find pi moved)
     mismatch_kl_stale_1, _2, _3_4, _5_8, _9_up   over tokens sampled so many versions ago
-    mismatch_kl_stored                 over tokens that another run sampled (staleness below 0: there is none)
+    mismatch_kl_stored                 over tokens that another run sampled (staleness below 0:
+    there is none)
     clip_fraction         tokens that the loss's own trust region leaves without gradient
     masked_fraction       tokens that a correction drops (factor 0)
-    dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or A < 0, rho < 1 or rho > 1
+    dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or A
+    < 0, rho < 1 or rho > 1
 
-    A class of staleness without tokens has no entry. What is not finite is inf. No tokens at all raise ValueError.
+    A class of staleness without tokens has no entry. What is not finite is inf. No tokens at all
+    raise ValueError.
     """
     if not len(tokens.advantages_N):
         raise ValueError("token_diagnostics of no tokens are undefined; leave empty updates out")
@@ -46,25 +54,39 @@ def token_diagnostics(
         "ratio_p99": torch.kthvalue(ratio_N, math.ceil(0.99 * len(ratio_N))).values,
         "mismatch_kl": kl_N.mean(),
     }
-    for suffix, weights in (("", ratio_N), ("_sequence", sequence_ratio(log_ratio_N, tokens.sequence_N)[0])):
+    for suffix, weights in (
+        ("", ratio_N),
+        ("_sequence", sequence_ratio(log_ratio_N, tokens.sequence_N)[0]),
+    ):
         found[f"ess{suffix}"] = ess(weights)
         found[f"chi2{suffix}"] = weights.square().mean() - 1.0
     classes = {"on_policy": staleness_N == 0, "stored": staleness_N < 0} | {
-        f"stale_{_class_name(low, high)}": (staleness_N >= low) & (staleness_N <= high) for low, high in _STALENESS_CLASSES
+        f"stale_{_class_name(low, high)}": (staleness_N >= low) & (staleness_N <= high)
+        for low, high in _STALENESS_CLASSES
     }
-    found |= {f"mismatch_kl_{name}": kl_N[members_N].mean() for name, members_N in classes.items() if members_N.any()}
+    found |= {
+        f"mismatch_kl_{name}": kl_N[members_N].mean()
+        for name, members_N in classes.items()
+        if members_N.any()
+    }
     masked_N = factor_N == 0.0
     dropped_N = masked_N | clipped_N
     fractions = {"clip_fraction": clipped_N, "masked_fraction": masked_N}
-    for sign, side_N in (("positive", tokens.advantages_N > 0), ("negative", tokens.advantages_N < 0)):
+    for sign, side_N in (
+        ("positive", tokens.advantages_N > 0),
+        ("negative", tokens.advantages_N < 0),
+    ):
         fractions[f"dropped_{sign}_low"] = dropped_N & side_N & (log_ratio_N < 0)
         fractions[f"dropped_{sign}_high"] = dropped_N & side_N & (log_ratio_N > 0)
     found |= {name: members_N.double().mean() for name, members_N in fractions.items()}
-    return {name: float(value) if math.isfinite(value) else math.inf for name, value in found.items()}
+    return {
+        name: float(value) if math.isfinite(value) else math.inf for name, value in found.items()
+    }
 
 
 def ess(weights: torch.Tensor) -> float:
-    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights equal.
+    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights
+    equal.
 
     In: weights of any shape, >= 0. No weights, or only 0, raise ValueError.
     """
@@ -73,7 +95,9 @@ def ess(weights: torch.Tensor) -> float:
     weights = weights.detach().double()
     total, squares = float(weights.sum()), float(weights.square().sum())
     if squares == 0.0:
-        raise ValueError(f"ess of {weights.numel()} weights that are all 0 is undefined; leave them out")
+        raise ValueError(
+            f"ess of {weights.numel()} weights that are all 0 is undefined; leave them out"
+        )
     return total * total / (weights.numel() * squares)
 
 
@@ -82,34 +106,47 @@ def _class_name(low: int, high: float) -> str:
 
 
 def anchor_size_histogram(advantages: pa.Table) -> dict[int, int]:
-    """Steps by the size of their anchor group: {1: 40, 8: 24} is 40 steps alone and 24 in groups of 8.
+    """Steps by the size of their anchor group: {1: 40, 8: 24} is 40 steps alone and 24 in groups of
+    8.
 
-    Of steps and not of groups, so that it is right for any selection of rows. Of all rows there are steps / size groups.
+    Of steps and not of groups, so that it is right for any selection of rows. Of all rows there are
+    steps / size groups.
     """
     sizes, steps = np.unique(advantages["anchor_size"].to_numpy(), return_counts=True)
     return dict(zip(sizes.tolist(), steps.tolist(), strict=True))
 
 
 def anchor_size_shares(advantages: pa.Table) -> dict[str, float]:
-    """Fractions of the steps by the size of their anchor group: size_1 (alone), size_2_3, size_4_7, size_8_up.
+    """Fractions of the steps by the size of their anchor group: size_1 (alone), size_2_3, size_4_7,
+    size_8_up.
 
     They add up to 1, for any selection of rows; all are 0 of no steps.
     """
     sizes = advantages["anchor_size"].to_numpy()
-    classes = {_class_name(low, high): (sizes >= low) & (sizes <= high) for low, high in _ANCHOR_SIZE_CLASSES}
-    return {f"size_{name}": float(members.sum()) / max(1, len(sizes)) for name, members in classes.items()}
+    classes = {
+        _class_name(low, high): (sizes >= low) & (sizes <= high)
+        for low, high in _ANCHOR_SIZE_CLASSES
+    }
+    return {
+        f"size_{name}": float(members.sum()) / max(1, len(sizes))
+        for name, members in classes.items()
+    }
 
 
 def singleton_fraction(advantages: pa.Table) -> float:
-    """Fraction of steps that are alone in their anchor group, so that the step term says nothing about them. No steps: 0."""
+    """Fraction of steps that are alone in their anchor group, so that the step term says nothing
+    about them. No steps: 0.
+    """
     return anchor_size_shares(advantages)["size_1"]
 
 
 def step_variance_share(advantages: pa.Table) -> float:
-    """Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1]: how much of the signal is step-level.
+    """Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1]: how much of the signal is
+    step-level.
 
-    A - A_E is omega A_S for gigpo and graphgpo, A_S for hgpo, and 0 for what has no step term. The covariance is left out, so
-    that the shares of the two terms add up to 1. No variance at all, or no steps: 0.
+    A - A_E is omega A_S for gigpo and graphgpo, A_S for hgpo, and 0 for what has no step term. The
+    covariance is left out, so that the shares of the two terms add up to 1. No variance at all, or
+    no steps: 0.
     """
     if len(advantages) == 0:
         return 0.0

@@ -1,4 +1,6 @@
-"""torch, loaded when something is computed: the driver of a run only checks names and numbers of losses."""
+"""torch, loaded when something is computed: the driver of a run only checks names and numbers of
+losses.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Policy losses, one number per response token: frozen records of settings that are called on Tokens.
+"""Policy losses, one number per response token: frozen records of settings that are called on
+Tokens.
 
     PpoClip(clip_high=0.28)(tokens).loss_N
 
-The defaults are the published ones, of the system that each docstring names. `POLICY_LOSSES` lists the losses by the names
-that configs use; `objective.py` adds corrections, KL and entropy, and takes the mean. Letters as in `tokens.py`:
+The defaults are the published ones, of the system that each docstring names. `POLICY_LOSSES` lists
+the losses by the names that configs use; `objective.py` adds corrections, KL and entropy, and takes
+the mean. Letters as in `tokens.py`:
 
     rho = pi / mu       all losses compare with the policy that sampled; log mu was recorded then. Only ppo_clip with a
                         recomputed proximal policy needs another forward pass
@@ -19,7 +21,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
 from gigpo.lazy_torch import torch
-from gigpo.tokens import Tokens, behaviour_log_ratio, check_cap, log_ratio, policy_log_ratio, sequence_mean
+from gigpo.tokens import (
+    Tokens,
+    behaviour_log_ratio,
+    check_cap,
+    log_ratio,
+    policy_log_ratio,
+    sequence_mean,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +63,14 @@ class PpoClip:
         L    = min(L, -A dual_clip)             where A < 0     dual clip, Ye et al. 2020, eq. 5
         loss = sg(w) L                                          Hilton et al. 2022; AReaL, arXiv 2505.24298
 
-    For the usual case: one trust region around what sampled the batch. Decoupled, for batches so stale that the region
-    around mu would clip most tokens: it then holds pi near pi_p, and w corrects for the staleness. w is always there; the
-    corrections `token_tis` and `token_icepop` bound it. dual_clip = math.inf switches the dual clip off.
-    Defaults: 0.2, 0.2 and 3, GiGPO's authors and verl.
+    For the usual case: one trust region around what sampled the batch. Decoupled, for batches so
+    stale that the region around mu would clip most tokens: it then holds pi near pi_p, and w
+    corrects for the staleness. w is always there; the corrections `token_tis` and `token_icepop`
+    bound it. dual_clip = math.inf switches the dual clip off. Defaults: 0.2, 0.2 and 3, GiGPO's
+    authors and verl.
 
-    Worked: A = -1, rho = 2.5: L = 2.5, d loss / d log pi = 2.5. A = 1, rho = 1.5: L = -1.2, no gradient.
+    Worked: A = -1, rho = 2.5: L = 2.5, d loss / d log pi = 2.5. A = 1, rho = 1.5: L = -1.2, no
+    gradient.
     """
 
     name: ClassVar[str] = "ppo_clip"
@@ -70,7 +81,10 @@ class PpoClip:
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
         if not self.dual_clip > 1.0:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1: else on-policy tokens with A < 0 would not learn")
+            raise ValueError(
+                f"dual_clip={self.dual_clip} must be above 1: else on-policy tokens with A < 0 "
+                "would not learn"
+            )
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
@@ -78,8 +92,12 @@ class PpoClip:
         centre_N = tokens.behaviour_logprobs_N if proximal_N is None else proximal_N.detach()
         ratio_N = torch.exp(log_ratio(tokens.logprobs_N, centre_N))
         negative_N = advantages_N < 0
-        surrogate_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * torch.clamp(ratio_N, min=low, max=high))
-        surrogate_N = torch.where(negative_N & (ratio_N > self.dual_clip), -advantages_N * self.dual_clip, surrogate_N)
+        surrogate_N = torch.maximum(
+            -advantages_N * ratio_N, -advantages_N * torch.clamp(ratio_N, min=low, max=high)
+        )
+        surrogate_N = torch.where(
+            negative_N & (ratio_N > self.dual_clip), -advantages_N * self.dual_clip, surrogate_N
+        )
         if proximal_N is not None:
             surrogate_N = torch.exp(behaviour_log_ratio(tokens)) * surrogate_N
         detached_N = ratio_N.detach()
@@ -99,12 +117,14 @@ class Gspo:
         s_t  = sg(s / pi) pi                                    its GSPO-token: value s, gradient token by token
         loss = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
-    For long responses and mixture-of-experts models, whose single-token ratios are noise: a sequence is clipped whole or
-    not at all. The mean makes s vary far less than rho, hence the narrow region. Published with the aggregation
-    `sequence_mean_token_mean`. Defaults: 3e-4 and 4e-4, as in verl's example and by GiGPO's authors; without a dual clip, as in
-    the paper's equation and by those authors (verl's example has one at 10).
+    For long responses and mixture-of-experts models, whose single-token ratios are noise: a
+    sequence is clipped whole or not at all. The mean makes s vary far less than rho, hence the
+    narrow region. Published with the aggregation `sequence_mean_token_mean`. Defaults: 3e-4 and
+    4e-4, as in verl's example and by GiGPO's authors; without a dual clip, as in the paper's
+    equation and by those authors (verl's example has one at 10).
 
-    Worked: log rho = (0.0006, 0.0002) in one sequence, A = 1: s = e^0.0004 = 1.0004001 > 1.0004, so neither token learns.
+    Worked: log rho = (0.0006, 0.0002) in one sequence, A = 1: s = e^0.0004 = 1.0004001 > 1.0004, so
+    neither token learns.
     """
 
     name: ClassVar[str] = "gspo"
@@ -119,7 +139,9 @@ class Gspo:
         advantages_N = tokens.advantages_N
         log_s_N = sequence_mean(policy_log_ratio(tokens), tokens.sequence_N)
         s_N = torch.exp(log_s_N + tokens.logprobs_N - tokens.logprobs_N.detach())
-        loss_N = torch.maximum(-advantages_N * s_N, -advantages_N * torch.clamp(s_N, min=low, max=high))
+        loss_N = torch.maximum(
+            -advantages_N * s_N, -advantages_N * torch.clamp(s_N, min=low, max=high)
+        )
         s_N = s_N.detach()
         clipped_N = ((s_N < low) & (advantages_N < 0)) | ((s_N > high) & (advantages_N > 0))
         return PolicyLoss(loss_N=loss_N, clipped_N=clipped_N)
@@ -132,8 +154,8 @@ class Cispo:
         loss = -sg(clip(rho, 1 - low, 1 + high)) A log pi       MiniMax-M1; ScaleRL, arXiv 2510.13786
 
     For rare tokens that PPO clips at once although they turn an answer round ("however", "wait").
-    Defaults: 1 and 4, so weights in [0, 5], SkyRL's ScaleRL recipe; ROLL has 0.1 and 0.1. The value of the loss means
-    nothing, its gradient does.
+    Defaults: 1 and 4, so weights in [0, 5], SkyRL's ScaleRL recipe; ROLL has 0.1 and 0.1. The value
+    of the loss means nothing, its gradient does.
 
     Worked: A = 2, rho = 7: d loss / d log pi = -10, where rho itself would give -14 and PPO-clip 0.
     """
@@ -156,16 +178,19 @@ class Cispo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DppoTv:
-    """DPPO with the binary total-variation mask: a trust region on probabilities, not on their ratio.
+    """DPPO with the binary total-variation mask: a trust region on probabilities, not on their
+    ratio.
 
         keep = not (A > 0 and pi - mu > delta_high) and not (A < 0 and pi - mu < -delta_low)
         loss = -keep A rho + quadratic_coef (log rho)^2         arXiv 2602.04879; the square: Kimi-K2.5, arXiv 2602.02276
 
-    For what a ratio gets wrong: it clips a rare token that moved from 0.001 to 0.002 and lets one go from 0.5 to 0.6. rho
-    is differentiated. The quadratic term pulls every token back to mu, the masked ones too. Beyond ratio_cap the gradient's
-    weight stays at the cap (verl: 20; prime-rl has none). Defaults: 0.2, 0.2, no cap, 1e-3, prime-rl's default loss.
+    For what a ratio gets wrong: it clips a rare token that moved from 0.001 to 0.002 and lets one
+    go from 0.5 to 0.6. rho is differentiated. The quadratic term pulls every token back to mu, the
+    masked ones too. Beyond ratio_cap the gradient's weight stays at the cap (verl: 20; prime-rl has
+    none). Defaults: 0.2, 0.2, no cap, 1e-3, prime-rl's default loss.
 
-    Worked: A = 1, mu = 0.5. pi = 0.6: loss = -1.2 + 0.001 (log 1.2)^2. pi = 0.75: masked, loss = 0.001 (log 1.5)^2.
+    Worked: A = 1, mu = 0.5. pi = 0.6: loss = -1.2 + 0.001 (log 1.2)^2. pi = 0.75: masked, loss =
+    0.001 (log 1.5)^2.
     """
 
     name: ClassVar[str] = "dppo_tv"
@@ -177,17 +202,24 @@ class DppoTv:
     def __post_init__(self) -> None:
         for name, delta in (("delta_low", self.delta_low), ("delta_high", self.delta_high)):
             if not 0.0 < delta < 1.0:
-                raise ValueError(f"{name}={delta} must be in (0, 1): it bounds a difference of probabilities")
+                raise ValueError(
+                    f"{name}={delta} must be in (0, 1): it bounds a difference of probabilities"
+                )
         check_cap("ratio_cap", self.ratio_cap)
         if not (math.isfinite(self.quadratic_coef) and self.quadratic_coef >= 0.0):
-            raise ValueError(f"quadratic_coef={self.quadratic_coef} must be finite and >= 0: below 0 it would drive pi off mu")
+            raise ValueError(
+                f"quadratic_coef={self.quadratic_coef} must be finite and >= 0: below 0 it would "
+                "drive pi off mu"
+            )
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         log_ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N)
         ratio_N = torch.exp(log_ratio_N)
         detached_N, advantages_N = ratio_N.detach(), tokens.advantages_N
         moved_N = torch.exp(tokens.logprobs_N.detach()) - torch.exp(tokens.behaviour_logprobs_N)
-        masked_N = ((advantages_N > 0) & (moved_N > self.delta_high)) | ((advantages_N < 0) & (moved_N < -self.delta_low))
+        masked_N = ((advantages_N > 0) & (moved_N > self.delta_high)) | (
+            (advantages_N < 0) & (moved_N < -self.delta_low)
+        )
         capped_N = torch.clamp(detached_N, max=self.ratio_cap) / detached_N
         return PolicyLoss(
             loss_N=torch.where(masked_N, 0.0, -advantages_N * capped_N * ratio_N),
@@ -202,11 +234,13 @@ class Sapo:
 
         loss = -A sigmoid(tau (rho - 1)) 4 / tau                tau_positive where A > 0, else tau_negative; arXiv 2511.20347
 
-    The gradient's weight, rho times 4 sigmoid (1 - sigmoid), is 1 on policy and falls off on both sides without a step.
-    For runs whose clip fraction jumps about. Published with the aggregation `sequence_mean_token_mean`.
-    Defaults: 1.0 and 1.05 (a sharper gate for A < 0), the paper, verl and AReaL. On policy the value is -2 A / tau.
+    The gradient's weight, rho times 4 sigmoid (1 - sigmoid), is 1 on policy and falls off on both
+    sides without a step. For runs whose clip fraction jumps about. Published with the aggregation
+    `sequence_mean_token_mean`. Defaults: 1.0 and 1.05 (a sharper gate for A < 0), the paper, verl
+    and AReaL. On policy the value is -2 A / tau.
 
-    Worked: A = 1, rho = 2, tau = 1: loss = -4 * 0.7311 = -2.924, d loss / d log pi = -2 * 4 * 0.7311 * 0.2689 = -1.573.
+    Worked: A = 1, rho = 2, tau = 1: loss = -4 * 0.7311 = -2.924, d loss / d log pi = -2 * 4 *
+    0.7311 * 0.2689 = -1.573.
     """
 
     name: ClassVar[str] = "sapo"
@@ -216,25 +250,34 @@ class Sapo:
     def __post_init__(self) -> None:
         for name, tau in (("tau_positive", self.tau_positive), ("tau_negative", self.tau_negative)):
             if not (math.isfinite(tau) and tau > 0.0):
-                raise ValueError(f"{name}={tau} must be finite and above 0: it is the gate's steepness")
+                raise ValueError(
+                    f"{name}={tau} must be finite and above 0: it is the gate's steepness"
+                )
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
-        tau_N = torch.full_like(ratio_N, self.tau_negative).masked_fill(tokens.advantages_N > 0, self.tau_positive)
+        tau_N = torch.full_like(ratio_N, self.tau_negative).masked_fill(
+            tokens.advantages_N > 0, self.tau_positive
+        )
         gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0)) * 4.0 / tau_N
-        return PolicyLoss(loss_N=-tokens.advantages_N * gate_N, clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool))
+        return PolicyLoss(
+            loss_N=-tokens.advantages_N * gate_N,
+            clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topr:
-    """Tapered off-policy REINFORCE: imitate what went well, unlearn what went badly only as far as pi still does it.
+    """Tapered off-policy REINFORCE: imitate what went well, unlearn what went badly only as far as
+    pi still does it.
 
         loss = -A log pi                      where A >= 0      arXiv 2503.14286, eq. 8
         loss = -sg(min(rho, 1)) A log pi      where A < 0
 
-    For very stale or recorded data: no weight exceeds 1. The taper is per token and by the sign of the advantage, as each
-    token has one here; the paper tapers by the ratio and the sign of the whole trajectory's reward, and ROLL's code takes
-    the token's ratio with the sign of the episode's score. No settings.
+    For very stale or recorded data: no weight exceeds 1. The taper is per token and by the sign of
+    the advantage, as each token has one here; the paper tapers by the ratio and the sign of the
+    whole trajectory's reward, and ROLL's code takes the token's ratio with the sign of the
+    episode's score. No settings.
 
     Worked: A = 2: d loss / d log pi = -2 whatever rho. A = -2: 1 at rho = 0.5, and 2 at rho = 3.
     """
@@ -242,7 +285,9 @@ class Topr:
     name: ClassVar[str] = "topr"
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
-        weight_N = torch.clamp(torch.exp(policy_log_ratio(tokens)), max=1.0).masked_fill(tokens.advantages_N >= 0, 1.0)
+        weight_N = torch.clamp(torch.exp(policy_log_ratio(tokens)), max=1.0).masked_fill(
+            tokens.advantages_N >= 0, 1.0
+        )
         return PolicyLoss(
             loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
             clipped_N=torch.zeros_like(weight_N, dtype=torch.bool),
@@ -251,37 +296,54 @@ class Topr:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reinforce:
-    """The plain policy gradient, weighted by importance: loss = -A rho, d loss / d log pi = -A rho. No settings.
+    """The plain policy gradient, weighted by importance: loss = -A rho, d loss / d log pi = -A rho.
+    No settings.
 
-    What every other loss here comes to on policy (rho = 1). No trust region: unbiased, and of any variance, so bound rho by
-    a correction. With `token_tis` at a cap of 2 to 10 it is AIPO (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`,
-    with `token_icepop` verl's `bypass_pg_token_icepop`.
+    What every other loss here comes to on policy (rho = 1). No trust region: unbiased, and of any
+    variance, so bound rho by a correction. With `token_tis` at a cap of 2 to 10 it is AIPO
+    (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`, with `token_icepop` verl's
+    `bypass_pg_token_icepop`.
     """
 
     name: ClassVar[str] = "reinforce"
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
-        return PolicyLoss(loss_N=-tokens.advantages_N * ratio_N, clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool))
+        return PolicyLoss(
+            loss_N=-tokens.advantages_N * ratio_N,
+            clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BehaviourCloning:
-    """Negative log-likelihood of the recorded tokens, -log pi: every token is wanted, whatever its advantage. No settings."""
+    """Negative log-likelihood of the recorded tokens, -log pi: every token is wanted, whatever its
+    advantage. No settings.
+    """
 
     name: ClassVar[str] = "behaviour_cloning"
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
-        return PolicyLoss(loss_N=-tokens.logprobs_N, clipped_N=torch.zeros_like(tokens.logprobs_N, dtype=torch.bool))
+        return PolicyLoss(
+            loss_N=-tokens.logprobs_N,
+            clipped_N=torch.zeros_like(tokens.logprobs_N, dtype=torch.bool),
+        )
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
     if not 0.0 < clip_low <= 1.0:
-        raise ValueError(f"clip_low={clip_low} must be in (0, 1]: ratios below 1 - clip_low are clipped")
+        raise ValueError(
+            f"clip_low={clip_low} must be in (0, 1]: ratios below 1 - clip_low are clipped"
+        )
     if not clip_high > 0.0:
-        raise ValueError(f"clip_high={clip_high} must be above 0: ratios above 1 + clip_high are clipped")
+        raise ValueError(
+            f"clip_high={clip_high} must be above 0: ratios above 1 + clip_high are clipped"
+        )
 
 
 POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(
-    {loss.name: loss for loss in (BehaviourCloning, Cispo, DppoTv, Gspo, PpoClip, Reinforce, Sapo, Topr)}
+    {
+        loss.name: loss
+        for loss in (BehaviourCloning, Cispo, DppoTv, Gspo, PpoClip, Reinforce, Sapo, Topr)
+    }
 )

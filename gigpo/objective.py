@@ -1,4 +1,5 @@
-"""What an optimizer update minimises: a policy loss, its corrections, KL and entropy, and how tokens are averaged.
+"""What an optimizer update minimises: a policy loss, its corrections, KL and entropy, and how
+tokens are averaged.
 
     objective = Objective(policy=PpoClip(), corrections=(TokenTis(),))       # refuses combinations that make no sense
     terms = objective(tokens, reference_logprobs_N=None, entropy_N=None)     # of one micro-batch
@@ -6,8 +7,9 @@
 
     loss_N = factor policy_N + penalty_N + kl_coef KL_N - entropy_coef entropy_N
 
-Micro-batches of one update add up to the same loss however they were cut, as long as each sequence is in one of them: the
-denominators are those of the whole update (`BatchTotals`), and they count the tokens that corrections drop.
+Micro-batches of one update add up to the same loss however they were cut, as long as each sequence
+is in one of them: the denominators are those of the whole update (`BatchTotals`), and they count
+the tokens that corrections drop.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import Field, dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
-from gigpo.combinations import check_combination
+from gigpo.compatibility import check_combination
 from gigpo.corrections import CORRECTIONS, Correction
 from gigpo.kl import KL_PENALTIES
 from gigpo.lazy_torch import torch
@@ -27,9 +29,10 @@ from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
 
-# What a loss is usually used with: corrections and aggregation. Configs that name neither get these. The aggregations, and that
-# the other losses need no correction, are published with them. token_tis on ppo_clip and reinforce is our choice for data that
-# is always a little stale: verl has it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip (`decoupled_token_is`) alone.
+# What a loss is usually used with: corrections and aggregation. Configs that name neither get
+# these. The aggregations, and that the other losses need no correction, are published with them.
+# token_tis on ppo_clip and reinforce is our choice for data that is always a little stale: verl has
+# it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip (`decoupled_token_is`) alone.
 USUAL_WITH: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
         "behaviour_cloning": ((), "token_mean"),
@@ -48,7 +51,9 @@ _BATCH_WIDE: Final = ("m2po",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTotals:
-    """Of a whole optimizer update, over all micro-batches and ranks: response tokens and sequences."""
+    """Of a whole optimizer update, over all micro-batches and ranks: response tokens and
+    sequences.
+    """
 
     n_tokens: int
     n_sequences: int
@@ -56,19 +61,23 @@ class BatchTotals:
     def __post_init__(self) -> None:
         if not 1 <= self.n_sequences <= self.n_tokens:
             raise ValueError(
-                f"n_tokens={self.n_tokens}, n_sequences={self.n_sequences}: count the response tokens of the whole "
+                f"n_tokens={self.n_tokens}, n_sequences={self.n_sequences}: count the response "
+                "tokens of the whole "
                 "update, and its sequences with at least one of them"
             )
 
 
 class Aggregation(Protocol):
-    """What AGGREGATIONS lists: from losses per token, float32/64 [N], to a scalar that adds up over micro-batches. It is given
-    the sequence of each token, int64 [N], whether it asks for it or not."""
+    """What AGGREGATIONS lists: from losses per token, float32/64 [N], to a scalar that adds up over
+    micro-batches. It is given the sequence of each token, int64 [N], whether it asks for it or
+    not."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor: ...
+    def __call__(
+        self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,29 +89,38 @@ class TokenMean:
 
     name: ClassVar[str] = "token_mean"
 
-    def __call__(self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor:
+    def __call__(
+        self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /
+    ) -> torch.Tensor:
         return loss_N.sum() / totals.n_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMeanTokenMean:
-    """Mean over sequences of the mean over their tokens: every response weighs the same, long ones' tokens less. GRPO, GSPO.
+    """Mean over sequences of the mean over their tokens: every response weighs the same, long ones'
+    tokens less. GRPO, GSPO.
 
     Worked: losses (1, 2) and (6) of two sequences: (1.5 + 6) / 2 = 3.75.
     """
 
     name: ClassVar[str] = "sequence_mean_token_mean"
 
-    def __call__(self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor:
-        return (loss_N / sequence_sum(torch.ones_like(loss_N), sequence_N)).sum() / totals.n_sequences
+    def __call__(
+        self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /
+    ) -> torch.Tensor:
+        return (
+            loss_N / sequence_sum(torch.ones_like(loss_N), sequence_N)
+        ).sum() / totals.n_sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMeanTokenSumNorm:
-    """Mean over sequences of their sum / norm_tokens, one constant length for the whole run. Dr.GRPO, arXiv 2503.20783.
+    """Mean over sequences of their sum / norm_tokens, one constant length for the whole run.
+    Dr.GRPO, arXiv 2503.20783.
 
-    No token's weight depends on the length of its response, so wrong answers do not get cheaper by being long. There is no
-    published number: norm_tokens is the longest response that can be generated.
+    No token's weight depends on the length of its response, so wrong answers do not get cheaper by
+    being long. There is no published number: norm_tokens is the longest response that can be
+    generated.
 
     Worked, norm_tokens 10: losses (1, 2) and (6) of two sequences: (0.3 + 0.6) / 2 = 0.45.
     """
@@ -112,14 +130,22 @@ class SequenceMeanTokenSumNorm:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.norm_tokens) and self.norm_tokens >= 1):
-            raise ValueError(f"norm_tokens={self.norm_tokens} must be at least 1: the longest response that can be generated")
+            raise ValueError(
+                f"norm_tokens={self.norm_tokens} must be at least 1: the longest response that can "
+                "be generated"
+            )
 
-    def __call__(self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /) -> torch.Tensor:
+    def __call__(
+        self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /
+    ) -> torch.Tensor:
         return loss_N.sum() / (totals.n_sequences * self.norm_tokens)
 
 
 AGGREGATIONS: Final[Mapping[str, type[Aggregation]]] = MappingProxyType(
-    {aggregation.name: aggregation for aggregation in (SequenceMeanTokenMean, SequenceMeanTokenSumNorm, TokenMean)}
+    {
+        aggregation.name: aggregation
+        for aggregation in (SequenceMeanTokenMean, SequenceMeanTokenSumNorm, TokenMean)
+    }
 )
 
 
@@ -141,13 +167,16 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """A policy loss with what goes with it. Raises ValueError for what does not, with the reason and the way out.
+    """A policy loss with what goes with it. Raises ValueError for what does not, with the reason
+    and the way out.
 
     corrections   multiplied; at most one of each
-    proximal      "none": the trust region is around mu. "recomputed" or "interpolated": around the tokens'
+    proximal      "none": the trust region is around mu. "recomputed" or "interpolated": around the
+    tokens'
                   proximal_logprobs_N (decoupled PPO), which the caller has from a forward pass before the first update of
                   the batch, or from `interpolated_proximal`
-    kl, kl_coef   estimator and weight of the penalty that holds pi at a reference policy; kl_coef 0 needs no reference
+    kl, kl_coef   estimator and weight of the penalty that holds pi at a reference policy; kl_coef 0
+    needs no reference
     entropy_coef  weight of the entropy bonus
     aggregation   how the loss per token becomes a number
     """
@@ -163,18 +192,24 @@ class Objective:
     def __post_init__(self) -> None:
         _check_part("policy", self.policy, POLICY_LOSSES)
         if not isinstance(self.corrections, tuple):
-            raise ValueError(f"corrections={self.corrections!r} is no tuple; write corrections=(TokenTis(),), or () for none")
+            raise ValueError(
+                f"corrections={self.corrections!r} is no tuple; write corrections=(TokenTis(),), "
+                "or () for none"
+            )
         for correction in self.corrections:
             _check_part("corrections", correction, CORRECTIONS)
         _check_part("aggregation", self.aggregation, AGGREGATIONS)
         if self.proximal not in PROXIMAL_POLICIES:
-            raise ValueError(f"proximal={self.proximal!r} is none of {', '.join(PROXIMAL_POLICIES)}")
+            raise ValueError(
+                f"proximal={self.proximal!r} is none of {', '.join(PROXIMAL_POLICIES)}"
+            )
         check_combination(self.policy, self.corrections, proximal=self.proximal)
         if self.kl not in KL_PENALTIES:
             raise ValueError(f"kl={self.kl!r} is none of {', '.join(KL_PENALTIES)}")
         if self.kl == "k1" and self.kl_coef:
             raise ValueError(
-                "kl='k1' cannot be a penalty: its gradient is 1 whatever the reference says, 0 on average, so it would not "
+                "kl='k1' cannot be a penalty: its gradient is 1 whatever the reference says, 0 on "
+                "average, so it would not "
                 "hold the policy; use k2 (the gradient of this KL) or k3"
             )
         for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
@@ -183,7 +218,9 @@ class Objective:
 
     @property
     def batch_wide(self) -> bool:
-        """True if a correction ranks tokens over the update: `factor` then needs all of them at once."""
+        """True if a correction ranks tokens over the update: `factor` then needs all of them at
+        once.
+        """
         return any(correction.name in _BATCH_WIDE for correction in self.corrections)
 
     def factor(self, tokens: Tokens) -> torch.Tensor:
@@ -201,10 +238,19 @@ class Objective:
         entropy_N: torch.Tensor | None,
         factor_N: torch.Tensor | None = None,
     ) -> Terms:
-        """`factor_N`: of these tokens, where `factor` was called for the whole update already; None calls it here."""
+        """`factor_N`: of these tokens, where `factor` was called for the whole update already; None
+        calls it here.
+        """
         if (tokens.proximal_logprobs_N is not None) != (self.proximal != "none"):
-            given = "no proximal_logprobs_N" if tokens.proximal_logprobs_N is None else "proximal_logprobs_N"
-            raise ValueError(f"proximal={self.proximal!r}, but the tokens have {given}; the trust region has one centre")
+            given = (
+                "no proximal_logprobs_N"
+                if tokens.proximal_logprobs_N is None
+                else "proximal_logprobs_N"
+            )
+            raise ValueError(
+                f"proximal={self.proximal!r}, but the tokens have {given}; the trust region has "
+                "one centre"
+            )
         policy = self.policy(tokens)
         if factor_N is None:
             factor_N = self.factor(tokens)
@@ -222,12 +268,14 @@ class Objective:
             if entropy_N is None:
                 raise ValueError(f"entropy_coef={self.entropy_coef} needs entropy_N")
             loss_N = loss_N - self.entropy_coef * entropy_N
-        return Terms(loss_N=loss_N, factor_N=factor_N, clipped_N=policy.clipped_N, kl_N=kl_N.detach())
+        return Terms(
+            loss_N=loss_N, factor_N=factor_N, clipped_N=policy.clipped_N, kl_N=kl_N.detach()
+        )
 
 
 def _check_part(field: str, value: object, registry: Mapping[str, type]) -> None:
-    """A class, a name or a part of another kind would be accepted and fail in the first update, in other words. A record that
-    no registry knows is somebody's own."""
+    """A class, a name or a part of another kind would be accepted and fail in the first update, in
+    other words. A record that no registry knows is somebody's own."""
     if type(value) in registry.values():
         return
     kind = registry.get(value) if isinstance(value, str) else value
@@ -236,4 +284,7 @@ def _check_part(field: str, value: object, registry: Mapping[str, type]) -> None
     known = type(value) in (*POLICY_LOSSES.values(), *CORRECTIONS.values(), *AGGREGATIONS.values())
     if known or isinstance(value, type) or not callable(value) or not hasattr(value, "name"):
         kinds = ", ".join(each.__name__ for each in registry.values())
-        raise ValueError(f"{field}: {value!r} is not an instance of one of {kinds}, nor a callable with a name like them")
+        raise ValueError(
+            f"{field}: {value!r} is not an instance of one of {kinds}, nor a callable with a name "
+            "like them"
+        )

@@ -1,4 +1,6 @@
-"""What decides an advantage, as one record, and the names it may use. The SQL in `queries/` says what each name means."""
+"""What decides an advantage, as one record, and the names it may use. The SQL in `queries/` says
+what each name means.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +10,55 @@ import numbers
 from dataclasses import dataclass, fields
 from typing import Final
 
-ESTIMATORS: Final = ("gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "hgpo", "graphgpo")
-WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")  # over the whole batch: all others know groups alone
+ESTIMATORS: Final = (
+    "gigpo",
+    "grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "dr_grpo",
+    "hgpo",
+    "graphgpo",
+)
+# over the whole batch: all others know groups alone
+WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
 _REALS: Final = ("gamma", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
-_INTEGER_LIMIT: Final = 2**62  # and for versions: their differences, and the window + 1, have to fit into 64 bits
+# and for versions: their differences, and the window + 1, have to fit into 64 bits
+_INTEGER_LIMIT: Final = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
-    """What decides an advantage. The macro's parameters have the same names (all but `similarity`). numpy's numbers become
-    Python's; text, None, True and False for a number, and 3.0 for a whole one, raise ValueError as all else that is refused.
+    """What decides an advantage. The macro's parameters have the same names (all but `similarity`).
+    numpy's numbers become Python's; text, None, True and False for a number, and 3.0 for a whole
+    one, raise ValueError as all else that is refused.
 
-    estimator        'gigpo' (eq. 8); 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp', 'reinforce_pp_baseline' (episode term only);
+    estimator        'gigpo' (eq. 8); 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp',
+    'reinforce_pp_baseline' (episode term only);
                      'hgpo' (nested anchor groups); 'graphgpo' (distance-to-success returns)
-    gamma            discount per step of the environment, in [0, 1] (eq. 5); only step returns have it
+    gamma            discount per step of the environment, in [0, 1] (eq. 5); only step returns have
+    it
     omega            weight of the step term (eq. 8), of 'gigpo' and 'graphgpo'
-    normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or 'leave_one_out' (the mean of the
+    normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or
+    'leave_one_out' (the mean of the
                      others is the baseline; free of the row's own trajectory in the step term, and in the episode term
                      with weighting 'trajectories'). Of 'gigpo', 'grpo', 'hgpo', 'graphgpo'; the rest fix their own
-    weighting        episode statistics over 'steps' (the authors' code) or 'trajectories' (the paper's eq. 3)
-    invalid_penalty  subtracted from the return and the episode score of a row whose action was invalid; in reward units
-    anchor           which steps are in the same state: 'state', 'state_and_actions', 'suffix', 'similar' (similarity.py's
+    weighting        episode statistics over 'steps' (the authors' code) or 'trajectories' (the
+    paper's eq. 3) invalid_penalty  subtracted from the return and the episode score of a row whose
+    action was invalid; in reward units anchor           which steps are in the same state: 'state',
+    'state_and_actions', 'suffix', 'similar' (similarity.py's
                      method 'linked'), 'similar_greedy' (as the authors' code) or 'anchor_key'
-    anchor_history   states in the longest suffix, this one included: of anchor 'suffix', and of 'hgpo' (its K + 1)
+    anchor_history   states in the longest suffix, this one included: of anchor 'suffix', and of
+    'hgpo' (its K + 1)
     similarity       threshold of anchors 'similar' and 'similar_greedy', in (0, 1)
     anchor_versions  anchor groups over policy versions: 'mixed', within a 'window', or 'weighted'
-    version_window   versions that the members of one anchor group may be apart; of anchor_versions 'window'; 0 = the same
+    version_window   versions that the members of one anchor group may be apart; of anchor_versions
+    'window'; 0 = the same
     """
 
     estimator: str
@@ -55,7 +75,9 @@ class AdvantageSettings:
 
     @classmethod
     def of(cls, record: object) -> AdvantageSettings:
-        """Those of a record that has them among others under the same names, such as a config's `algorithm`."""
+        """Those of a record that has them among others under the same names, such as a config's
+        `algorithm`.
+        """
         return cls(**{field.name: getattr(record, field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -71,27 +93,40 @@ class AdvantageSettings:
             if getattr(self, name) >= _INTEGER_LIMIT:
                 raise ValueError(f"{name}={getattr(self, name)} must be less than 2^62")
         if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"gamma={self.gamma} is outside [0, 1]: returns would grow with the episode's length")
+            raise ValueError(
+                f"gamma={self.gamma} is outside [0, 1]: returns would grow with the episode's "
+                "length"
+            )
         if not (math.isfinite(self.omega) and self.omega >= 0.0):
-            raise ValueError(f"omega={self.omega} must be finite and >= 0: below 0 it would reward the worse action")
+            raise ValueError(
+                f"omega={self.omega} must be finite and >= 0: below 0 it would reward the worse "
+                "action"
+            )
         if not (math.isfinite(self.invalid_penalty) and self.invalid_penalty >= 0.0):
             raise ValueError(
-                f"invalid_penalty={self.invalid_penalty} must be finite and >= 0: it is subtracted, "
+                f"invalid_penalty={self.invalid_penalty} must be finite and >= 0: it is "
+                "subtracted, "
                 "so below 0 it would reward invalid actions"
             )
         if self.anchor_history < 1:
             raise ValueError(
-                f"anchor_history={self.anchor_history} must be at least 1: a step's own state is part of its suffix"
+                f"anchor_history={self.anchor_history} must be at least 1: a step's own state is "
+                "part of its suffix"
             )
         if not 0.0 < self.similarity < 1.0:
             raise ValueError(
-                f"similarity={self.similarity} is outside (0, 1): at 1 use anchor='state', at 0 all texts are alike"
+                f"similarity={self.similarity} is outside (0, 1): at 1 use anchor='state', at 0 "
+                "all texts are alike"
             )
         if self.version_window < 0:
-            raise ValueError(f"version_window={self.version_window} must be at least 0: 0 compares within one version")
+            raise ValueError(
+                f"version_window={self.version_window} must be at least 0: 0 compares within one "
+                "version"
+            )
         if self.estimator == "hgpo" and self.anchor != "state":
             raise ValueError(
-                f"estimator='hgpo' has anchors of its own, suffixes of states; leave anchor='state', not {self.anchor!r}"
+                "estimator='hgpo' has anchors of its own, suffixes of states; leave "
+                f"anchor='state', not {self.anchor!r}"
             )
 
 
@@ -113,8 +148,9 @@ def _python_number(field: str, value: object, *, whole: bool) -> float:
     raise ValueError(f"{field}={value!r} is of type {type(value).__name__}; it must be a {example}")
 
 
-# The authors' ALFWorld script (rows as the unit of episode statistics). Not used by it, published elsewhere:
-# anchor_history 3 is HGPO's K = 2; similarity 0.9 is the paper's threshold and the search script's.
+# The authors' ALFWorld script (rows as the unit of episode statistics). Not used by it, published
+# elsewhere: anchor_history 3 is HGPO's K = 2; similarity 0.9 is the paper's threshold and the
+# search script's.
 PUBLISHED_SETTINGS: Final = AdvantageSettings(
     estimator="gigpo",
     gamma=0.95,

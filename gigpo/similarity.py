@@ -1,9 +1,11 @@
-"""Anchor keys for states that are alike rather than the same: texts of one group, compared in pairs.
+"""Anchor keys for states that are alike rather than the same: texts of one group, compared in
+pairs.
 
-Two texts a and b are as alike as their longest common subsequence is long: 2 LCS(a, b) / (|a| + |b|), from 0 to 1. The
-paper (arXiv 2505.10978) groups search results by "longest matching subsequence > 0.9"; its authors' code computes
-difflib's ratio instead (longest common *blocks*, Ratcliff/Obershelp), which is never more than this, depends on the order
-of its arguments, and by its `autojunk` heuristic may give 0 to texts of 200 characters or more that differ in one.
+Two texts a and b are as alike as their longest common subsequence is long: 2 LCS(a, b) / (|a| +
+|b|), from 0 to 1. The paper (arXiv 2505.10978) groups search results by "longest matching
+subsequence > 0.9"; its authors' code computes difflib's ratio instead (longest common *blocks*,
+Ratcliff/Obershelp), which is never more than this, depends on the order of its arguments, and by
+its `autojunk` heuristic may give 0 to texts of 200 characters or more that differ in one.
 """
 
 from __future__ import annotations
@@ -19,37 +21,49 @@ import pyarrow.compute as pc
 from rapidfuzz.distance import Indel
 from rapidfuzz.process import cdist
 
-from gigpo.columns import columns_of
+from gigpo.input_columns import columns_of
 
-_MARGIN: Final = 1e-3  # rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers after it
+# rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers after it
+_MARGIN: Final = 1e-3
 
 
 def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Array:
-    """A key per step: texts with the same key, in the same group, count as the same state. Null where anchor_text is null.
+    """A key per step: texts with the same key, in the same group, count as the same state. Null
+    where anchor_text is null.
 
-    In: a table of group_uid (never null), anchor_text (text). A key is one of its texts, so that it can be read. `method`:
-    linked   Alike (>= threshold) texts have the same key, and so do texts that are linked by a chain of alike ones:
+    In: a table of group_uid (never null), anchor_text (text). A key is one of its texts, so that it
+    can be read. `method`: linked   Alike (>= threshold) texts have the same key, and so do texts
+    that are linked by a chain of alike ones:
              the connected components of the group's texts, named by the smallest. Neither the order of rows nor repeats
              of a text change anything. Two texts of one key may be less alike than `threshold`.
-    greedy   As the authors' code, for comparison: rows in order, each joins the first key whose text, the first that had it,
+    greedy   As the authors' code, for comparison: rows in order, each joins the first key whose
+    text, the first that had it,
              is >= threshold by difflib's ratio, autojunk included. Depends on the order of rows.
 
-    Raises ValueError for a threshold outside (0, 1), an unknown method, and columns that are missing or of another type.
+    Raises ValueError for a threshold outside (0, 1), an unknown method, and columns that are
+    missing or of another type.
     """
     if not 0.0 < threshold < 1.0:
-        raise ValueError(f"threshold={threshold} is outside (0, 1): at 1 use the state hash, at 0 all texts are alike")
+        raise ValueError(
+            f"threshold={threshold} is outside (0, 1): at 1 use the state hash, at 0 all texts are "
+            "alike"
+        )
     if method not in _METHODS:
         raise ValueError(f"method={method!r} is unknown; it is one of {', '.join(_METHODS)}")
     columns = columns_of(steps, ("group_uid", "anchor_text"))
     if columns["group_uid"].null_count:
         row = pc.index(columns["group_uid"].is_null(), True).as_py()
-        raise ValueError(f"row {row} has no group_uid (it is NULL); give every step the group that it is of")
+        raise ValueError(
+            f"row {row} has no group_uid (it is NULL); give every step the group that it is of"
+        )
     texts = columns["anchor_text"].combine_chunks().dictionary_encode()
     group = columns["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
     text = pc.fill_null(texts.indices, -1).to_numpy()
     known = text >= 0
     # Each text of each group once, groups one after the other and texts in the order of rows.
-    pairs, first, row_pair = np.unique(np.stack([group[known], text[known]]), axis=1, return_index=True, return_inverse=True)
+    pairs, first, row_pair = np.unique(
+        np.stack([group[known], text[known]]), axis=1, return_index=True, return_inverse=True
+    )
     order = np.lexsort((first, pairs[0]))
     starts = np.flatnonzero(np.diff(pairs[0][order], prepend=-1))
     names = texts.dictionary.to_pylist()
@@ -64,7 +78,9 @@ def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Arr
 
 
 def _linked(texts: list[str], threshold: float) -> list[str]:
-    """Components by search: a text is compared with those that no component has yet, so alike texts are cheap."""
+    """Components by search: a text is compared with those that no component has yet, so alike texts
+    are cheap.
+    """
     ordered = np.array(sorted(texts), dtype=object)
     lengths = np.array([len(text) for text in ordered])
     remaining = np.arange(len(ordered))
@@ -72,20 +88,31 @@ def _linked(texts: list[str], threshold: float) -> list[str]:
     while len(remaining):
         component, remaining = [remaining[0]], remaining[1:]
         for current in component:  # grows while it is walked
-            alike = _at_least(ordered[current], ordered[remaining], lengths[current] + lengths[remaining], threshold)
+            alike = _at_least(
+                ordered[current],
+                ordered[remaining],
+                lengths[current] + lengths[remaining],
+                threshold,
+            )
             component += list(remaining[alike])
             remaining = remaining[~alike]
         key_of |= dict.fromkeys(ordered[component], ordered[component[0]])
     return [key_of[text] for text in texts]
 
 
-def _at_least(text: str, others: np.ndarray, total_lengths: np.ndarray, threshold: float) -> np.ndarray:
+def _at_least(
+    text: str, others: np.ndarray, total_lengths: np.ndarray, threshold: float
+) -> np.ndarray:
     """bool: 2 LCS / (|a| + |b|) >= threshold, divided as difflib does, so that 38 / 40 >= 0.95."""
     if not len(others):
         return np.zeros(0, bool)
-    similarity = cdist([text], others, scorer=Indel.normalized_similarity, score_cutoff=threshold - _MARGIN, dtype=np.float64)[
-        0
-    ]
+    similarity = cdist(
+        [text],
+        others,
+        scorer=Indel.normalized_similarity,
+        score_cutoff=threshold - _MARGIN,
+        dtype=np.float64,
+    )[0]
     twice_common = total_lengths - np.rint((1.0 - similarity) * total_lengths)
     return (similarity > 0.0) & (twice_common / np.maximum(total_lengths, 1) >= threshold)
 
@@ -93,7 +120,8 @@ def _at_least(text: str, others: np.ndarray, total_lengths: np.ndarray, threshol
 def _greedy(texts: list[str], threshold: float) -> list[str]:
     """A text that came before finds the key that it found then, so each is asked once.
 
-    difflib is slow; common blocks are a common subsequence, so only a text that passes by LCS can pass by blocks.
+    difflib is slow; common blocks are a common subsequence, so only a text that passes by LCS can
+    pass by blocks.
     """
     keys: list[str] = []
     leaders: list[str] = []
@@ -113,4 +141,6 @@ def _greedy(texts: list[str], threshold: float) -> list[str]:
     return keys
 
 
-_METHODS: Final = MappingProxyType[str, Callable[[list[str], float], list[str]]]({"linked": _linked, "greedy": _greedy})
+_METHODS: Final = MappingProxyType[str, Callable[[list[str], float], list[str]]](
+    {"linked": _linked, "greedy": _greedy}
+)

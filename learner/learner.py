@@ -4,9 +4,10 @@
          waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason;
          whatever else it does, it is killed and started again if nothing is heard of it within `step_timeout_s`
 
-Why a crash between any two of them is harmless: whatever was claimed or settled after the newest checkpoint is available
-again at the next start, to the checkpoint's weights, published under a new number; what is too old for that number becomes
-stale, with the reason, and stays in the store. If that checkpoint is damaged the same holds for the one before it.
+Why a crash between any two of them is harmless: whatever was claimed or settled after the newest
+checkpoint is available again at the next start, to the checkpoint's weights, published under a new
+number; what is too old for that number becomes stale, with the reason, and stays in the store. If
+that checkpoint is damaged the same holds for the one before it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ import ray
 from ray.actor import ActorHandle
 
 from configs import is_offline
+from coordinator import Heartbeat
 from gigpo import prepare_advantages
-from learner.checkpoint import CheckpointError, prune_checkpoints
-from learner.engine import WreckedPolicyError
-from learner.guards import (
+from learner.checkpointing.checkpoint import CheckpointError, prune_checkpoints
+from learner.data.batch_loader import ReadyBatch, source_of
+from learner.data.prefetch import Prefetch
+from learner.publishing.publish import prune_versions, weight_files
+from learner.rank_group import Ranks
+from learner.ray_actor import LEARNER_STEP, LearnerSetup
+from learner.restored import restored_lines
+from learner.training.alarms import (
     ALARM,
     ALARM_ENDED,
     BAD_IN_A_ROW,
@@ -38,16 +45,11 @@ from learner.guards import (
     too_many_bad_updates,
     wrecked_policy,
 )
-from learner.metrics import Times, step_metrics
-from learner.patience import Patience
-from learner.prefetch import Prefetch
-from learner.process import LEARNER_STEP, LearnerSetup
-from learner.publish import prune_versions, weight_files
-from learner.ranks import Ranks
-from learner.restored import restored_lines
-from learner.source import ReadyBatch, source_of
-from learner.stats import UpdateStats
-from store import Batch, CheckpointRecord, Heartbeat, RunLayout, VersionRecord, files_digest, publish_directory
+from learner.training.engine import WreckedPolicyError
+from learner.training.patience import Patience
+from learner.training.step_metrics import Times, step_metrics
+from learner.training.update_stats import UpdateStats
+from store import Batch, CheckpointRecord, RunLayout, VersionRecord, files_digest, publish_directory
 
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
@@ -56,7 +58,8 @@ COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 
 
 class Learner:
-    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()` frees the devices.
+    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()`
+    frees the devices.
 
     `stop` and `close` may be called beside the others, from another thread.
     """
@@ -74,13 +77,18 @@ class Learner:
         self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
         self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
         self.at_work = threading.Lock()  # held by `start` and `run`
-        self.heart = Heartbeat(lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s))
+        self.heart = Heartbeat(
+            lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s)
+        )
 
     def start(self) -> str:
-        """Loads the model and the newest checkpoint, publishes the first weights; says in a line what was restored."""
+        """Loads the model and the newest checkpoint, publishes the first weights; says in a line
+        what was restored.
+        """
         with self.at_work:
             restored = self._start()
-            self.heart.promise(None, waits_s=0.0, within_s=float("inf"))  # it waits for the others to be started
+            # it waits for the others to be started
+            self.heart.promise(None, waits_s=0.0, within_s=float("inf"))
             return restored
 
     def run(self) -> int:
@@ -93,7 +101,8 @@ class Learner:
         self.stopping = True
 
     def close(self) -> None:
-        """Stops, waits until `start` or `run` has returned, or for `step_timeout_s`, and frees the devices and the ranks.
+        """Stops, waits until `start` or `run` has returned, or for `step_timeout_s`, and frees the
+        devices and the ranks.
 
         A rank that is killed while a checkpoint is saved would take it with it.
         """
@@ -109,24 +118,41 @@ class Learner:
         prepare_advantages(self.source.advantages)
         self.ranks = Ranks(self.config, model_path=self.model_path)
         if self.ranks.broadcast is not None:
-            self._ask(self.coordinator.meet_at.remote(self.ranks.broadcast.address), timeout_s=START_TIMEOUT_S)  # as below
+            # as below
+            self._ask(
+                self.coordinator.meet_at.remote(self.ranks.broadcast.address),
+                timeout_s=START_TIMEOUT_S,
+            )
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
         self.figures = point.metrics
-        self.last_step = point.last_step  # before `learner.steps` if stored groups are used up there
+        # before `learner.steps` if stored groups are used up there
+        self.last_step = point.last_step
         self.bad_updates = int(self.figures.get(BAD_IN_A_ROW, 0))
         self.empty_batches = int(self.figures.get(EMPTY_IN_A_ROW, 0))
         if point.latest_version is None:
             self._publish(0)
             return "a new run"
-        if checkpoint is not None and checkpoint.version == point.latest_version and self._newest_are_whole():
-            self.version = point.latest_version  # stopped in order: these very weights are the newest already
-        else:  # weights of the checkpoint under a number nobody has seen: versions are never used twice
+        if (
+            checkpoint is not None
+            and checkpoint.version == point.latest_version
+            and self._newest_are_whole()
+        ):
+            # stopped in order: these very weights are the newest already
+            self.version = point.latest_version
+        # weights of the checkpoint under a number nobody has seen: versions are never used twice
+        else:
             self._publish(point.latest_version + 1)
         for fault in faults:
-            self._notice("checkpoint left out", f"going on from learner step {self.step} instead: {fault}")
+            self._notice(
+                "checkpoint left out", f"going on from learner step {self.step} instead: {fault}"
+            )
         return restored_lines(
-            point.rolled_back, faults, learner_step=self.step, version=self.version, max_staleness=self.config.max_staleness
+            point.rolled_back,
+            faults,
+            learner_step=self.step,
+            version=self.version,
+            max_staleness=self.config.max_staleness,
         )
 
     def _run(self) -> int:
@@ -138,24 +164,33 @@ class Learner:
                 if ready is None:
                     break
                 waited_s = time.monotonic() - started
-                if (self.config.max_staleness > 0 or is_offline(self.config)) and self.step + 1 < self.last_step:
+                if (
+                    self.config.max_staleness > 0 or is_offline(self.config)
+                ) and self.step + 1 < self.last_step:
                     batches.start(version=self.version + 1, learner_step=self.step + 2)
                 updates = self._train(ready)
                 self.times.groups_wait_s = min(max(0.0, ready.claimed_at_s - started), waited_s)
                 self.times.batch_wait_s = waited_s - self.times.groups_wait_s
                 self._finish_step(ready, updates)
-            self._promise_to_work()  # the thread may be reading, and the last checkpoint is still to be written
+            # the thread may be reading, and the last checkpoint is still to be written
+            self._promise_to_work()
         if batches.under_way:
             self._ask(self.coordinator.give_back.remote(self.step))
         if self.step != self.saved_step:
             self._checkpoint()
-        self.heart.promise(None, waits_s=0.0, within_s=float("inf"))  # all that is left to it is to be closed
+        # all that is left to it is to be closed
+        self.heart.promise(None, waits_s=0.0, within_s=float("inf"))
         if self.collapse is not None and self.step < self.last_step:
-            raise CollapseError(f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same command goes on")
+            raise CollapseError(
+                f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same "
+                "command goes on"
+            )
         return self.step
 
     def _promise_to_work(self) -> None:
-        """Whatever it does now hangs if nothing more is heard of it for as long as a learner step may take."""
+        """Whatever it does now hangs if nothing more is heard of it for as long as a learner step
+        may take.
+        """
         self.heart.promise(None, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
 
     def _newest_are_whole(self) -> bool:
@@ -166,11 +201,18 @@ class Learner:
         return self._ask(self.coordinator.claim.remote(version))
 
     def _restore(self) -> tuple[CheckpointRecord | None, list[str]]:
-        """Loads the newest checkpoint that is whole; which, and what is wrong with newer ones. CheckpointError if none is."""
+        """Loads the newest checkpoint that is whole; which, and what is wrong with newer ones.
+        CheckpointError if none is.
+        """
         faults: list[CheckpointError] = []
-        for checkpoint in self._ask(self.coordinator.checkpoints.remote(), timeout_s=START_TIMEOUT_S):  # it starts beside this
+        # it starts beside this
+        for checkpoint in self._ask(
+            self.coordinator.checkpoints.remote(), timeout_s=START_TIMEOUT_S
+        ):
             try:
-                self.step = self.ranks.load_checkpoint(self.layout.root / checkpoint.path).learner_step
+                self.step = self.ranks.load_checkpoint(
+                    self.layout.root / checkpoint.path
+                ).learner_step
             except CheckpointError as error:
                 faults.append(error)
             else:
@@ -189,23 +231,34 @@ class Learner:
         while not self.stopping:
             ready = batches.take(timeout_s=POLL_S)
             if ready is not None:
-                assert ready.version == self.version, f"prepared for version {ready.version}, not {self.version}"
+                assert ready.version == self.version, (
+                    f"prepared for version {ready.version}, not {self.version}"
+                )
                 return ready
             if patience.look_is_due() and not batches.has_groups:
                 status = self._ask(self.coordinator.status.remote())
                 if not patience.has_ended(status.heldout_open):
                     continue
-                waiting = {name: one.waiting_on for name, one in status.components.items() if one.waiting_on is not None}
+                waiting = {
+                    name: one.waiting_on
+                    for name, one in status.components.items()
+                    if one.waiting_on is not None
+                }
                 raise starved(self.config, counts=status.counts, waiting=waiting)
             if not batches.has_groups:
-                self.heart.promise("groups", waits_s=time.monotonic() - started, within_s=POLL_PATIENCE_S)
-            elif not is_reading:  # said once: a thread that is stuck in reading is not to look alive
+                self.heart.promise(
+                    "groups", waits_s=time.monotonic() - started, within_s=POLL_PATIENCE_S
+                )
+            # said once: a thread that is stuck in reading is not to look alive
+            elif not is_reading:
                 is_reading = True
                 self._promise_to_work()
         return None
 
     def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
-        """The optimizer updates of one learner step. Raises the errors of `guards.py`, before anything is published."""
+        """The optimizer updates of one learner step. Raises the errors of `guards.py`, before
+        anything is published.
+        """
         self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
         check_batches(self.empty_batches, success=ready.success, no_signal=ready.no_signal)
@@ -214,31 +267,50 @@ class Learner:
         try:
             updates = self.ranks.train([update.micro_batches for update in ready.updates])
         except WreckedPolicyError as error:
-            raise wrecked_policy(learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config) from error
+            raise wrecked_policy(
+                learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config
+            ) from error
         self._guard_updates(ready, updates)
         return updates
 
     def _guard_updates(self, ready: ReadyBatch, updates: list[UpdateStats]) -> None:
-        """Says which rows made an update not finite. Raises BadUpdatesError after too many in a row."""
+        """Says which rows made an update not finite. Raises BadUpdatesError after too many in a
+        row.
+        """
         for number, (update, stats) in enumerate(zip(ready.updates, updates, strict=True), start=1):
             self.bad_updates = self.bad_updates + 1 if stats.skipped else 0
             if stats.skipped:
-                self._notice(BAD_UPDATE, bad_update_line(update, stats, learner_step=self.step + 1, number=number))
+                self._notice(
+                    BAD_UPDATE,
+                    bad_update_line(update, stats, learner_step=self.step + 1, number=number),
+                )
             if self.bad_updates > self.config.learner.max_bad_updates:
                 raise too_many_bad_updates(
-                    self.bad_updates, learner_step=self.step + 1, rows_named=bool(stats.bad_rows), config=self.config
+                    self.bad_updates,
+                    learner_step=self.step + 1,
+                    rows_named=bool(stats.bad_rows),
+                    config=self.config,
                 )
 
     def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats]) -> None:
         self.step += 1
-        # Published before it is settled: settling lets workers start new groups, and those must find the new weights.
+        # Published before it is settled: settling lets workers start new groups, and those must
+        # find the new weights.
         trained_at_s = time.monotonic()
         self._publish(self.version + 1)
         times, self.times = self.times, Times(began_at_s=time.monotonic())
-        times.publish_s, times.step_s = self.times.began_at_s - trained_at_s, self.times.began_at_s - times.began_at_s
+        times.publish_s, times.step_s = (
+            self.times.began_at_s - trained_at_s,
+            self.times.began_at_s - times.began_at_s,
+        )
         metrics = step_metrics(ready, updates, times)
-        alarms = collapse_alarms(metrics, before=self.figures, learner_step=self.step, config=self.config)
-        in_a_row = {BAD_IN_A_ROW: float(self.bad_updates), EMPTY_IN_A_ROW: float(self.empty_batches)}
+        alarms = collapse_alarms(
+            metrics, before=self.figures, learner_step=self.step, config=self.config
+        )
+        in_a_row = {
+            BAD_IN_A_ROW: float(self.bad_updates),
+            EMPTY_IN_A_ROW: float(self.empty_batches),
+        }
         self.figures = {**metrics, **alarms.values, **in_a_row}
         step = {"learner_step": self.step, "version_in": ready.version}
         settled = {"no_signal": ready.no_signal, "metrics": self.figures}
@@ -252,14 +324,21 @@ class Learner:
             self._checkpoint()
 
     def _publish(self, version: int) -> None:
-        """Writes the weights, then tells the coordinator: an announced version is whole for all who read it.
+        """Writes the weights, then tells the coordinator: an announced version is whole for all who
+        read it.
 
-        A power cut before the next checkpoint may tear it; then `start` publishes the checkpoint's under a new number.
+        A power cut before the next checkpoint may tear it; then `start` publishes the checkpoint's
+        under a new number.
         """
         directory = self.layout.weights_dir(version)
         digest = self.ranks.publish(directory)
         publish_directory(self.layout, directory, keep=self.config.learner.keep_versions)
-        record = VersionRecord(version=version, path=self.layout.relative(directory), digest=digest, learner_step=self.step)
+        record = VersionRecord(
+            version=version,
+            path=self.layout.relative(directory),
+            digest=digest,
+            learner_step=self.step,
+        )
         self._ask(self.coordinator.publish.remote(record))
         self.version = version
         prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
@@ -269,9 +348,15 @@ class Learner:
         directory = self.layout.checkpoint_dir(self.step)
         lsn = self._ask(self.coordinator.export_now.remote())
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
-        self._ask(self.coordinator.checkpoint.remote(self.step, self.layout.relative(directory), self.version))
+        self._ask(
+            self.coordinator.checkpoint.remote(
+                self.step, self.layout.relative(directory), self.version
+            )
+        )
         self.saved_step = self.step
-        live = {Path(record.path).name for record in self._ask(self.coordinator.checkpoints.remote())}
+        live = {
+            Path(record.path).name for record in self._ask(self.coordinator.checkpoints.remote())
+        }
         keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
         prune_checkpoints(self.layout.checkpoints, live=live, keep=keep, keep_every=keep_every)
         self.times.checkpoint_s = time.monotonic() - started
@@ -280,5 +365,7 @@ class Learner:
         self._ask(self.coordinator.notice.remote(what, detail))
 
     def _ask(self, call: Any, *, timeout_s: float = COORDINATOR_TIMEOUT_S) -> Any:
-        """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it is gone."""
+        """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it
+        is gone.
+        """
         return ray.get(call, timeout=timeout_s)

@@ -1,10 +1,12 @@
-"""From a config to gigpo's Objective (which loss, which corrections, with which numbers) and its AdvantageSettings.
+"""From a config to gigpo's Objective (which loss, which corrections, with which numbers) and its
+AdvantageSettings.
 
     config = with_published(config)     # every number in use is in the config; what does not go together is refused
     objective = objective_of(config.loss)
     settings = advantage_settings(config)
 
-gigpo knows what its losses are used with and which of them go together, so neither is repeated here or in configs.
+gigpo knows what its losses are used with and which of them go together, so neither is repeated here
+or in configs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, USUAL_WITH, Advantag
 
 
 class Part(Protocol):
-    """What losses, corrections and aggregations have in common: a record of numbers, some kind of it by a name."""
+    """What losses, corrections and aggregations have in common: a record of numbers, some kind of
+    it by a name.
+    """
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -32,7 +36,9 @@ _REGISTRIES: tuple[Mapping[str, type[Part]], ...] = (POLICY_LOSSES, CORRECTIONS,
 
 
 def objective_of(loss: LossConfig) -> Objective:
-    """The objective of a config; null is the usual. Raises ConfigError for what does not go together."""
+    """The objective of a config; null is the usual. Raises ConfigError for what does not go
+    together.
+    """
     policy = _known("policy", loss.policy, POLICY_LOSSES)
     usual_corrections, usual_aggregation = USUAL_WITH[loss.policy]
     names = usual_corrections if loss.corrections is None else loss.corrections
@@ -55,7 +61,8 @@ def objective_of(loss: LossConfig) -> Objective:
 
 
 def with_published(config: Config) -> Config:
-    """The config with every number and name of its loss written out, so that a run's record says what it was trained with.
+    """The config with every number and name of its loss written out, so that a run's record says
+    what it was trained with.
 
     What has no finite number (no cap at all) stays null. Raises ConfigError as `objective_of` does.
     """
@@ -81,14 +88,19 @@ def advantage_settings(config: Config) -> AdvantageSettings:
 
 def _known(key: str, name: str, registry: Mapping[str, type[P]]) -> type[P]:
     if name not in registry:
-        raise ConfigError(f"loss.{key}={name!r} is none of {', '.join(registry)}{hint(name, list(registry))}")
+        raise ConfigError(
+            f"loss.{key}={name!r} is none of {', '.join(registry)}{hint(name, list(registry))}"
+        )
     return registry[name]
 
 
 def _made(kind: type[P], loss: LossConfig) -> P:
     given = {item.name: getattr(loss, item.name) for item in fields(kind)}
     if given.get("norm_tokens", 0.0) is None:
-        raise ValueError(f"norm_tokens is null, but {kind.name} needs it: the longest response that can be generated")
+        raise ValueError(
+            f"norm_tokens is null, but {kind.name} needs it: the longest response that can be "
+            "generated"
+        )
     return kind(**{name: number for name, number in given.items() if number is not None})
 
 
@@ -102,6 +114,7 @@ def _check_all_used(loss: LossConfig, kinds: Sequence[type[Part]]) -> None:
     for name, owner_names in owners.items():
         if name not in used and getattr(loss, name) is not None:
             raise ConfigError(
-                f"loss.{name}={getattr(loss, name):g} is a number of {' and '.join(sorted(owner_names))}, not in use here "
+                f"loss.{name}={getattr(loss, name):g} is a number of "
+                f"{' and '.join(sorted(owner_names))}, not in use here "
                 f"({', '.join(kind.name for kind in kinds)}); remove it"
             )

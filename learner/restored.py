@@ -7,10 +7,19 @@ from collections.abc import Sequence
 from store import RollBack
 
 
-def restored_lines(rolled_back: RollBack, faults: Sequence[str], *, learner_step: int, version: int, max_staleness: int) -> str:
-    """Two lines. `faults` is what is wrong with newer checkpoints, `version` the number that the restored weights have now.
+def restored_lines(
+    rolled_back: RollBack,
+    faults: Sequence[str],
+    *,
+    learner_step: int,
+    version: int,
+    max_staleness: int,
+) -> str:
+    """Two lines. `faults` is what is wrong with newer checkpoints, `version` the number that the
+    restored weights have now.
 
-    Example, of a run that was killed after learner step 9, with max_staleness=1 and checkpoints of every fourth step:
+    Example, of a run that was killed after learner step 9, with max_staleness=1 and checkpoints of
+    every fourth step:
 
         continues at learner step 8 as version 11; 8 groups consumed after the checkpoint are available again, 3 unfinished
         groups are played first; 412 trajectories are kept
@@ -18,7 +27,9 @@ def restored_lines(rolled_back: RollBack, faults: Sequence[str], *, learner_step
         (max_staleness=1), which stay in the store as stale (fewer with a smaller learner.checkpoint_every)
     """
     left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
-    too_old = sum(n for oldest, n in rolled_back.complete.items() if oldest < version - max_staleness)
+    too_old = sum(
+        n for oldest, n in rolled_back.complete.items() if oldest < version - max_staleness
+    )
     lost = []
     if rolled_back.learner_steps:
         n = rolled_back.learner_steps
@@ -26,15 +37,20 @@ def restored_lines(rolled_back: RollBack, faults: Sequence[str], *, learner_step
     if too_old:
         bound = f"too old for version {version} (max_staleness={max_staleness})"
         lost.append(
-            f"{counted(too_old, 'complete group')}, of those or of others, {bound}, which {'stays' if too_old == 1 else 'stay'}"
+            f"{counted(too_old, 'complete group')}, of those or of others, {bound}, which "
+            f"{'stays' if too_old == 1 else 'stay'}"
             " in the store as stale (fewer with a smaller learner.checkpoint_every)"
         )
-    again, unfinished = counted(rolled_back.groups, "group"), counted(rolled_back.open, "unfinished group")
+    again, unfinished = (
+        counted(rolled_back.groups, "group"),
+        counted(rolled_back.open, "unfinished group"),
+    )
     kept = counted(rolled_back.trajectories, "trajectory", "trajectories")
     return (
         f"continues at learner step {learner_step} as version {version}{left_out}; "
         f"{again} consumed after the checkpoint {be(rolled_back.groups)} available again, "
-        f"{unfinished} {be(rolled_back.open)} played first; {kept} {be(rolled_back.trajectories)} kept\n"
+        f"{unfinished} {be(rolled_back.open)} played first; {kept} {be(rolled_back.trajectories)} "
+        "kept\n"
         f"thrown away: {'; '.join(lost) or 'nothing'}"
     )
 

@@ -1,19 +1,22 @@
-"""Weights sent to the engines beside being published as files: what both ends agree on. The bytes are those of the files.
+"""Weights sent to the engines beside being published as files: what both ends agree on. The bytes
+are those of the files.
 
-They meet at a key-value store of torch.distributed, kept by the learner. It answers whoever reaches its port and lists its
-keys, so each key is a digest of its name with a secret: `secret@host:port` is the address that engines are told. Without the
-secret nobody can make the key that answers a call, and so become a member. Whoever reaches the port can still disturb a
-round; then the files are loaded, whose digest counts.
-An engine process joins by taking the next number of JOINED. A round is one version:
+They meet at a key-value store of torch.distributed, kept by the learner. It answers whoever reaches
+its port and lists its keys, so each key is a digest of its name with a secret: `secret@host:port`
+is the address that engines are told. Without the secret nobody can make the key that answers a
+call, and so become a member. Whoever reaches the port can still disturb a round; then the files are
+loaded, whose digest counts. An engine process joins by taking the next number of JOINED. A round is
+one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
     ready/<round>/<member>  member: it takes part
     round/<round>           learner: {"group": 3, "members": [1, 4]}
     gone/<member>           member: it was not among them, or something went wrong; it joins again, under a new number
 
-Then come the files of the version, in order, as broadcasts of uint8 in the process group `group/3`, where the learner is rank 0
-and the members follow in order. Each file is N_BYTES with the size of its head; the head, which is the file up to the first
-tensor; the tensors in the order of the header, those of more than CUT_BYTES in several cuts. A size of 0 ends the round.
+Then come the files of the version, in order, as broadcasts of uint8 in the process group `group/3`,
+where the learner is rank 0 and the members follow in order. Each file is N_BYTES with the size of
+its head; the head, which is the file up to the first tensor; the tensors in the order of the
+header, those of more than CUT_BYTES in several cuts. A size of 0 ends the round.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenKeys:
-    """A store of torch.distributed whose keys can only be made with the secret. Methods raise what those of `store` do."""
+    """A store of torch.distributed whose keys can only be made with the secret. Methods raise what
+    those of `store` do.
+    """
 
     secret: str
     store: Any  # dist.Store; this package knows nothing of torch

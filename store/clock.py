@@ -1,4 +1,6 @@
-"""The one clock: UTC epoch microseconds. Order is never taken from it (that is the lsn's job), only durations are."""
+"""The one clock: UTC epoch microseconds. Order is never taken from it (that is the lsn's job), only
+durations are.
+"""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@ StoreError            bad data, a wrong path, a broken file: the message names t
 │   ├── NewerFormatError  a run or a file that newer code wrote
 │   └── ForeignSchemaError  a catalog with an object that this code never makes
 ├── DigestError       a segment's bytes are not the ones that were committed
-├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded from it
+├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded
+from it
 ├── UnsafePathError   a path of a run that leads out of it, or to what is no regular file
 ├── LockedError       another live process owns the catalog
-└── FencedError       the caller belongs to an older epoch; its lease is void and its data will be played again
+└── FencedError       the caller belongs to an older epoch; its lease is void and its data will be
+played again
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class FormatError(StoreError):
 
 
 class NewerFormatError(FormatError):
-    """Newer code wrote the run or the file. Nothing is wrong with it: this code has to be updated."""
+    """Newer code wrote the run or the file. Nothing is wrong with it: this code has to be
+    updated.
+    """
 
 
 class ForeignSchemaError(FormatError):
@@ -35,7 +39,9 @@ class DigestError(StoreError):
 
 
 class UnavailableError(StoreError):
-    """Storage does not answer, or refuses: an outage, a time-out, permissions, an I/O error. What is there may be whole."""
+    """Storage does not answer, or refuses: an outage, a time-out, permissions, an I/O error. What
+    is there may be whole.
+    """
 
 
 class UnsafePathError(StoreError, OSError):

@@ -1,7 +1,9 @@
-"""Canonical form, state hashes and identifiers: 128-bit BLAKE2b, in the standard library and stable for ever.
+"""Canonical form, state hashes and identifiers: 128-bit BLAKE2b, in the standard library and stable
+for ever.
 
-Observations come from the outside world, so the hash must resist someone who picks them; a hash that is only fast
-would not. DuckDB's own hash() changes between releases and must never be stored. Large files of weights have BLAKE3.
+Observations come from the outside world, so the hash must resist someone who picks them; a hash
+that is only fast would not. DuckDB's own hash() changes between releases and must never be stored.
+Large files of weights have BLAKE3.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from pathlib import Path
 from blake3 import blake3
 
 HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
-CANONICALISER_VERSION = 1  # part of every state hash: a new canonical form can never match an old hash
+# part of every state hash: a new canonical form can never match an old hash
+CANONICALISER_VERSION = 1
 _STATE_TAG = b"anchor-%d" % CANONICALISER_VERSION
 _UID_TAG = b"uid-1"
 
@@ -29,16 +32,25 @@ def canonical(text: str) -> str:
 
 
 def state_hash(text: str) -> bytes:
-    """16 bytes that identify an anchor state by its canonical text. TypeError if `text` is no str."""
+    """16 bytes that identify an anchor state by its canonical text. TypeError if `text` is no
+    str.
+    """
     if not isinstance(text, str):
-        raise TypeError(f"state_hash takes a text, not a value of type {type(text).__name__}; write the state as a text")
-    return hashlib.blake2b(canonical(whole_text(text)).encode(), digest_size=HASH_BYTES, person=_STATE_TAG).digest()
+        raise TypeError(
+            f"state_hash takes a text, not a value of type {type(text).__name__}; write the state "
+            "as a text"
+        )
+    return hashlib.blake2b(
+        canonical(whole_text(text)).encode(), digest_size=HASH_BYTES, person=_STATE_TAG
+    ).digest()
 
 
 def whole_text(text: str) -> str:
-    """Return `text` with U+FFFD in place of every lone surrogate, which no file and no database takes.
+    """Return `text` with U+FFFD in place of every lone surrogate, which no file and no database
+    takes.
 
-    Two halves of one character that follow each other become that character. JSON's "\\ud83d" is where they come from.
+    Two halves of one character that follow each other become that character. JSON's "\\ud83d" is
+    where they come from.
     """
     try:
         text.encode()
@@ -50,7 +62,8 @@ def whole_text(text: str) -> str:
 def uid(*parts: str | int | bytes | None) -> bytes:
     """16 bytes that name a thing by its parts, so that a retry gets the same name and collides.
 
-    Each part is written with its type and length: uid("a", "b") differs from uid("ab"), and uid(1) from uid("1").
+    Each part is written with its type and length: uid("a", "b") differs from uid("ab"), and uid(1)
+    from uid("1").
     """
     hasher = hashlib.blake2b(digest_size=HASH_BYTES, person=_UID_TAG)
     for part in parts:
@@ -60,7 +73,9 @@ def uid(*parts: str | int | bytes | None) -> bytes:
 
 
 def file_digest(data: bytes | memoryview) -> str:
-    """Hex digest of a whole file, recorded in the catalog and checked whenever the learner reads it."""
+    """Hex digest of a whole file, recorded in the catalog and checked whenever the learner reads
+    it.
+    """
     return hashlib.blake2b(data, digest_size=HASH_BYTES).hexdigest()
 
 
@@ -75,9 +90,11 @@ def _tagged(part: str | int | bytes | None) -> tuple[bytes, bytes]:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """BLAKE3, in hex, of large files in the order given, as if they were one: `cat model*.safetensors | b3sum`.
+    """BLAKE3, in hex, of large files in the order given, as if they were one: `cat
+    model*.safetensors | b3sum`.
 
-    Of weights, which every engine verifies at every version: SHA-256 takes longer than writing them.
+    Of weights, which every engine verifies at every version: SHA-256 takes longer than writing
+    them.
     """
     digest = blake3(max_threads=blake3.AUTO)
     for path in paths:

@@ -12,15 +12,17 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from store import beneath, json_values
+from store.atomic_write import READ_ONLY, make_directory, write_once
 from store.clock import now_us
-from store.durable import READ_ONLY, make_directory, write_once
 from store.errors import FormatError, NewerFormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
-from store.made_by import sign_run, state_directory
 from store.storage import LocalStorage, Storage, open_storage
+from store.untrusted import file_access as beneath
+from store.untrusted import json_values
+from store.untrusted.signatures import sign_run, state_directory
 
-FORMAT_VERSION = 4  # of the run directory and of every file in it; raised when an older reader would misread it
+# of the run directory and of every file in it; raised when an older reader would misread it
+FORMAT_VERSION = 4
 UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -35,7 +37,8 @@ CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
 def read_run_file(run: Path, name: str) -> str:
     """Return the text of a small file at the top of a run's directory.
 
-    Raises FileNotFoundError if it is not there, StoreError if it is a link, no file, too large or no text.
+    Raises FileNotFoundError if it is not there, StoreError if it is a link, no file, too large or
+    no text.
     """
     path = run.absolute() / name
     try:
@@ -45,10 +48,13 @@ def read_run_file(run: Path, name: str) -> str:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}; make it readable") from error
     except UnicodeDecodeError as error:
-        raise StoreError(f"{path} is no text ({error.reason}); restore it from a backup, or remove it") from error
+        raise StoreError(
+            f"{path} is no text ({error.reason}); restore it from a backup, or remove it"
+        ) from error
 
 
-# Names in the run's directory that somebody writes. `base` holds a run of its own; its links are checked with the run's.
+# Names in the run's directory that somebody writes. `base` holds a run of its own; its links are
+# checked with the run's.
 DIRECTORIES_OF_A_RUN = (
     "segments",
     "export",
@@ -61,7 +67,15 @@ DIRECTORIES_OF_A_RUN = (
     "untrained",  # the model that a cloning run began with
 )
 FILES_OF_A_RUN = (
-    *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock", "config.yaml"),
+    *(
+        "run.json",
+        "signed.json",
+        "manifest.json",
+        "published.json",
+        "open.sql",
+        "mirror.lock",
+        "config.yaml",
+    ),
     *("outside.json", "driver.json", "workers.wanted", "stopping"),
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
@@ -71,7 +85,10 @@ def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
     """Return the path if it is one that the store itself would have named. Raises FormatError."""
     if isinstance(path, str) and pattern.fullmatch(path):
         return path
-    raise FormatError(f"{where} names {path!r}, and no run names such a file; do not use this run, or restore a backup")
+    raise FormatError(
+        f"{where} names {path!r}, and no run names such a file; do not use this run, or restore a "
+        "backup"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +100,11 @@ class RunInfo:
     canonicaliser_version: int
     config_yaml: str  # the resolved configuration, as text
     created_us: int
-    storage_uri: str | None = None  # where segments, exports and weights are, if not in the run directory; see storage.py
+    # where segments, exports and weights are, if not in the run directory; see storage.py
+    storage_uri: str | None = None
     forked_from: str | None = None  # run id and learner step, as RUN@STEP; see forked.py
-    ancestors: tuple[str, ...] = ()  # run ids of the runs it was forked from, oldest first: some of its files are theirs
+    # run ids of the runs it was forked from, oldest first: some of its files are theirs
+    ancestors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ancestors", tuple(self.ancestors))  # JSON has lists
@@ -96,13 +115,16 @@ class RunInfo:
 
 
 def parse_run_json(data: bytes, *, name: str) -> RunInfo:
-    """Return what a run.json says. Raises FormatError naming the file, for a damaged one and for one of newer code."""
+    """Return what a run.json says. Raises FormatError naming the file, for a damaged one and for
+    one of newer code.
+    """
     try:
         content = json_values.parse_object(data)
         version = json_values.whole(content, "format_version")
         if version > FORMAT_VERSION:
             raise NewerFormatError(
-                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code"
+                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; "
+                "update the code"
             )
         info = RunInfo(
             run_id=json_values.text(content, "run_id"),
@@ -119,7 +141,8 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
                 raise ValueError(f"{run_id!r:.80} is not a run id of 32 hex digits")
     except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error}); restore it from a backup, or: python -m store rebuild {Path(name).parent}"
+            f"{name} is damaged ({error}); restore it from a backup, or: python -m store rebuild "
+            f"{Path(name).parent}"
         ) from error
     return info
 
@@ -134,7 +157,8 @@ class RunLayout:
 
     root: Path  # absolute
     info: RunInfo
-    home: Path | None = None  # the run's own directory, where `root` is this user's copy of what its storage has
+    # the run's own directory, where `root` is this user's copy of what its storage has
+    home: Path | None = None
 
     @classmethod
     def create(
@@ -160,7 +184,14 @@ class RunLayout:
         )
         layout = cls(root=root, info=info)
         try:
-            for directory in (root, layout.segments, layout.exports, layout.weights, layout.checkpoints, layout.logs):
+            for directory in (
+                root,
+                layout.segments,
+                layout.exports,
+                layout.weights,
+                layout.checkpoints,
+                layout.logs,
+            ):
                 make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
@@ -168,13 +199,19 @@ class RunLayout:
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
             is_signed = sign_run(root, config=None)
         except FileExistsError as error:
-            raise StoreError(f"{root} already holds a run; continue it, or choose another run directory") from error
+            raise StoreError(
+                f"{root} already holds a run; continue it, or choose another run directory"
+            ) from error
         except UnsafePathError:
             raise
         except OSError as error:
             raise StoreError(f"cannot make the run directory {root}: {error.strerror}") from error
-        if storage_uri and not is_signed:  # nobody could write to that storage for a run that is not known to be ours
-            raise StoreError(f"{state_directory()} cannot be written, and says which runs are yours; set XDG_STATE_HOME")
+        # nobody could write to that storage for a run that is not known to be ours
+        if storage_uri and not is_signed:
+            raise StoreError(
+                f"{state_directory()} cannot be written, and says which runs are yours; set "
+                "XDG_STATE_HOME"
+            )
         return layout
 
     @classmethod
@@ -190,7 +227,9 @@ class RunLayout:
         path = root / "run.json"
         try:
             if beneath.status(root / UNFINISHED_FORK, root=root) is not None:
-                raise FormatError(f"{root} is a fork that was cut short; remove it, and give the command again")
+                raise FormatError(
+                    f"{root} is a fork that was cut short; remove it, and give the command again"
+                )
             data = beneath.read_bytes(path, root=root, at_most=beneath.MAX_TEXT_BYTES)
             info = parse_run_json(data, name=str(path))
         except UnsafePathError:
@@ -198,21 +237,29 @@ class RunLayout:
         except (FileNotFoundError, NotADirectoryError) as error:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
-                raise FormatError(f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR") from error
+                raise FormatError(
+                    f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR"
+                ) from error
             lost = (
                 f"; if it was lost: python -m store rebuild {root}"
                 if beneath.is_file(root / "catalog.sqlite", root=root)
                 else ""
             )
-            raise FormatError(f"{root} is not a run directory (no run.json in it); check the path{lost}") from error
+            raise FormatError(
+                f"{root} is not a run directory (no run.json in it); check the path{lost}"
+            ) from error
         except OSError as error:
-            raise FormatError(f"{path} cannot be read ({error.strerror}); make it readable, then retry") from error
+            raise FormatError(
+                f"{path} cannot be read ({error.strerror}); make it readable, then retry"
+            ) from error
         return cls(root=root, info=info)
 
     def check_no_links(self) -> None:
-        """Raise UnsafePathError for a link beneath the directories of the run: who writes in them would write elsewhere.
+        """Raise UnsafePathError for a link beneath the directories of the run: who writes in them
+        would write elsewhere.
 
-        Only weights/v000000 may be one: an evaluation of a model that lies elsewhere makes it, and nothing is written there.
+        Only weights/v000000 may be one: an evaluation of a model that lies elsewhere makes it, and
+        nothing is written there.
         """
         for name in beneath.names(self.root, root=self.root):
             path = self.root / name
@@ -225,21 +272,34 @@ class RunLayout:
 
     def _check_no_link(self, path: Path, found: os.stat_result | None) -> None:
         if found is not None and stat.S_ISLNK(found.st_mode):
-            raise UnsafePathError(errno.ELOOP, f"{path} is a symbolic link, and a run has none; move what it leads to here")
+            raise UnsafePathError(
+                errno.ELOOP,
+                f"{path} is a symbolic link, and a run has none; move what it leads to here",
+            )
 
     def _take_storage(self, run_json: bytes) -> None:
-        if any(file.path != "run.json" for file in self.storage.files("")):  # alone: a start that did not get further
-            raise StoreError(f"{self.storage.locate('')} has files of another run; give each run a store.uri of its own")
+        # alone: a start that did not get further
+        if any(file.path != "run.json" for file in self.storage.files("")):
+            raise StoreError(
+                f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
+                "its own"
+            )
         self.storage.write("run.json", run_json)
 
     @property
     def storage(self) -> Storage:
         """Where the immutable files are."""
-        return LocalStorage(self.root) if self.info.storage_uri is None else open_storage(self.info.storage_uri)
+        return (
+            LocalStorage(self.root)
+            if self.info.storage_uri is None
+            else open_storage(self.info.storage_uri)
+        )
 
     @property
     def run_directory(self) -> Path:
-        """Return the directory that the user knows: of a copy that `mirror` made, that of the run."""
+        """Return the directory that the user knows: of a copy that `mirror` made, that of the
+        run.
+        """
         return self.home or self.root
 
     @property
@@ -261,7 +321,9 @@ class RunLayout:
 
     @property
     def manifest(self) -> Path:
-        """Return manifest.json, or with a storage elsewhere the owner's own copy of what was published there."""
+        """Return manifest.json, or with a storage elsewhere the owner's own copy of what was
+        published there.
+        """
         return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
 
     @property
@@ -299,7 +361,10 @@ class RunLayout:
     def segment(self, *, worker: str, segment_id: str) -> Path:
         """The file of one segment, in a directory of its own worker."""
         if not _WORKER_NAME.fullmatch(worker):
-            raise StoreError(f"worker name {worker!r} cannot be a directory name; use letters, digits, '_', '-', '.'")
+            raise StoreError(
+                f"worker name {worker!r} cannot be a directory name; use letters, digits, '_', "
+                "'-', '.'"
+            )
         return self.segments / worker / f"{segment_id}.parquet"
 
     def weights_dir(self, version: int) -> Path:
@@ -311,5 +376,7 @@ class RunLayout:
         return self.checkpoints / f"step{learner_step:06d}"
 
     def relative(self, path: Path) -> str:
-        """`path` as stored in catalog and manifest: relative to the root, so that a run can be moved."""
+        """`path` as stored in catalog and manifest: relative to the root, so that a run can be
+        moved.
+        """
         return path.absolute().relative_to(self.root).as_posix()

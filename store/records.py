@@ -1,7 +1,7 @@
 """Step and Trajectory, and their Arrow form: one row per step, the trajectory's columns repeated.
 
-Tokens are the truth: `prompt_ids`, `response_ids` and the log-probabilities they were sampled with are what the
-learner reads; the texts are for people and for SQL.
+Tokens are the truth: `prompt_ids`, `response_ids` and the log-probabilities they were sampled with
+are what the learner reads; the texts are for people and for SQL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from store.hashing import HASH_BYTES, whole_text
 
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
-IMAGES_TYPE = pa.list_(pa.struct([("height", pa.int32()), ("width", pa.int32()), ("pixels", pa.binary())]))
+IMAGES_TYPE = pa.list_(
+    pa.struct([("height", pa.int32()), ("width", pa.int32()), ("pixels", pa.binary())])
+)
 
 SEGMENT_SCHEMA = pa.schema(
     [
@@ -37,7 +39,8 @@ SEGMENT_SCHEMA = pa.schema(
         ("episode_steps", pa.int32()),
         ("step_index", pa.int32()),
         ("prompt_ids", pa.list_(pa.int32())),
-        ("prompt_dropped_turns", pa.int32()),  # what the prompt's token budget had no room for; null in files of older code
+        # what the prompt's token budget had no room for; null in files of older code
+        ("prompt_dropped_turns", pa.int32()),
         ("prompt_dropped_tokens", pa.int32()),
         ("response_ids", pa.list_(pa.int32())),
         ("response_logprobs", pa.list_(pa.float32())),
@@ -47,7 +50,8 @@ SEGMENT_SCHEMA = pa.schema(
         ("obs_text", pa.string()),
         ("anchor_text", pa.string()),  # null: the step has no anchor and forms a group of its own
         ("state_hash", UID_TYPE),  # null with anchor_text
-        ("admissible_actions", pa.list_(pa.string())),  # null where the environment does not list them
+        # null where the environment does not list them
+        ("admissible_actions", pa.list_(pa.string())),
         ("action_text", pa.string()),
         ("reward", pa.float64()),
         ("is_action_valid", pa.bool_()),
@@ -76,10 +80,12 @@ class Step:
 
     step_index: int  # 0..n-1 in its trajectory
     prompt_ids: tuple[int, ...]
-    prompt_dropped_turns: int | None  # earlier turns, and tokens in all, that the prompt's budget had no room for;
+    # earlier turns, and tokens in all, that the prompt's budget had no room for;
+    prompt_dropped_turns: int | None
     prompt_dropped_tokens: int | None  # None: not recorded
     response_ids: tuple[int, ...]
-    response_logprobs: tuple[float, ...]  # of response_ids, as sampled (after temperature and filters)
+    # of response_ids, as sampled (after temperature and filters)
+    response_logprobs: tuple[float, ...]
     version_min: int  # oldest and newest policy version that sampled a token of this response
     version_max: int
     finish_reason: str
@@ -136,7 +142,9 @@ class Trajectory:
 
 
 def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
-    """Rows of SEGMENT_SCHEMA, one per step, in the order given; StoreError if a trajectory is not well formed."""
+    """Rows of SEGMENT_SCHEMA, one per step, in the order given; StoreError if a trajectory is not
+    well formed.
+    """
     for trajectory in trajectories:
         _check_shape(trajectory)
     rows = [(trajectory, step) for trajectory in trajectories for step in trajectory.steps]
@@ -150,9 +158,12 @@ def from_table(table: pa.Table) -> tuple[Trajectory, ...]:
     """The trajectories of a table that holds each of them whole, whatever the order of its rows."""
     missing = [name for name in SEGMENT_SCHEMA.names if name not in table.column_names]
     if missing:
-        raise StoreError(f"the table lacks the columns {missing}; read the segment without choosing columns")
+        raise StoreError(
+            f"the table lacks the columns {missing}; read the segment without choosing columns"
+        )
     position = table.column_names.index("t_start")
-    table = table.set_column(position, "t_start", table["t_start"].cast(pa.int64()))  # a datetime would lose the unit
+    # a datetime would lose the unit
+    table = table.set_column(position, "t_start", table["t_start"].cast(pa.int64()))
     rows_of: dict[bytes, list[dict[str, Any]]] = {}
     for row in table.to_pylist():
         rows_of.setdefault(row["traj_uid"], []).append(row)
@@ -167,7 +178,11 @@ _TRAJECTORY_COLUMNS = frozenset(
 )
 _RENAMED = {"t_start": "t_start_us"}
 CHANNELS = 3  # of an image
-_STEP_COLUMNS = tuple(name for name in SEGMENT_SCHEMA.names if name not in _TRAJECTORY_COLUMNS and name != "episode_steps")
+_STEP_COLUMNS = tuple(
+    name
+    for name in SEGMENT_SCHEMA.names
+    if name not in _TRAJECTORY_COLUMNS and name != "episode_steps"
+)
 _LIST_TYPECODES = {pa.list_(pa.int32()): "i", pa.list_(pa.float32()): "f"}
 
 
@@ -179,31 +194,43 @@ def uid_text(value: bytes) -> str:
 def _check_shape(trajectory: Trajectory) -> None:
     name = uid_text(trajectory.traj_uid)
     if len(trajectory.traj_uid) != HASH_BYTES or len(trajectory.group_uid) != HASH_BYTES:
-        raise StoreError(f"trajectory {name}: traj_uid and group_uid must be {HASH_BYTES} bytes; make them with uid()")
+        raise StoreError(
+            f"trajectory {name}: traj_uid and group_uid must be {HASH_BYTES} bytes; make them with "
+            "uid()"
+        )
     if not trajectory.steps:
-        raise StoreError(f"trajectory {name} has no steps; an attempt without an action is not a trajectory")
+        raise StoreError(
+            f"trajectory {name} has no steps; an attempt without an action is not a trajectory"
+        )
     for expected, step in enumerate(trajectory.steps):
         if step.step_index != expected:
             raise StoreError(
-                f"trajectory {name}: step {expected} has step_index {step.step_index}; they must be 0..n-1 in order, "
+                f"trajectory {name}: step {expected} has step_index {step.step_index}; they must "
+                "be 0..n-1 in order, "
                 "because returns are summed along them"
             )
         if len(step.response_ids) != len(step.response_logprobs):
             raise StoreError(
                 f"trajectory {name} step {expected}: {len(step.response_ids)} response_ids but "
-                f"{len(step.response_logprobs)} response_logprobs; record one log-probability per sampled token"
+                f"{len(step.response_logprobs)} response_logprobs; record one log-probability per "
+                "sampled token"
             )
         for image in step.images:
             if len(image.pixels) != image.height * image.width * CHANNELS:
                 raise StoreError(
-                    f"trajectory {name} step {expected}: an image of {image.height} x {image.width} has {len(image.pixels)} "
+                    f"trajectory {name} step {expected}: an image of {image.height} x "
+                    f"{image.width} has {len(image.pixels)} "
                     f"bytes; each pixel is {CHANNELS}, red, green and blue"
                 )
         if (step.anchor_text is None) != (step.state_hash is None):
-            raise StoreError(f"trajectory {name} step {expected}: anchor_text and state_hash go together; set both")
+            raise StoreError(
+                f"trajectory {name} step {expected}: anchor_text and state_hash go together; set "
+                "both"
+            )
         if step.version_min > step.version_max:
             raise StoreError(
-                f"trajectory {name} step {expected}: version_min {step.version_min} > version_max {step.version_max}"
+                f"trajectory {name} step {expected}: version_min {step.version_min} > version_max "
+                f"{step.version_max}"
             )
 
 
@@ -212,7 +239,9 @@ def _check_finite(table: pa.Table) -> None:
         column = table[name]
         finite = pc.is_finite(pc.list_flatten(column) if pa.types.is_list(column.type) else column)
         if pc.all(finite).as_py() is False:
-            raise StoreError(f"column {name} holds a NaN or an infinity; find the rollout that produced it")
+            raise StoreError(
+                f"column {name} holds a NaN or an infinity; find the rollout that produced it"
+            )
 
 
 def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Array:
@@ -225,10 +254,15 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
         attribute = _RENAMED.get(name, name)
         values = [getattr(step, attribute) for _, step in rows]
     if field.type == IMAGES_TYPE:
-        values = [[(image.height, image.width, image.pixels) for image in images] or None for images in values]
+        values = [
+            [(image.height, image.width, image.pixels) for image in images] or None
+            for images in values
+        ]
     try:
         if field.type in _LIST_TYPECODES:
-            return _lists(values, typecode=_LIST_TYPECODES[field.type], value_type=field.type.value_type)
+            return _lists(
+                values, typecode=_LIST_TYPECODES[field.type], value_type=field.type.value_type
+            )
         return _array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError, struct.error) as error:
         raise StoreError(f"column {name} does not hold {field.type} values: {error}") from error
@@ -237,7 +271,8 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
-    except UnicodeEncodeError:  # nearly no run has one: the values are looked at one by one only then
+    # nearly no run has one: the values are looked at one by one only then
+    except UnicodeEncodeError:
         return pa.array([_whole(value) for value in values], kind)
 
 
@@ -249,11 +284,16 @@ def _whole(value: Any) -> Any:
 
 
 def _lists(values: Sequence[Sequence[Any]], *, typecode: str, value_type: pa.DataType) -> pa.Array:
-    """A list array from flat buffers. Packing each sequence by itself is three times as fast as any way through pyarrow,
-    numpy or `array`, and of a worker's encoding this is what takes longest.
+    """A list array from flat buffers. Packing each sequence by itself is three times as fast as any
+    way through pyarrow, numpy or `array`, and of a worker's encoding this is what takes longest.
     """
     lengths = list(map(len, values))
-    flat = b"".join([struct.pack(f"{n}{typecode}", *sequence) for n, sequence in zip(lengths, values, strict=True)])
+    flat = b"".join(
+        [
+            struct.pack(f"{n}{typecode}", *sequence)
+            for n, sequence in zip(lengths, values, strict=True)
+        ]
+    )
     offsets = pa.array(accumulate(lengths, initial=0), pa.int32())
     items = pa.Array.from_buffers(value_type, sum(lengths), [None, pa.py_buffer(flat)])
     return pa.ListArray.from_arrays(offsets, items)
@@ -264,10 +304,15 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
     first = rows[0]
     if first["episode_steps"] != len(rows):
         name = uid_text(first["traj_uid"])
-        raise StoreError(f"trajectory {name} has {len(rows)} of its {first['episode_steps']} rows in the table")
+        raise StoreError(
+            f"trajectory {name} has {len(rows)} of its {first['episode_steps']} rows in the table"
+        )
     for row in rows:
         row["images"] = [StepImage(**image) for image in row["images"] or ()]
-    steps = tuple(Step(**{_RENAMED.get(name, name): _frozen(row[name]) for name in _STEP_COLUMNS}) for row in rows)
+    steps = tuple(
+        Step(**{_RENAMED.get(name, name): _frozen(row[name]) for name in _STEP_COLUMNS})
+        for row in rows
+    )
     return Trajectory(**{name: first[name] for name in _TRAJECTORY_COLUMNS}, steps=steps)
 
 

@@ -1,4 +1,5 @@
-"""Where the immutable files of a run are: segments, exports and weights. Each is absent or whole, and never changes.
+"""Where the immutable files of a run are: segments, exports and weights. Each is absent or whole,
+and never changes.
 
 LocalStorage   the run directory, or another one: file:///mnt/shared/run
 RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// and abfs://
@@ -22,19 +23,23 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from store import beneath
-from store.durable import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
+from store.atomic_write import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
 from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
+from store.untrusted import file_access as beneath
 
-OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")  # their PUT shows an object whole or not at all
+# their PUT shows an object whole or not at all
+OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
 DEADLINE_S = 30.0  # for one small file and all retries; the coordinator is waited for twice as long
-# Of a file whose size nothing says. Compaction merges up to 512 MiB, and one group of episodes with images is no larger.
+# Of a file whose size nothing says. Compaction merges up to 512 MiB, and one group of episodes with
+# images is no larger.
 MAX_FILE_BYTES = 8 << 30
 SLOWEST_BYTES_PER_S = 4_000_000  # what a large file has besides
 RETRY_AFTER_S = 0.5
 # What asking again does not change, in the words of Arrow's errors.
-FINAL = re.compile(r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT|HTTP status 40[0134]")
+FINAL = re.compile(
+    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT|HTTP status 40[0134]"
+)
 Answer = TypeVar("Answer")
 
 
@@ -46,19 +51,27 @@ class StoredFile:
 
 
 class Storage(Protocol):
-    """Paths are relative to the run's root, with '/'. Errors are StoreError, naming file and remedy.
+    """Paths are relative to the run's root, with '/'. Errors are StoreError, naming file and
+    remedy.
 
-    UnavailableError says nothing of the file, which may be whole: only a plain StoreError of `read` means that it is gone.
+    UnavailableError says nothing of the file, which may be whole: only a plain StoreError of `read`
+    means that it is gone.
     """
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        """Durable when it returns; before that, readers see nothing of it. Writing the same file again is harmless."""
+        """Durable when it returns; before that, readers see nothing of it. Writing the same file
+        again is harmless.
+        """
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        """Return the whole file. Raises StoreError if it has more than `at_most` bytes, before any of them is read."""
+        """Return the whole file. Raises StoreError if it has more than `at_most` bytes, before any
+        of them is read.
+        """
 
     def digest(self, path: str) -> str:
-        """Return the digest of a file, which may be larger than its reader's memory. Its errors are those of `read`."""
+        """Return the digest of a file, which may be larger than its reader's memory. Its errors are
+        those of `read`.
+        """
 
     def exists(self, path: str) -> bool:
         """Whether the file is there."""
@@ -67,7 +80,9 @@ class Storage(Protocol):
         """Remove the file if it is there."""
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        """Everything beneath a directory, unfinished writes left out; nothing if it does not exist."""
+        """Everything beneath a directory, unfinished writes left out; nothing if it does not
+        exist.
+        """
 
     def locate(self, path: str) -> str:
         """The file's name for people: a path or a URI."""
@@ -75,24 +90,34 @@ class Storage(Protocol):
 
 @functools.cache
 def open_storage(where: str) -> Storage:
-    """The storage a URI or a path names, one client for the whole process; nothing is asked of it yet.
+    """The storage a URI or a path names, one client for the whole process; nothing is asked of it
+    yet.
 
-    Raises StoreError for a scheme whose writes are not atomic, and for a URI that has credentials in it.
+    Raises StoreError for a scheme whose writes are not atomic, and for a URI that has credentials
+    in it.
     """
     parts = urllib.parse.urlsplit(where)
     if "://" not in where:
         return LocalStorage(Path(where).absolute())
     if parts.username or parts.password or re.search(r"access_key|secret|token", parts.query):
-        raise StoreError(f"a {parts.scheme} URI with credentials would be stored in the run; set them in the environment")
+        raise StoreError(
+            f"a {parts.scheme} URI with credentials would be stored in the run; set them in the "
+            "environment"
+        )
     if parts.scheme == "file":
         return LocalStorage(Path(urllib.parse.unquote(parts.path)).absolute())
     if parts.scheme not in OBJECT_STORES:
-        raise StoreError(f"storage {where}: {parts.scheme} is not one of file, {', '.join(OBJECT_STORES)}; use one of them")
+        raise StoreError(
+            f"storage {where}: {parts.scheme} is not one of file, {', '.join(OBJECT_STORES)}; use "
+            "one of them"
+        )
     return RemoteStorage(where)
 
 
 class LocalStorage:
-    """Files in the run directory, or in another one. No path leads out of it, and no link beneath it is followed."""
+    """Files in the run directory, or in another one. No path leads out of it, and no link beneath
+    it is followed.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,7 +129,9 @@ class LocalStorage:
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         with self._reading(path):
-            return pa.py_buffer(beneath.read_bytes(self.root / path, root=self.root, at_most=at_most))
+            return pa.py_buffer(
+                beneath.read_bytes(self.root / path, root=self.root, at_most=at_most)
+            )
 
     def digest(self, path: str) -> str:
         with self._reading(path):
@@ -116,8 +143,11 @@ class LocalStorage:
             yield
         except UnsafePathError:
             raise
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # in any case not our file
-            raise StoreError(f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup") from error
+        # in any case not our file
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise StoreError(
+                f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup"
+            ) from error
         except OSError as error:
             raise _unreadable(error, self.root / path) from error
         except MemoryError as error:
@@ -136,7 +166,9 @@ class LocalStorage:
         except UnsafePathError:
             raise
         except OSError as error:
-            raise StoreError(f"cannot remove {self.root / path}: {error.strerror}; fix the permissions") from error
+            raise StoreError(
+                f"cannot remove {self.root / path}: {error.strerror}; fix the permissions"
+            ) from error
 
     def files(self, directory: str) -> Iterator[StoredFile]:
         try:
@@ -154,7 +186,8 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """Objects below a URI. Every call ends within DEADLINE_S and the time for its bytes, whatever the server does.
+    """Objects below a URI. Every call ends within DEADLINE_S and the time for its bytes, whatever
+    the server does.
 
     The client is made at the first.
     """
@@ -162,8 +195,13 @@ class RemoteStorage:
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
         self._name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        # One PUT for a file of up to 5 MB instead of the three requests of a multipart upload, which is atomic too.
-        options = "&".join(filter(None, [parts.query, "allow_delayed_open=true"])) if parts.scheme == "s3" else parts.query
+        # One PUT for a file of up to 5 MB instead of the three requests of a multipart upload,
+        # which is atomic too.
+        options = (
+            "&".join(filter(None, [parts.query, "allow_delayed_open=true"]))
+            if parts.scheme == "s3"
+            else parts.query
+        )
         self._uri = f"{self._name}?{options}" if options else self._name
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
@@ -184,11 +222,15 @@ class RemoteStorage:
             return file.read_buffer()
 
         began = time.monotonic()
-        file = self._ask("read", path, find)  # which asks for the size; not closed here, a thread may still be reading
+        # which asks for the size; not closed here, a thread may still be reading
+        file = self._ask("read", path, find)
         n_bytes = file.size()
         if n_bytes > at_most:
             name = self.locate(path)
-            raise StoreError(f"{name} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it from a backup")
+            raise StoreError(
+                f"{name} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it "
+                "from a backup"
+            )
         return self._ask("read", path, get, n_bytes=n_bytes, began=began)
 
     def digest(self, path: str) -> str:
@@ -214,7 +256,9 @@ class RemoteStorage:
     def files(self, directory: str) -> Iterator[StoredFile]:
         def list_all() -> tuple[str, list[pafs.FileInfo]]:
             filesystem, base = self._client
-            selector = pafs.FileSelector(f"{base}/{directory}".rstrip("/"), recursive=True, allow_not_found=True)
+            selector = pafs.FileSelector(
+                f"{base}/{directory}".rstrip("/"), recursive=True, allow_not_found=True
+            )
             return base, filesystem.get_file_info(selector)
 
         base, found = self._ask("list", directory, list_all)
@@ -231,7 +275,13 @@ class RemoteStorage:
         return pafs.FileSystem.from_uri(self._uri)  # may ask the network where the bucket is
 
     def _ask(
-        self, doing: str, path: str, call: Callable[[], Answer], *, n_bytes: int = 0, began: float | None = None
+        self,
+        doing: str,
+        path: str,
+        call: Callable[[], Answer],
+        *,
+        n_bytes: int = 0,
+        began: float | None = None,
     ) -> Answer:
         """The answer of `call`, tried again until the deadline, which grows with the bytes to move.
 
@@ -246,24 +296,30 @@ class RemoteStorage:
             try:
                 return answer.result(timeout=left_s)
             except FileNotFoundError as error:
-                raise StoreError(f"cannot {doing} {self.locate(path)}: it is not there; restore it from a backup") from error
+                raise StoreError(
+                    f"cannot {doing} {self.locate(path)}: it is not there; restore it from a backup"
+                ) from error
             except TimeoutError:
                 break
             except (OSError, ValueError, pa.ArrowException) as error:
                 reason = " ".join(str(error).split())
                 if FINAL.search(reason) or isinstance(error, ValueError):
                     raise UnavailableError(
-                        f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the credentials in the environment"
+                        f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the "
+                        "credentials in the environment"
                     ) from error
                 time.sleep(min(RETRY_AFTER_S, left_s))
         raise UnavailableError(
-            f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing committed is lost, "
+            f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing "
+            "committed is lost, "
             "start again when the storage is back"
         )
 
 
 def _unreadable(error: OSError, path: Path | str) -> UnavailableError:
-    return UnavailableError(f"{path} cannot be read now: {error.strerror}; make it readable, then retry")
+    return UnavailableError(
+        f"{path} cannot be read now: {error.strerror}; make it readable, then retry"
+    )
 
 
 def _settle(answer: Future[Answer], call: Callable[[], Answer]) -> None:

@@ -14,32 +14,53 @@ from hypothesis import HealthCheck, settings
 from actors import PromptForm
 from configs import PromptConfig
 
-# The tests are about CPU runs, also on a machine with GPUs. TEST_ON_GPU=1 shows the GPUs to the tests that need one.
+# The tests are about CPU runs, also on a machine with GPUs. TEST_ON_GPU=1 shows the GPUs to the
+# tests that need one.
 if os.environ.get("TEST_ON_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # time decides no test
+# time decides no test
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub, however pytest was started; huggingface_hub reads it once
+# no test asks the Hub, however pytest was started; huggingface_hub reads it once
+os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 USERS_RUNS = str(ROOT / "runs")
 
 
 def refuse_users_runs(event: str, args: tuple[object, ...]) -> None:
-    """Raise PermissionError where a test opens the user's `runs/`, or starts a shipped config there.
+    """Raise PermissionError where a test opens the user's `runs/`, or starts a shipped config
+    there.
 
-    A shipped config names `runs/...`, which lies in the repository for a subprocess that starts there.
+    A shipped config names `runs/...`, which lies in the repository for a subprocess that starts
+    there.
     """
-    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and isinstance(args[0], str | os.PathLike):
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and isinstance(
+        args[0], str | os.PathLike
+    ):
         path = os.path.abspath(os.fspath(args[0]))
         if path == USERS_RUNS or path.startswith(USERS_RUNS + os.sep):
-            raise PermissionError(f"{event} {path}: a test may not see the user's runs; use tmp_path")
-    elif event == "subprocess.Popen" and args[2] is not None and Path(str(args[2])).resolve() == ROOT:
-        words = [str(word) for word in args[1]] if isinstance(args[1], list | tuple) else str(args[1]).split()
-        ships = [word for word in words if word.endswith(".yaml") and (ROOT / word).parent == ROOT / "configs"]
+            raise PermissionError(
+                f"{event} {path}: a test may not see the user's runs; use tmp_path"
+            )
+    elif (
+        event == "subprocess.Popen" and args[2] is not None and Path(str(args[2])).resolve() == ROOT
+    ):
+        words = (
+            [str(word) for word in args[1]]
+            if isinstance(args[1], list | tuple)
+            else str(args[1]).split()
+        )
+        ships = [
+            word
+            for word in words
+            if word.endswith(".yaml") and (ROOT / word).parent == ROOT / "configs"
+        ]
         if ships and not any(word.startswith("run_dir=") for word in words):
-            raise PermissionError(f"{ships[0]} in {ROOT} uses the user's runs; give run_dir=... in tmp_path")
+            raise PermissionError(
+                f"{ships[0]} in {ROOT} uses the user's runs; give run_dir=... in tmp_path"
+            )
 
 
 sys.addaudithook(refuse_users_runs)
@@ -47,7 +68,9 @@ sys.addaudithook(refuse_users_runs)
 
 @pytest.fixture(scope="session", autouse=True)
 def _directory_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run module and session fixtures in an empty directory, and keep keys and caches apart from the user's."""
+    """Run module and session fixtures in an empty directory, and keep keys and caches apart from
+    the user's.
+    """
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
     with contextlib.chdir(tmp_path_factory.mktemp("session")):
@@ -56,7 +79,9 @@ def _directory_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(autouse=True)
 def _directory_of_the_test(_directory_of_the_session: None, tmp_path: Path) -> Iterator[None]:
-    """Run each test in its own directory, so that relative paths of shipped configs lead nowhere else."""
+    """Run each test in its own directory, so that relative paths of shipped configs lead nowhere
+    else.
+    """
     with contextlib.chdir(tmp_path):
         yield
 
@@ -67,12 +92,18 @@ class CharacterTokenizer:
     eos_token_id = 0
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        return_dict: bool,
     ) -> list[int]:
         assert tokenize
         assert not return_dict
         return self.encode(
-            "U:" + conversation[0]["content"] + ("A:" if add_generation_prompt else ""), add_special_tokens=False
+            "U:" + conversation[0]["content"] + ("A:" if add_generation_prompt else ""),
+            add_special_tokens=False,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -99,7 +130,7 @@ def form() -> Callable[..., PromptForm]:
 @pytest.fixture(scope="session")
 def vision_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a tiny vision model, which nobody changes."""
-    from tests.vision_samples import make_vision_model  # here, as torch comes with it
+    from tests.support.vision_samples import make_vision_model  # here, as torch comes with it
 
     path = tmp_path_factory.mktemp("vision")
     make_vision_model(path, ["push every box up down left right"], seed=0)
@@ -108,8 +139,12 @@ def vision_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real ALFWorld, WebShop and QA data; it is not part of the project. GIGPO_DATA names it."""
-    folder = Path(os.environ.get("GIGPO_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+    """The folder of real ALFWorld, WebShop and QA data; it is not part of the project. GIGPO_DATA
+    names it.
+    """
+    folder = Path(
+        os.environ.get("GIGPO_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
+    )
     if not folder.is_dir():
         pytest.skip(f"no development data at {folder}; set GIGPO_DATA to the folder that has it")
     return folder

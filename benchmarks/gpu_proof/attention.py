@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from learner import attention
+from learner.model import packed_attention as attention
 
 from gpu_proof.models import relative
 from gpu_proof.shapes import Proof

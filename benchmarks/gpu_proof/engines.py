@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from configs import LearnerConfig, LossConfig, ModelConfig
-from learner.batch import MicroBatch
-from learner.engine import Engine
+from learner.data.micro_batch import MicroBatch
+from learner.training.engine import Engine
 
 from gpu_proof.models import model_directory
 from gpu_proof.shapes import ModelShape, Proof

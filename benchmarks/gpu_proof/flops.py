@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from gpu_proof.shapes import ModelShape
 
 if TYPE_CHECKING:
-    from learner.batch import MicroBatch
+    from learner.data.micro_batch import MicroBatch
 
 # Dense bf16 TFLOP/s from NVIDIA's data sheets, by a part of the driver's name; the first counts.
 PEAK_TFLOPS = {

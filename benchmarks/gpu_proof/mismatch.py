@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from learner.attention import packed_hidden
-from learner.batch import MicroBatch, micro_batches
-from learner.policy_model import load_policy
+from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.model.packed_attention import packed_hidden
+from learner.model.policy_model import load_policy
 from transformers import AutoModelForCausalLM
 
 from gpu_proof.models import free_memory, model_directory

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner.batch import MicroBatch, micro_batches
+from learner.data.micro_batch import MicroBatch, micro_batches
 from support.learner_rows import MIXES, make_rows
 from transformers import AutoModelForCausalLM, Qwen2Config
 

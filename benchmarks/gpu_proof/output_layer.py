@@ -12,9 +12,9 @@ import copy
 from itertools import pairwise
 
 import torch
-from learner.batch import MicroBatch
-from learner.output_layer import OutputLayer
-from learner.policy_model import PolicyModel
+from learner.data.micro_batch import MicroBatch
+from learner.model.chunked_logprobs import OutputLayer
+from learner.model.policy_model import PolicyModel
 
 from gpu_proof.models import make_batches, random_model, relative
 from gpu_proof.shapes import GIB, Proof

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner.directories import SyncedBehind
-from learner.publish import publish_weights, weight_files
+from learner.files.atomic_directory import SyncedBehind
+from learner.publishing.publish import publish_weights, weight_files
 from safetensors.torch import load_file, save_file
 from store import files_digest
 

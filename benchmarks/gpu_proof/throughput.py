@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from configs import Config
-from learner import output_layer
-from learner.batch import MicroBatch
-from learner.engine import Engine
+from learner.data.micro_batch import MicroBatch
+from learner.model import chunked_logprobs as output_layer
+from learner.training.engine import Engine
 
 from gpu_proof.engines import engine_configs, make_engine, update_seconds
 from gpu_proof.flops import peak_tflops, update_flops

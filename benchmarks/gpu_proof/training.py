@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from learner.batch import MicroBatch
-from learner.checkpoint import load_checkpoint, save_checkpoint
+from learner.checkpointing.checkpoint import load_checkpoint, save_checkpoint
+from learner.data.micro_batch import MicroBatch
 
 from gpu_proof.engines import copied_weights, distance, make_engine
 from gpu_proof.models import free_memory, make_batches

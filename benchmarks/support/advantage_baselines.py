@@ -1,4 +1,6 @@
-"""The same advantages by other means, all in float64: what gigpo's SQL is timed against. And the steps they are timed on."""
+"""The same advantages by other means, all in float64: what gigpo's SQL is timed against. And the
+steps they are timed on.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from gigpo import PUBLISHED_SETTINGS
 
 EPISODE_STEPS, GROUP_SIZE = 50, 8
 GROUP_STEPS = EPISODE_STEPS * GROUP_SIZE
-GAMMA, OMEGA, PENALTY = PUBLISHED_SETTINGS.gamma, PUBLISHED_SETTINGS.omega, PUBLISHED_SETTINGS.invalid_penalty
+GAMMA, OMEGA, PENALTY = (
+    PUBLISHED_SETTINGS.gamma,
+    PUBLISHED_SETTINGS.omega,
+    PUBLISHED_SETTINGS.invalid_penalty,
+)
 EPSILON = 1e-6
 
 
 def make_steps(rows: int, *, seed: int) -> pa.Table:
-    """Tasks x 8 trajectories x 50 steps, sparse rewards, a tenth of the actions invalid, and about a third of the steps
-    meeting a state of their group again. Every seed has uids of its own.
+    """Tasks x 8 trajectories x 50 steps, sparse rewards, a tenth of the actions invalid, and about
+    a third of the steps meeting a state of their group again. Every seed has uids of its own.
     """
     rng = np.random.default_rng(seed)
     trajectory = np.arange(rows) // EPISODE_STEPS
@@ -71,7 +77,8 @@ def by_loop(steps: pa.Table) -> np.ndarray:
 
 
 def by_numpy(steps: pa.Table) -> np.ndarray:
-    """Keys hashed to 64 bits and made dense by sorting, statistics by bincount, returns by one sweep per step of the episode.
+    """Keys hashed to 64 bits and made dense by sorting, statistics by bincount, returns by one
+    sweep per step of the episode.
 
     In its favour: two keys may collide, and it refuses nothing.
     """
@@ -84,11 +91,15 @@ def by_numpy(steps: pa.Table) -> np.ndarray:
     for t in range(step.max(), -1, -1):
         grid[:, t] += GAMMA * grid[:, t + 1]
     anchor = np.unique(group * (state.max() + 1) + state, return_inverse=True)[1]
-    return _normalised(totals[traj] - penalty, group) + OMEGA * _normalised(grid[traj, step] - penalty, anchor)
+    return _normalised(totals[traj] - penalty, group) + OMEGA * _normalised(
+        grid[traj, step] - penalty, anchor
+    )
 
 
 def by_polars(steps: pa.Table) -> np.ndarray:
-    """Window expressions; on all cores. Returns as sum(r gamma^t) / gamma^t, which suits gamma near 1 and short episodes."""
+    """Window expressions; on all cores. Returns as sum(r gamma^t) / gamma^t, which suits gamma near
+    1 and short episodes.
+    """
     import polars as pl  # not needed to run gigpo
 
     def normalised(x: str, keys: list[str]) -> Any:
@@ -98,19 +109,26 @@ def by_polars(steps: pa.Table) -> np.ndarray:
 
     discount = pl.lit(GAMMA).pow(pl.col("step_index"))
     penalty = pl.when("is_action_valid").then(0.0).otherwise(PENALTY)
-    discounted = (pl.col("reward") * discount).cum_sum(reverse=True).over("traj_uid", order_by="step_index") / discount
+    discounted = (pl.col("reward") * discount).cum_sum(reverse=True).over(
+        "traj_uid", order_by="step_index"
+    ) / discount
     frame = pl.from_arrow(steps)
     assert isinstance(frame, pl.DataFrame)
     frame = frame.with_columns(
         step_return=discounted - penalty, score=pl.col("reward").sum().over("traj_uid") - penalty
-    ).select(normalised("score", ["group_uid"]) + OMEGA * normalised("step_return", ["group_uid", "state_hash"]))
+    ).select(
+        normalised("score", ["group_uid"])
+        + OMEGA * normalised("step_return", ["group_uid", "state_hash"])
+    )
     return frame.to_series().to_numpy()
 
 
 def _binary16(keys: np.ndarray, rng: np.random.Generator) -> pa.Array:
     """Sixteen random-looking bytes a key, as a uid or a hash has."""
     words = rng.integers(0, 2**63, (int(keys.max()) + 1, 2), dtype=np.int64)[keys]
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(keys), [None, pa.py_buffer(words.tobytes())])
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(16), len(keys), [None, pa.py_buffer(words.tobytes())]
+    )
 
 
 def _dense(steps: pa.Table, name: str) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Thousands of simulated workers in a few Ray processes, around one real coordinator actor, for `rollout.py`."""
+"""Thousands of simulated workers in a few Ray processes, around one real coordinator actor, for
+`rollout.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ import psutil
 import ray
 
 import configs
-from actors import CoordinatorActor
-from actors.doubles import Delay, DelayedEnvironment
-from actors.shared_handle import SharedHandle
-from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
+from actors.simulation.components import SimulatedLearner, SimulatedSetup, SimulatedWorker
+from actors.simulation.fakes import Delay, DelayedEnvironment
 from configs import Config
+from coordinator import CoordinatorActor
+from coordinator.batched_calls import SharedHandle
 from envs import environment_class
 from store import RunLayout, write_open_sql
 
-WRITERS = 2  # threads of each process that write segments; more only wait for each other's turn of the interpreter
-HEARD_WITHIN_S = 30.0  # a simulated worker that was not is not counted; 2,000 of them beat every 10 s each
+# threads of each process that write segments; more only wait for each other's turn of the
+# interpreter
+WRITERS = 2
+# a simulated worker that was not is not counted; 2,000 of them beat every 10 s each
+HEARD_WITHIN_S = 30.0
 INSTANT = Delay(median_s=0.0, sigma=0.0)
 
 
@@ -41,15 +46,20 @@ class Load:
 
 
 class TimedHandle:
-    """A handle that remembers when each call was answered and how long that took, as the caller sees it."""
+    """A handle that remembers when each call was answered and how long that took, as the caller
+    sees it.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self.calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # by name: (time.monotonic(), seconds)
+        # by name: (time.monotonic(), seconds)
+        self.calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(
-            remote=lambda *given, **named: self._timed(name, getattr(self._handle, name).remote(*given, **named))
+            remote=lambda *given, **named: self._timed(
+                name, getattr(self._handle, name).remote(*given, **named)
+            )
         )
 
     async def _timed(self, name: str, call: Any) -> Any:
@@ -69,7 +79,9 @@ class Crowd:
 
     async def run(self) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(WRITERS))
-        self.workers = [SimulatedWorker(self._setup(number), self.handle) for number in self.numbers]
+        self.workers = [
+            SimulatedWorker(self._setup(number), self.handle) for number in self.numbers
+        ]
         await asyncio.gather(*(worker.run() for worker in self.workers))
 
     async def stop(self) -> dict[str, list[tuple[float, float]]]:
@@ -84,7 +96,9 @@ class Crowd:
             name=f"worker-{number}",
             config=self.load.config,
             seed=0,
-            environment=lambda source: DelayedEnvironment(key_room({}), delay=self.load.environment, source=source),
+            environment=lambda source: DelayedEnvironment(
+                key_room({}), delay=self.load.environment, source=source
+            ),
             generation=INSTANT,
             loading=INSTANT,
         )
@@ -102,9 +116,11 @@ class Learning:
 
 
 def hold(load: Load) -> dict[str, float]:
-    """Runs the load in a new run directory, on a cluster that is there; figures of its last `seconds`.
+    """Runs the load in a new run directory, on a cluster that is there; figures of its last
+    `seconds`.
 
-    Latencies are round trips as a worker sees them: its own event loop, Ray both ways, the queue before the coordinator.
+    Latencies are round trips as a worker sees them: its own event loop, Ray both ways, the queue
+    before the coordinator.
     """
     config = load.config
     layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.to_yaml(config))
@@ -113,18 +129,33 @@ def hold(load: Load) -> dict[str, float]:
     process = psutil.Process(ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid())))
     share = config.actors.workers // load.processes
     crowds = [
-        ray.remote(Crowd).options(num_cpus=0).remote(load, range(number * share, (number + 1) * share), coordinator)
+        ray.remote(Crowd)
+        .options(num_cpus=0)
+        .remote(load, range(number * share, (number + 1) * share), coordinator)
         for number in range(load.processes)
     ]
     learning = ray.remote(Learning).options(num_cpus=0).remote(load, coordinator)
-    ray.get([actor.__ray_ready__.remote() for actor in (coordinator, learning, *crowds)])  # their imports take seconds
+    # their imports take seconds
+    ray.get([actor.__ray_ready__.remote() for actor in (coordinator, learning, *crowds)])
     running = [learning.run.remote(), *(crowd.run.remote() for crowd in crowds)]
     _stay(running, seconds=load.warm_up_s)
-    began_s, began_cpu_s, before = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote()).counts
+    began_s, began_cpu_s, before = (
+        time.monotonic(),
+        _cpu_s(process),
+        ray.get(coordinator.status.remote()).counts,
+    )
     _stay(running, seconds=load.seconds)
-    ended_s, ended_cpu_s, status = time.monotonic(), _cpu_s(process), ray.get(coordinator.status.remote())
+    ended_s, ended_cpu_s, status = (
+        time.monotonic(),
+        _cpu_s(process),
+        ray.get(coordinator.status.remote()),
+    )
     after = status.counts
-    heard = [name for name, one in status.components.items() if name.startswith("worker-") and one.silent_s < HEARD_WITHIN_S]
+    heard = [
+        name
+        for name, one in status.components.items()
+        if name.startswith("worker-") and one.silent_s < HEARD_WITHIN_S
+    ]
     calls = [call for crowd in crowds for call in ray.get(crowd.stop.remote()).items()]
     for actor in (learning, *crowds):
         ray.kill(actor)
@@ -132,20 +163,30 @@ def hold(load: Load) -> dict[str, float]:
     ray.kill(coordinator)
     episodes, seconds = after.trajectories - before.trajectories, ended_s - began_s
     latencies_s = {
-        name: sorted(s for n, asked in calls if n == name for at_s, s in asked if began_s <= at_s <= ended_s)
+        name: sorted(
+            s for n, asked in calls if n == name for at_s, s in asked if began_s <= at_s <= ended_s
+        )
         for name in ("commit", "lease", "heartbeat", "newest_version")
     }
     return {
         "simulated_actors": float(len(heard)),
         "simulated_playing": float(after.leased),
         "simulated_episodes_s": episodes / seconds,
-        "simulated_learner_steps_s": (after.trained - before.trained) / config.learner.groups_per_step / seconds,
+        "simulated_learner_steps_s": (after.trained - before.trained)
+        / config.learner.groups_per_step
+        / seconds,
         "simulated_stale_groups": float(after.stale - before.stale),
         "coordinator_ms_per_trajectory": 1e3 * (ended_cpu_s - began_cpu_s) / max(episodes, 1),
         "coordinator_cores": (ended_cpu_s - began_cpu_s) / seconds,
         **{f"{name}_calls_s": len(found) / seconds for name, found in latencies_s.items()},
-        **{f"{name}_p50_ms": 1e3 * statistics.median(found or [0.0]) for name, found in latencies_s.items()},
-        **{f"{name}_p99_ms": 1e3 * found[int(0.99 * len(found))] if found else 0.0 for name, found in latencies_s.items()},
+        **{
+            f"{name}_p50_ms": 1e3 * statistics.median(found or [0.0])
+            for name, found in latencies_s.items()
+        },
+        **{
+            f"{name}_p99_ms": 1e3 * found[int(0.99 * len(found))] if found else 0.0
+            for name, found in latencies_s.items()
+        },
     }
 
 

@@ -1,11 +1,13 @@
-"""ALFWorld: our steps beside the stock engine's, on the same games and commands, and memory over many episodes.
+"""ALFWorld: our steps beside the stock engine's, on the same games and commands, and memory over
+many episodes.
 
-Steps: for each game both engines walk through the same random commands, in turns, from one process and core; a step includes
-the observation, the reward and all admissible commands. Loading and resetting is timed apart: the first reset of a game
-translates it for the planner, later ones of the same game do not; the stock engine does so each time.
-Memory: random episodes of 50 steps on one environment object; growth of the resident set after the first tenth of them, in
-which each game is played once.
-`data` may have ALFWorld's games (docs/alfworld.md); without them small games made on the spot are played.
+Steps: for each game both engines walk through the same random commands, in turns, from one process
+and core; a step includes the observation, the reward and all admissible commands. Loading and
+resetting is timed apart: the first reset of a game translates it for the planner, later ones of the
+same game do not; the stock engine does so each time. Memory: random episodes of 50 steps on one
+environment object; growth of the resident set after the first tenth of them, in which each game is
+played once. `data` may have ALFWorld's games (docs/alfworld.md); without them small games made on
+the spot are played.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from envs.alfworld import AlfWorldEnv
 from envs.alfworld.games import read_game
 from envs.alfworld.generated import read_generated
 from envs.alfworld.translation import translated
-from tests.alfworld_stock import load_stock, stock_engine
+from tests.support.alfworld_stock import load_stock, stock_engine
 
 MAX_STEPS = 50
 MIB = 2**20
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
-    """Steps and resets per engine in 1/s and ms, and the growth in MiB; `data` is the folder that has `alfworld/`, if any."""
+    """Steps and resets per engine in 1/s and ms, and the growth in MiB; `data` is the folder that
+    has `alfworld/`, if any.
+    """
     data = data / "alfworld"
     options = {
         "data": str(data) if data.is_dir() else "",
@@ -43,18 +47,25 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     }
     tasks = AlfWorldEnv.tasks("heldout", options)
     return {
-        **_memory(tasks, options, episodes=60 if quick else 1000),  # first: the stock engine leaves much behind
+        # first: the stock engine leaves much behind
+        **_memory(tasks, options, episodes=60 if quick else 1000),
         **_beside_stock(tasks[: 3 if quick else 8], options, steps=15 if quick else 30),
     }
 
 
-def _beside_stock(tasks: Sequence[Task], options: Mapping[str, object], *, steps: int) -> dict[str, float]:
+def _beside_stock(
+    tasks: Sequence[Task], options: Mapping[str, object], *, steps: int
+) -> dict[str, float]:
     translated.cache_clear()  # the memory measurement has played these games
     env, stock = AlfWorldEnv(options), stock_engine()
     ours_s, stock_s, first_ms, again_ms, stock_load_ms = [], [], [], [], []
     for seed, task in enumerate(tasks):
         name = task.data["game"]
-        game = read_game(Path(str(options["data"])), task.data["split"], name) if options["data"] else read_generated(name)
+        game = (
+            read_game(Path(str(options["data"])), task.data["split"], name)
+            if options["data"]
+            else read_generated(name)
+        )
         first_ms.append(_elapsed_s(env.reset, task) * 1000)
         again_ms.append(_elapsed_s(env.reset, task) * 1000)
         commands, elapsed_s = _walk(env, task, steps=steps, seed=seed)
@@ -68,7 +79,9 @@ def _beside_stock(tasks: Sequence[Task], options: Mapping[str, object], *, steps
     return {
         "alfworld_steps_s": 1 / statistics.mean(ours_s),
         "alfworld_stock_steps_s": 1 / statistics.mean(stock_s),
-        "alfworld_over_stock": statistics.median(theirs / ours for ours, theirs in zip(ours_s, stock_s, strict=True)),
+        "alfworld_over_stock": statistics.median(
+            theirs / ours for ours, theirs in zip(ours_s, stock_s, strict=True)
+        ),
         "alfworld_first_reset_ms": statistics.mean(first_ms),
         "alfworld_reset_again_ms": statistics.mean(again_ms),
         "alfworld_stock_load_and_reset_ms": statistics.mean(stock_load_ms),
@@ -90,7 +103,9 @@ def _walk(env: AlfWorldEnv, task: Task, *, steps: int, seed: int) -> tuple[list[
     return commands, time.perf_counter() - start
 
 
-def _memory(tasks: Sequence[Task], options: Mapping[str, object], *, episodes: int) -> dict[str, float]:
+def _memory(
+    tasks: Sequence[Task], options: Mapping[str, object], *, episodes: int
+) -> dict[str, float]:
     env, process = AlfWorldEnv(options), psutil.Process()
     resident: list[float] = []
     won = 0

@@ -1,7 +1,9 @@
-"""Steps per second of Sokoban, and of Gymnasium's FrozenLake and Taxi through the adapter and without it.
+"""Steps per second of Sokoban, and of Gymnasium's FrozenLake and Taxi through the adapter and
+without it.
 
-A random player in one process; episodes of at most 20 steps; resets count as part of the time. Adapter and bare environment
-take turns, and their ratio is the median of the turns. Times are of the processor.
+A random player in one process; episodes of at most 20 steps; resets count as part of the time.
+Adapter and bare environment take turns, and their ratio is the median of the turns. Times are of
+the processor.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ TAXI = LAKE | {
     "actions": ["south", "north", "east", "west", "pick up", "drop off"],
     "win_at": 20.0,
 }
-ROOMS = {"rows": 6, "columns": 6, "boxes": 2, "least_moves": 3, "most_moves": 15, "heldout_rooms": 1, "seed": 0}
+ROOMS = {
+    "rows": 6,
+    "columns": 6,
+    "boxes": 2,
+    "least_moves": 3,
+    "most_moves": 15,
+    "heldout_rooms": 1,
+    "seed": 0,
+}
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
@@ -37,11 +47,17 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     n_steps = QUICK_STEPS if quick else STEPS
     worlds: dict[str, tuple[str, Mapping[str, object]]] = {
         "sokoban": ("sokoban", ROOMS | {"train_rooms": 50}),
-        "frozenlake": ("gymnasium", LAKE | {"kwargs": {"is_slippery": False, "map_name": "4x4"}, "task_kwargs": ""}),
+        "frozenlake": (
+            "gymnasium",
+            LAKE | {"kwargs": {"is_slippery": False, "map_name": "4x4"}, "task_kwargs": ""},
+        ),
         "frozenlake_of_seed": ("gymnasium", LAKE),
         "taxi": ("gymnasium", TAXI),
     }
-    bare = {"frozenlake": ("FrozenLake-v1", {"map_name": "4x4", "is_slippery": False}), "taxi": ("Taxi-v4", {})}
+    bare = {
+        "frozenlake": ("FrozenLake-v1", {"map_name": "4x4", "is_slippery": False}),
+        "taxi": ("Taxi-v4", {}),
+    }
     figures: dict[str, list[float]] = {}
     for _ in range(TURNS):
         for world, (name, options) in worlds.items():
@@ -51,8 +67,12 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
                 bare_rate = per_second(bare_player(*bare[world]), n_steps)
                 figures.setdefault(f"{world}_over_bare", []).append(rate / bare_rate)
     n_rooms = 100 if quick else 1000
-    made = per_second(lambda n: environment_class("sokoban").tasks("train", ROOMS | {"train_rooms": n}), n_rooms)
-    return {name: statistics.median(values) for name, values in figures.items()} | {"sokoban_rooms_made_s": made}
+    made = per_second(
+        lambda n: environment_class("sokoban").tasks("train", ROOMS | {"train_rooms": n}), n_rooms
+    )
+    return {name: statistics.median(values) for name, values in figures.items()} | {
+        "sokoban_rooms_made_s": made
+    }
 
 
 def per_second(work: Callable[[int], Any], count: int) -> float:
@@ -62,7 +82,9 @@ def per_second(work: Callable[[int], Any], count: int) -> float:
 
 
 def player(name: str, options: Mapping[str, object]) -> Callable[[int], None]:
-    """Plays so many steps; tasks are listed and the environment is made here, before anybody looks at the clock."""
+    """Plays so many steps; tasks are listed and the environment is made here, before anybody looks
+    at the clock.
+    """
     rng = random.Random(0)
     tasks = environment_class(name).tasks("train", options)
     env = environment_class(name)(options)
@@ -75,7 +97,10 @@ def player(name: str, options: Mapping[str, object]) -> Callable[[int], None]:
                 observation = env.reset(tasks[rng.randrange(len(tasks))])
             assert observation.actions
             transition = env.step(rng.choice(observation.actions))
-            observation, is_over = transition.observation, transition.terminated or transition.truncated
+            observation, is_over = (
+                transition.observation,
+                transition.terminated or transition.truncated,
+            )
         env.close()
 
     return play

@@ -1,8 +1,10 @@
-"""How fast, and how well, questions are searched for: the BM25 index, the server, and the worlds under our runner's pool.
+"""How fast, and how well, questions are searched for: the BM25 index, the server, and the worlds
+under our runner's pool.
 
-`data` has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question itself as the only search: the part
-of the questions with a golden answer somewhere in the corpus (`answer_in_corpus`) that have one in the first three passages.
-Server, client and environments share this process's event loop, so `server_queries_s` is of one core.
+`data` has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question itself
+as the only search: the part of the questions with a golden answer somewhere in the corpus
+(`answer_in_corpus`) that have one in the first three passages. Server, client and environments
+share this process's event loop, so `server_queries_s` is of one core.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ TOPK = 3
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
-    """Queries and environment steps per second, seconds to index the corpus, and recall at 3 of each data set."""
-    corpus, rows = data / "qa" / "corpus.jsonl.xz", list(json_lines(data / "qa" / "questions.jsonl.xz", what="questions"))
+    """Queries and environment steps per second, seconds to index the corpus, and recall at 3 of
+    each data set.
+    """
+    corpus, rows = (
+        data / "qa" / "corpus.jsonl.xz",
+        list(json_lines(data / "qa" / "questions.jsonl.xz", what="questions")),
+    )
     started = time.perf_counter()
     library = bm25_library(corpus)
     figures = {"search_index_s": time.perf_counter() - started}
     questions = [str(row["question"]) for row in rows[:: 10 if quick else 1]]
-    figures["search_queries_s"] = median_rate(lambda: [library.search([text], TOPK) for text in questions], len(questions))
+    figures["search_queries_s"] = median_rate(
+        lambda: [library.search([text], TOPK) for text in questions], len(questions)
+    )
     few = questions[: 200 if quick else 2000]
     figures["search_server_queries_s"] = asyncio.run(server_rate(library, few))
     figures |= asyncio.run(step_rates(library, data, episodes=len(few)))
@@ -59,7 +68,10 @@ def recall_at_3(library: Library, rows: Sequence[dict]) -> dict[str, float]:  # 
     for row in rows:
         if row["answer_in_corpus"]:
             golden = {normalised(answer) for answer in row["golden_answers"]} - {""}
-            seen = [normalised(hit.passage.contents) for hit in library.search([row["question"]], TOPK)[0]]
+            seen = [
+                normalised(hit.passage.contents)
+                for hit in library.search([row["question"]], TOPK)[0]
+            ]
             hits[row["source"]].append(any(answer in text for answer in golden for text in seen))
     return {source: statistics.mean(own) for source, own in hits.items()}
 

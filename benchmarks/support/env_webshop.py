@@ -1,9 +1,11 @@
-"""WebShop: steps a second of one core, seconds until a new process can play, and what equals the original engine.
+"""WebShop: steps a second of one core, seconds until a new process can play, and what equals the
+original engine.
 
-Steps: a random player, each episode another goal; it searches for the instruction, then clicks what is there, 15 steps at most.
-Its searches are all new; choosing the clicks is not counted. Start: from the first import to the first page of results, in a
-process of its own; median. Equal: the recorded episodes of the original engine, where DATA/webshop has them. The original's own
-speed is not measured here, as it takes Java, Lucene's index and spaCy: it was 19 steps/s on two busy cores.
+Steps: a random player, each episode another goal; it searches for the instruction, then clicks what
+is there, 15 steps at most. Its searches are all new; choosing the clicks is not counted. Start:
+from the first import to the first page of results, in a process of its own; median. Equal: the
+recorded episodes of the original engine, where DATA/webshop has them. The original's own speed is
+not measured here, as it takes Java, Lucene's index and spaCy: it was 19 steps/s on two busy cores.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
         "observation": "whole",
     }
     steps_s = statistics.median(
-        random_steps_s(options, seed=seed, episodes=200 if quick else 1000) for seed in range(3 if quick else 9)
+        random_steps_s(options, seed=seed, episodes=200 if quick else 1000)
+        for seed in range(3 if quick else 9)
     )
     figures = {
         "webshop_steps_s": steps_s,
@@ -83,12 +86,18 @@ def random_steps_s(options: dict[str, object], *, seed: int, episodes: int) -> f
 
 def start_s(options: dict[str, object]) -> float:
     command = [sys.executable, "-c", START, json.dumps(options)]
-    return float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    return float(
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    )
 
 
 def equal_shares(options: dict[str, object], traces: Path) -> dict[str, float]:
     played = (("train", "test"), ("heldout", "test"), ("heldout", "eval"))
-    every = [task for role, split in played for task in WebShopEnv.tasks(role, {**options, "heldout": split})]
+    every = [
+        task
+        for role, split in played
+        for task in WebShopEnv.tasks(role, {**options, "heldout": split})
+    ]
     tasks = {int(task.data["goal"]): task for task in every}
     env = WebShopEnv(options)
     steps, rewards, pages = [], [], []
@@ -100,10 +109,19 @@ def equal_shares(options: dict[str, object], traces: Path) -> dict[str, float]:
                 transition = env.step(step["action"])
                 observation, is_over = transition.observation, transition.terminated
                 score = transition.task_score or 0.0
-            text = re.sub(r"(?<=1\.0\) \[SEP\] )\S+", str(step["reward"]), observation.text) if is_over else observation.text
+            text = (
+                re.sub(r"(?<=1\.0\) \[SEP\] )\S+", str(step["reward"]), observation.text)
+                if is_over
+                else observation.text
+            )
             listed = step["actions"] or {"has_search_bar": False, "clickables": []}
-            actions = ["search[<your query>]"] * listed["has_search_bar"] + [f"click[{name}]" for name in listed["clickables"]]
-            steps.append((text, list(observation.actions or ()), is_over) == (step["observation"], actions, step["done"]))
+            actions = ["search[<your query>]"] * listed["has_search_bar"] + [
+                f"click[{name}]" for name in listed["clickables"]
+            ]
+            steps.append(
+                (text, list(observation.actions or ()), is_over)
+                == (step["observation"], actions, step["done"])
+            )
             rewards.append(score == step["reward"])
             if (step["action"] or "").startswith("search["):
                 pages.append(observation.text == step["observation"])

@@ -1,10 +1,12 @@
-"""What benchmarks/learner.py compares: this learner and a plain Hugging Face loop; TRL's trainer is in learner_trl.py.
+"""What benchmarks/learner.py compares: this learner and a plain Hugging Face loop; TRL's trainer is
+in learner_trl.py.
 
     loop = HfLoop(base, rows, pass_tokens=4096)
     grad_norm = loop.update()       # from the table: pad, forward, loss, backward, clip, AdamW; one update over all rows
 
-Rows, model, float32, loss (PPO-clip around the recorded log-probabilities, mean over the tokens of all rows) and optimizer
-(AdamW, clipped gradient) are the same for all, so the first update's gradient must have the same norm in all.
+Rows, model, float32, loss (PPO-clip around the recorded log-probabilities, mean over the tokens of
+all rows) and optimizer (AdamW, clipped gradient) are the same for all, so the first update's
+gradient must have the same norm in all.
 """
 
 from __future__ import annotations
@@ -20,41 +22,51 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from configs import LearnerConfig, LossConfig, ModelConfig
-from learner.batch import micro_batches
-from learner.engine import Engine
+from learner.data.micro_batch import micro_batches
+from learner.training.engine import Engine
 
 LEARNING_RATE, WEIGHT_DECAY, GRAD_CLIP, CLIP = 1e-6, 0.01, 1.0, 0.2
 NO_DUAL_CLIP = 1e9  # the others have none
 
 
 class Learner:
-    """This learner on one rank: the rows are packed, then `Engine` makes one update, with all its statistics."""
+    """This learner on one rank: the rows are packed, then `Engine` makes one update, with all its
+    statistics.
+    """
 
     def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int, merge_steps: bool) -> None:
         self.rows, self.pass_tokens, self.merge_steps = rows, pass_tokens, merge_steps
         self.engine = Engine(
             model_path=base,
             model=ModelConfig(),
-            learner=LearnerConfig(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, grad_clip=GRAD_CLIP),
+            learner=LearnerConfig(
+                learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, grad_clip=GRAD_CLIP
+            ),
             loss=LossConfig(corrections=[], clip_low=CLIP, clip_high=CLIP, dual_clip=NO_DUAL_CLIP),
             temperature=1.0,
             seed=0,
         )
 
     def update(self) -> float:
-        batches = micro_batches(self.rows, micro_batch_tokens=self.pass_tokens, merge_steps=self.merge_steps, ranks=1)
+        batches = micro_batches(
+            self.rows, micro_batch_tokens=self.pass_tokens, merge_steps=self.merge_steps, ranks=1
+        )
         (stats,) = self.engine.train([batches])
         return stats.grad_norm
 
 
 class HfLoop:
-    """What one writes in half an hour: rows padded on the right in the order they come, the logits of all positions."""
+    """What one writes in half an hour: rows padded on the right in the order they come, the logits
+    of all positions.
+    """
 
     def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int) -> None:
         self.rows, self.rows_per_pass = rows, rows_per_pass(rows, pass_tokens=pass_tokens)
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
 
     def update(self) -> float:
         records = self.rows.to_pylist()
@@ -68,12 +80,22 @@ class HfLoop:
 
     def _backward(self, records: Sequence[dict[str, Any]], n_response_tokens: int) -> None:
         ids_BT = _padded([row["prompt_ids"] + row["response_ids"] for row in records])
-        attended_BT = _padded([[1] * len(row["prompt_ids"] + row["response_ids"]) for row in records])
-        learned_BT = _padded([[0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"]) for row in records])
-        behaviour_BT = _padded([[0.0] * len(row["prompt_ids"]) + row["response_logprobs"] for row in records])
+        attended_BT = _padded(
+            [[1] * len(row["prompt_ids"] + row["response_ids"]) for row in records]
+        )
+        learned_BT = _padded(
+            [[0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"]) for row in records]
+        )
+        behaviour_BT = _padded(
+            [[0.0] * len(row["prompt_ids"]) + row["response_logprobs"] for row in records]
+        )
         advantages_B1 = torch.tensor([[row["advantage"]] for row in records])
         logits_BTV = self.model(input_ids=ids_BT, attention_mask=attended_BT).logits
-        logprobs_BT = torch.log_softmax(logits_BTV[:, :-1].float(), -1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        logprobs_BT = (
+            torch.log_softmax(logits_BTV[:, :-1].float(), -1)
+            .gather(-1, ids_BT[:, 1:, None])
+            .squeeze(-1)
+        )
         ratio_BT = torch.exp(logprobs_BT - behaviour_BT[:, 1:])
         clipped_BT = ratio_BT.clamp(1.0 - CLIP, 1.0 + CLIP)
         loss_BT = -torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
@@ -81,8 +103,12 @@ class HfLoop:
 
 
 def rows_per_pass(rows: pa.Table, *, pass_tokens: int) -> int:
-    """The largest power of two whose rows, padded to the longest of all, stay within `pass_tokens`; at least 1."""
-    lengths = pc.add(pc.list_value_length(rows["prompt_ids"]), pc.list_value_length(rows["response_ids"]))
+    """The largest power of two whose rows, padded to the longest of all, stay within `pass_tokens`;
+    at least 1.
+    """
+    lengths = pc.add(
+        pc.list_value_length(rows["prompt_ids"]), pc.list_value_length(rows["response_ids"])
+    )
     fitting = max(1, pass_tokens // pc.max(lengths).as_py())
     return min(1 << (fitting.bit_length() - 1), rows.num_rows)
 

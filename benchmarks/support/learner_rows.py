@@ -1,9 +1,11 @@
-"""The rows of benchmarks/learner.py: random tokens in the lengths of a real run, of longer text, all alike, or full histories.
+"""The rows of benchmarks/learner.py: random tokens in the lengths of a real run, of longer text,
+all alike, or full histories.
 
     rows = make_rows(MIXES["real"](rng, 256), rng=rng, vocabulary=1024)   # the columns that `micro_batches` reads
     rows = make_histories(32, rng=rng, vocabulary=1024)                   # step k + 1's prompt repeats step k's tokens
 
-A mix gives the prompts' and the responses' lengths of a number of rows, in random order, as many episodes at once make them.
+A mix gives the prompts' and the responses' lengths of a number of rows, in random order, as many
+episodes at once make them.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from numpy.typing import NDArray
 Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]  # of prompts and of responses, in tokens
 Mix = Callable[[np.random.Generator, int], Lengths]
 
-# Lengths of the 11,052 training rows of a quick-start run of 14 learner steps (configs/quickstart.yaml, seed 0):
+# Lengths of the 11,052 training rows of a quick-start run of 14 learner steps
+# (configs/quickstart.yaml, seed 0):
 #   SELECT len(prompt_ids) // 4 * 4, count(*) FROM steps WHERE split = 'train' GROUP BY 1
-# and the same of len(response_ids). Prompt and response, and prompts of one episode, are all but independent.
+# and the same of len(response_ids). Prompt and response, and prompts of one episode, are all but
+# independent.
 PROMPT_BIN_TOKENS = 4
 REAL_PROMPTS = {
     24: 6,
@@ -39,11 +43,28 @@ REAL_PROMPTS = {
     76: 152,
     80: 2,
 }
-REAL_RESPONSES = {1: 1, 2: 7, 3: 50, 4: 204, 5: 7215, 6: 287, 7: 3108, 8: 100, 9: 61, 10: 8, 11: 6, 12: 4, 13: 1}
-# Made up, in the limits of configs/alfworld_*.yaml: prompts with a few turns of history, answers that think first.
-LONG_PROMPTS, LONG_RESPONSES = (300, 0.7, 64, 2048), (60, 0.8, 8, 512)  # median, sigma of the logarithm, least, most
-# The real rows' means. Rows of them only, "equal", leave nothing to pad; those of "all_response" leave nothing else to save
-# either, as every token but the first is a response's and needs the output layer.
+REAL_RESPONSES = {
+    1: 1,
+    2: 7,
+    3: 50,
+    4: 204,
+    5: 7215,
+    6: 287,
+    7: 3108,
+    8: 100,
+    9: 61,
+    10: 8,
+    11: 6,
+    12: 4,
+    13: 1,
+}
+# Made up, in the limits of configs/alfworld_*.yaml: prompts with a few turns of history, answers
+# that think first.
+# median, sigma of the logarithm, least, most
+LONG_PROMPTS, LONG_RESPONSES = (300, 0.7, 64, 2048), (60, 0.8, 8, 512)
+# The real rows' means. Rows of them only, "equal", leave nothing to pad; those of "all_response"
+# leave nothing else to save either, as every token but the first is a response's and needs the
+# output layer.
 ROW_TOKENS, MEAN_RESPONSE_TOKENS = 56, 6
 # Of that run too: the first prompt, the mean response, an observation, and the steps of an episode.
 FIRST_PROMPT_TOKENS, OBSERVATION_TOKENS, EPISODE_STEPS = 45, 20, 11
@@ -66,34 +87,54 @@ def all_response(rng: np.random.Generator, n_rows: int) -> Lengths:
     return np.full(n_rows, 1), np.full(n_rows, ROW_TOKENS - 1)
 
 
-MIXES: dict[str, Mix] = {"equal": equal, "all_response": all_response, "real": real, "long_tail": long_tail}
+MIXES: dict[str, Mix] = {
+    "equal": equal,
+    "all_response": all_response,
+    "real": real,
+    "long_tail": long_tail,
+}
 
 
 def make_rows(lengths: Lengths, *, rng: np.random.Generator, vocabulary: int) -> pa.Table:
     prompts = [rng.integers(0, vocabulary, n).tolist() for n in lengths[0]]
     responses = [rng.integers(0, vocabulary, n).tolist() for n in lengths[1]]
     trajectories = [rng.bytes(16) for _ in prompts]
-    return _table(prompts, responses, trajectories, [0] * len(prompts), rng=rng, vocabulary=vocabulary)
+    return _table(
+        prompts, responses, trajectories, [0] * len(prompts), rng=rng, vocabulary=vocabulary
+    )
 
 
 def make_histories(n_episodes: int, *, rng: np.random.Generator, vocabulary: int) -> pa.Table:
-    """Episodes whose prompts are all that went before: step k + 1's begins with step k's prompt and response."""
+    """Episodes whose prompts are all that went before: step k + 1's begins with step k's prompt and
+    response.
+    """
     prompts, responses, trajectories, steps = [], [], [], []
     for _ in range(n_episodes):
-        trajectory, history = rng.bytes(16), rng.integers(0, vocabulary, FIRST_PROMPT_TOKENS).tolist()
+        trajectory, history = (
+            rng.bytes(16),
+            rng.integers(0, vocabulary, FIRST_PROMPT_TOKENS).tolist(),
+        )
         for step in range(EPISODE_STEPS):
             response = rng.integers(0, vocabulary, MEAN_RESPONSE_TOKENS).tolist()
             prompts.append(history)
             responses.append(response)
             trajectories.append(trajectory)
             steps.append(step)
-            history = [*history, *response, *rng.integers(0, vocabulary, OBSERVATION_TOKENS).tolist()]
+            history = [
+                *history,
+                *response,
+                *rng.integers(0, vocabulary, OBSERVATION_TOKENS).tolist(),
+            ]
     return _table(prompts, responses, trajectories, steps, rng=rng, vocabulary=vocabulary)
 
 
 def n_tokens(rows: pa.Table) -> int:
-    """Of prompts and responses, never padding, and in full histories each step's prompt in full: what all are credited with."""
-    return sum(pc.sum(pc.list_value_length(rows[name])).as_py() for name in ("prompt_ids", "response_ids"))
+    """Of prompts and responses, never padding, and in full histories each step's prompt in full:
+    what all are credited with.
+    """
+    return sum(
+        pc.sum(pc.list_value_length(rows[name])).as_py() for name in ("prompt_ids", "response_ids")
+    )
 
 
 def _table(
@@ -105,8 +146,13 @@ def _table(
     rng: np.random.Generator,
     vocabulary: int,
 ) -> pa.Table:
-    """Behaviour log-probabilities of a policy near the random model's, so that some ratios are clipped and most are not."""
-    behaviour = [(rng.normal(0.0, 0.1, len(ids)) - np.log(vocabulary)).astype(np.float32) for ids in responses]
+    """Behaviour log-probabilities of a policy near the random model's, so that some ratios are
+    clipped and most are not.
+    """
+    behaviour = [
+        (rng.normal(0.0, 0.1, len(ids)) - np.log(vocabulary)).astype(np.float32)
+        for ids in responses
+    ]
     return pa.table(
         {
             "traj_uid": pa.array(trajectories, pa.binary(16)),
@@ -125,6 +171,8 @@ def _drawn(rng: np.random.Generator, counts: Mapping[int, int], n: int) -> NDArr
     return rng.choice(values, size=n, p=weights / weights.sum())
 
 
-def _lognormal(rng: np.random.Generator, shape: tuple[float, float, int, int], n: int) -> NDArray[np.int64]:
+def _lognormal(
+    rng: np.random.Generator, shape: tuple[float, float, int, int], n: int
+) -> NDArray[np.int64]:
     median, sigma, least, most = shape
     return np.clip(rng.lognormal(np.log(median), sigma, n), least, most).astype(np.int64)

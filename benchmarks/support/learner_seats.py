@@ -1,4 +1,5 @@
-"""A fresh process for each contender of benchmarks/learner.py, in which it is measured apart from the others, update by update.
+"""A fresh process for each contender of benchmarks/learner.py, in which it is measured apart from
+the others, update by update.
 
     with seated({"ours": partial(Learner, base, rows, ...), "theirs": partial(HfLoop, base, rows, ...)}) as seats:
         for _ in range(7):
@@ -6,9 +7,10 @@
                 seat.update()
     seats["ours"].best_s, seats["ours"].peak_mib
 
-Times are CPU seconds of the contender's process, all its threads together, so that other programs do not count. The memory
-is what the process held at its peak beyond what it held when it was forked: weights, gradients, optimizer, activations. The
-parent has imported everything before, so imports count for nobody.
+Times are CPU seconds of the contender's process, all its threads together, so that other programs
+do not count. The memory is what the process held at its peak beyond what it held when it was
+forked: weights, gradients, optimizer, activations. The parent has imported everything before, so
+imports count for nobody.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Seat:
     name: str
     process: BaseProcess
     connection: Connection
-    seconds: list[float] = field(default_factory=list)  # CPU, of each update but the first, which warms up
+    # CPU, of each update but the first, which warms up
+    seconds: list[float] = field(default_factory=list)
     grad_norm: float | None = None  # of the first update
     peak_mib: float = 0.0  # so far
 
@@ -51,7 +54,9 @@ class Seat:
     def update(self) -> None:
         self.connection.send(None)
         if not self.connection.poll(PATIENCE_S):
-            raise TimeoutError(f"{self.name} made no update within {PATIENCE_S:g} s; give it fewer rows")
+            raise TimeoutError(
+                f"{self.name} made no update within {PATIENCE_S:g} s; give it fewer rows"
+            )
         try:
             seconds, grad_norm, self.peak_mib = self.connection.recv()
         except EOFError:

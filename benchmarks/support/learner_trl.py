@@ -1,12 +1,15 @@
-"""TRL's GRPO trainer without the generation: its own training loop, loss, gradient accumulation, clipping and optimizer.
+"""TRL's GRPO trainer without the generation: its own training loop, loss, gradient accumulation,
+clipping and optimizer.
 
     trl = TrlTrainer(base, rows, rows_per_pass=32, settings={})     # importing this needs trl
     grad_norm = trl.update()                                        # one optimizer step over all rows
 
-The trainer runs in a thread that is held before each optimizer step until `update` asks for it, so that the other contenders
-can be measured in between. It ends with its process. One method is replaced: `_generate_and_score_completions` returns the
-rows where TRL would generate, padded as TRL pads: prompts on the left, completions on the right, to the longest of all rows.
-What TRL does from `on_step_begin` to `on_step_end` is measured; loading its next batch (empty here) and logging are not.
+The trainer runs in a thread that is held before each optimizer step until `update` asks for it, so
+that the other contenders can be measured in between. It ends with its process. One method is
+replaced: `_generate_and_score_completions` returns the rows where TRL would generate, padded as TRL
+pads: prompts on the left, completions on the right, to the longest of all rows. What TRL does from
+`on_step_begin` to `on_step_end` is measured; loading its next batch (empty here) and logging are
+not.
 """
 
 from __future__ import annotations
@@ -33,13 +36,19 @@ ENDLESS_STEPS = 1_000_000
 class TrlTrainer:
     """Fixed rows, one optimizer step over all of them for each `update`."""
 
-    def __init__(self, base: Path, rows: pa.Table, *, rows_per_pass: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, base: Path, rows: pa.Table, *, rows_per_pass: int, settings: dict[str, Any]
+    ) -> None:
         """`settings` are more fields of GRPOConfig, such as max_grad_norm."""
         passes, remainder = divmod(rows.num_rows, rows_per_pass)
         if remainder:
-            raise ValueError(f"{rows.num_rows} rows in passes of {rows_per_pass} leave {remainder} over; TRL drops them")
+            raise ValueError(
+                f"{rows.num_rows} rows in passes of {rows_per_pass} leave {remainder} over; TRL "
+                "drops them"
+            )
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        os.environ.pop("LOCAL_RANK", None)  # DeepSpeed wants it; TRL would take this for one process of several
+        # DeepSpeed wants it; TRL would take this for one process of several
+        os.environ.pop("LOCAL_RANK", None)
         self._trainer = _FixedCompletions(
             model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
             args=GRPOConfig(
@@ -68,12 +77,16 @@ class TrlTrainer:
         )
         self._trainer.completions = _as_trl_pads(rows)
         self._training = ThreadPoolExecutor(1).submit(self._trainer.train)
-        self._training.add_done_callback(lambda _: self.done.release())  # it failed: `update` must not wait
+        # it failed: `update` must not wait
+        self._training.add_done_callback(lambda _: self.done.release())
 
     def update(self) -> float:
         self.go.release()
         if not self.done.acquire(timeout=PATIENCE_S):
-            raise TimeoutError(f"TRL's trainer did not finish an optimizer step within {PATIENCE_S:g} s; give it fewer rows")
+            raise TimeoutError(
+                f"TRL's trainer did not finish an optimizer step within {PATIENCE_S:g} s; give it "
+                "fewer rows"
+            )
         if self._training.done():
             self._training.result()
         return self._trainer.grad_norm
@@ -107,13 +120,21 @@ class _FixedCompletions(GRPOTrainer):
 
 def _as_trl_pads(rows: pa.Table) -> dict[str, torch.Tensor]:
     """Letters: B all rows, P the longest prompt, C the longest completion."""
-    prompts, responses, logprobs = (rows[name].to_pylist() for name in ("prompt_ids", "response_ids", "response_logprobs"))
-    prompts, responses, logprobs = ([torch.tensor(row) for row in column] for column in (prompts, responses, logprobs))
+    prompts, responses, logprobs = (
+        rows[name].to_pylist() for name in ("prompt_ids", "response_ids", "response_logprobs")
+    )
+    prompts, responses, logprobs = (
+        [torch.tensor(row) for row in column] for column in (prompts, responses, logprobs)
+    )
     return {
         "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
-        "prompt_mask": pad_sequence([torch.ones_like(row) for row in prompts], batch_first=True, padding_side="left"),
+        "prompt_mask": pad_sequence(
+            [torch.ones_like(row) for row in prompts], batch_first=True, padding_side="left"
+        ),
         "completion_ids": pad_sequence(responses, batch_first=True),
-        "completion_mask": pad_sequence([torch.ones_like(row) for row in responses], batch_first=True),
+        "completion_mask": pad_sequence(
+            [torch.ones_like(row) for row in responses], batch_first=True
+        ),
         "advantages": torch.tensor(rows["advantage"].to_pylist()),
         "old_per_token_logps": pad_sequence(logprobs, batch_first=True),
         "num_items_in_batch": torch.tensor(sum(len(row) for row in responses)),

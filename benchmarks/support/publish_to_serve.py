@@ -1,9 +1,11 @@
-"""How long from a learner's call to publish until a vLLM engine, in another process, has answered with the new weights.
+"""How long from a learner's call to publish until a vLLM engine, in another process, has answered
+with the new weights.
 
     times_ms = publish_to_serve(base, publishes=5, cores="0", directory=directory)
 
-The engine checks what it read against the digest that the learner recorded, and answers a request of PROMPT_TOKENS with one
-token of the new version before the clock stops. Not in it: how long a worker of a run takes to look for news.
+The engine checks what it read against the digest that the learner recorded, and answers a request
+of PROMPT_TOKENS with one token of the new version before the clock stops. Not in it: how long a
+worker of a run takes to look for news.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actors.concurrency import RequestGate
+from actors.inference.concurrency import RequestGate
+from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Prompt
-from actors.vllm_policy import VLLMPolicy
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
-from learner.directories import SyncedBehind
-from learner.engine import Engine
-from learner.publish import prune_versions, publish_weights
+from learner.files.atomic_directory import SyncedBehind
+from learner.publishing.publish import prune_versions, publish_weights
+from learner.training.engine import Engine
 
 PROMPT_TOKENS = 16
 PATIENCE_S = 120.0
@@ -30,22 +32,30 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def publish_to_serve(base: Path, *, publishes: int, cores: str, directory: Path) -> list[float]:
-    """Milliseconds of each publish but the first, which warms up. Start it in a process that has computed nothing yet."""
+    """Milliseconds of each publish but the first, which warms up. Start it in a process that has
+    computed nothing yet.
+    """
     ours, theirs = _FORK.Pipe()
     learner = _FORK.Process(target=_learn, args=(base, theirs), daemon=True)
     learner.start()
     try:
-        return asyncio.run(_measure(base, ours, publishes=publishes, cores=cores, directory=directory))[1:]
+        return asyncio.run(
+            _measure(base, ours, publishes=publishes, cores=cores, directory=directory)
+        )[1:]
     finally:
         learner.kill()
         learner.join()
 
 
-async def _measure(base: Path, learner: Connection, *, publishes: int, cores: str, directory: Path) -> list[float]:
+async def _measure(
+    base: Path, learner: Connection, *, publishes: int, cores: str, directory: Path
+) -> list[float]:
     policy = await VLLMPolicy.start(
         model_path=base,
         dtype="float32",
-        actors=ActorsConfig(max_response_tokens=1, max_model_tokens=256, kv_cache_gib=0.25, cpu_cores=cores),
+        actors=ActorsConfig(
+            max_response_tokens=1, max_model_tokens=256, kv_cache_gib=0.25, cpu_cores=cores
+        ),
         gate=RequestGate(8),
         stop_token_ids=(),
         stop=(),
@@ -64,7 +74,9 @@ async def _measure(base: Path, learner: Connection, *, publishes: int, cores: st
             answer = await policy.generate(prompt, seed=0, temperature=1.0)
             times_ms.append((time.perf_counter() - started_s) * 1e3)
             if answer.version_min != version:
-                raise RuntimeError(f"version {version} was published, but version {answer.version_min} answered")
+                raise RuntimeError(
+                    f"version {version} was published, but version {answer.version_min} answered"
+                )
     finally:
         await policy.close()
     return times_ms
@@ -78,8 +90,17 @@ def _ask(learner: Connection, path: Path | None) -> str:
 
 
 def _learn(base: Path, connection: Connection) -> None:
-    """Writes the weights to each path it is sent. None is the time between two publishes: they change, the disk catches up."""
-    engine = Engine(model_path=base, model=ModelConfig(), learner=LearnerConfig(), loss=LossConfig(), temperature=1.0, seed=0)
+    """Writes the weights to each path it is sent. None is the time between two publishes: they
+    change, the disk catches up.
+    """
+    engine = Engine(
+        model_path=base,
+        model=ModelConfig(),
+        learner=LearnerConfig(),
+        loss=LossConfig(),
+        temperature=1.0,
+        seed=0,
+    )
     behind = SyncedBehind()
     last: Path | None = None
     while True:
@@ -92,5 +113,7 @@ def _learn(base: Path, connection: Connection) -> None:
                 prune_versions(last.parent, keep=KEEP_VERSIONS)
             connection.send("")
         else:
-            connection.send(publish_weights(engine.weights(), path, source_dir=base, behind=behind, send=None))
+            connection.send(
+                publish_weights(engine.weights(), path, source_dir=base, behind=behind, send=None)
+            )
             last = path

@@ -1,4 +1,6 @@
-"""vLLM alone, in a process of its own, answering requests that our actors made before; for `rollout.py`."""
+"""vLLM alone, in a process of its own, answering requests that our actors made before; for
+`rollout.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
-from actors.concurrency import RequestGate
-from actors.vllm_policy import VLLMPolicy
+from actors.inference.concurrency import RequestGate
+from actors.inference.vllm_policy import VLLMPolicy
 from configs import Config
 
 
@@ -28,7 +30,9 @@ class RawVLLM:
     def __init__(self, config: Config, model_path: Path, *, in_flight: int, log_path: Path) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config, model_path, in_flight, log_path))
+        self._process = context.Process(
+            target=_serve, args=(theirs, config, model_path, in_flight, log_path)
+        )
         self._process.start()
 
     def wait_until_ready(self) -> None:
@@ -43,14 +47,19 @@ class RawVLLM:
         self._process.join()
 
 
-def _serve(pipe: Connection, config: Config, model_path: Path, in_flight: int, log_path: Path) -> None:
+def _serve(
+    pipe: Connection, config: Config, model_path: Path, in_flight: int, log_path: Path
+) -> None:
     asyncio.run(_answer(pipe, config, model_path, in_flight, log_path))
 
 
-async def _answer(pipe: Connection, config: Config, model_path: Path, in_flight: int, log_path: Path) -> None:
+async def _answer(
+    pipe: Connection, config: Config, model_path: Path, in_flight: int, log_path: Path
+) -> None:
     stops = GenerationConfig.from_pretrained(model_path).eos_token_id
     stop_token_ids = stops if isinstance(stops, list) else [stops]
-    policy = await VLLMPolicy.start(  # only for the engine: the same arguments, cores and environment as a worker's
+    # only for the engine: the same arguments, cores and environment as a worker's
+    policy = await VLLMPolicy.start(
         model_path=model_path,
         dtype=config.model.dtype,
         actors=config.actors,
@@ -66,13 +75,22 @@ async def _answer(pipe: Connection, config: Config, model_path: Path, in_flight:
     await policy.close()
 
 
-async def _generate(policy: VLLMPolicy, config: Config, requests: list[Request], *, in_flight: int) -> float:
-    """Tokens per second, until the last request is begun: after that there are fewer than `in_flight`."""
+async def _generate(
+    policy: VLLMPolicy, config: Config, requests: list[Request], *, in_flight: int
+) -> float:
+    """Tokens per second, until the last request is begun: after that there are fewer than
+    `in_flight`.
+    """
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    waiting, n_tokens, began_s, ended_s = list(enumerate(requests))[::-1], 0, time.perf_counter(), 0.0
+    waiting, n_tokens, began_s, ended_s = (
+        list(enumerate(requests))[::-1],
+        0,
+        time.perf_counter(),
+        0.0,
+    )
     run = f"{time.monotonic_ns()}"
 
     async def client() -> None:
@@ -89,7 +107,9 @@ async def _generate(policy: VLLMPolicy, config: Config, requests: list[Request],
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            async for output in policy._engine().generate(tokens_input(request.prompt_ids), params, f"{run}-{number}"):
+            async for output in policy._engine().generate(
+                tokens_input(request.prompt_ids), params, f"{run}-{number}"
+            ):
                 if waiting:
                     n_tokens += len(output.outputs[0].token_ids)
                     ended_s = time.perf_counter()

@@ -1,4 +1,6 @@
-"""A real worker with a real engine in Ray, fed by a real coordinator, and what it asked its engine for; for `rollout.py`."""
+"""A real worker with a real engine in Ray, fed by a real coordinator, and what it asked its engine
+for; for `rollout.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ import ray
 from support.raw_vllm import Request
 
 import configs
-from actors import CoordinatorActor, WorkerActor, WorkerSetup, request_seed
-from actors.weight_files import weight_files
+from actors import WorkerActor, WorkerSetup, request_seed
+from actors.inference.weight_files import weight_files
 from configs import Config
+from coordinator import CoordinatorActor
 from store import RunLayout, VersionRecord, files_digest, read_segments, write_open_sql
 
 ANSWER_TIMEOUT_S = 600.0
@@ -30,7 +33,9 @@ class Turn:
 
 
 class RealWorker:
-    """`turn()` has it play one batch of groups, as fast as it can; between turns admission is closed and it waits."""
+    """`turn()` has it play one batch of groups, as fast as it can; between turns admission is
+    closed and it waits.
+    """
 
     def __init__(self, config: Config, model_path: Path) -> None:
         self.config, self.model_path = config, model_path
@@ -47,7 +52,10 @@ class RealWorker:
         directory = self.layout.weights_dir(0)
         shutil.copytree(self.model_path, directory)
         record = VersionRecord(
-            version=0, path=self.layout.relative(directory), digest=files_digest(weight_files(directory)), learner_step=None
+            version=0,
+            path=self.layout.relative(directory),
+            digest=files_digest(weight_files(directory)),
+            learner_step=None,
         )
         ray.get(self.coordinator.publish.remote(record))
         self.running = self.worker.run.remote()
@@ -72,10 +80,16 @@ class RealWorker:
 
 
 def in_the_window(rows: pa.Table) -> Turn:
-    """Of the requests that were answered while the worker still began new groups: until then it had all it may have."""
+    """Of the requests that were answered while the worker still began new groups: until then it had
+    all it may have.
+    """
     starts_us = pc.cast(rows["t_start"], pa.int64()).to_numpy()
     ends_us = starts_us + rows["gen_us"].to_numpy()
-    firsts_us = pa.table({"group": rows["group_uid"], "start": starts_us}).group_by("group").aggregate([("start", "min")])
+    firsts_us = (
+        pa.table({"group": rows["group_uid"], "start": starts_us})
+        .group_by("group")
+        .aggregate([("start", "min")])
+    )
     begin_us, end_us = int(starts_us.min()), pc.max(firsts_us["start_min"]).as_py()
     chosen = [number for number in starts_us.argsort() if ends_us[number] <= end_us]
     picked = rows.take(chosen)

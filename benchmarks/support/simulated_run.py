@@ -1,8 +1,8 @@
 """One run with simulated workers and a simulated learner, by sleeping, for `async_vs_sync.py`.
 
-Three ways to run the same work with the same code: asynchronous; `max_staleness=0`; and lock-step, which is that with one more
-thing: no episode takes its next turn before every episode of the batch has had its answer, as in a loop over a vector of
-environments.
+Three ways to run the same work with the same code: asynchronous; `max_staleness=0`; and lock-step,
+which is that with one more thing: no episode takes its next turn before every episode of the batch
+has had its answer, as in a loop over a vector of environments.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configs
-from actors import Coordinator
-from actors.doubles import Delay, DelayedEnvironment, LocalHandle
-from actors.rollout import AsyncEnvironment
-from actors.simulation import SimulatedLearner, SimulatedSetup, SimulatedWorker
+from actors.rollout.episode import AsyncEnvironment
+from actors.simulation.components import SimulatedLearner, SimulatedSetup, SimulatedWorker
+from actors.simulation.fakes import Delay, DelayedEnvironment, LocalHandle
 from configs import Config
+from coordinator import Coordinator
 from envs import Observation, Task, Transition, environment_class
 from store import RunLayout, write_open_sql
 
-LOADING = Delay(median_s=0.02, sigma=0.0)  # of new weights; tens of milliseconds for a small model (benchmarks/generation.py)
+# of new weights; tens of milliseconds for a small model (benchmarks/generation.py)
+LOADING = Delay(median_s=0.02, sigma=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,14 +94,20 @@ class LockStep:
         return transition
 
 
-def simulate(directory: Path, pace: Pace, *, max_staleness: int, lock_step: bool, steps: int, warm_up: int) -> Timed:
-    """Plays and trains `warm_up + steps` learner steps in a new run at `directory`; the last `steps` of them count."""
+def simulate(
+    directory: Path, pace: Pace, *, max_staleness: int, lock_step: bool, steps: int, warm_up: int
+) -> Timed:
+    """Plays and trains `warm_up + steps` learner steps in a new run at `directory`; the last
+    `steps` of them count.
+    """
     config = make_config(directory, pace, max_staleness=max_staleness, steps=warm_up + steps)
     layout = RunLayout.create(directory, config_yaml=configs.to_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=max_staleness)
     coordinator = Coordinator(config, learns=True)
     try:
-        learner = asyncio.run(_play(config, pace, LocalHandle(coordinator, delay=None, seed=0), lock_step=lock_step))
+        learner = asyncio.run(
+            _play(config, pace, LocalHandle(coordinator, delay=None, seed=0), lock_step=lock_step)
+        )
         lineage = coordinator.catalog.snapshot({}).new_parts["lineage"].table
     finally:
         coordinator.close()
@@ -120,12 +127,19 @@ def make_config(directory: Path, pace: Pace, *, max_staleness: int, steps: int) 
         prompt=replace(config.prompt, template="compact"),
         actors=replace(config.actors, workers=pace.workers, groups_in_flight=1),
         algorithm=replace(config.algorithm, group_size=pace.group_size),
-        learner=replace(config.learner, groups_per_step=pace.groups_per_step, steps=steps, checkpoint_every=10**6),
+        learner=replace(
+            config.learner,
+            groups_per_step=pace.groups_per_step,
+            steps=steps,
+            checkpoint_every=10**6,
+        ),
         evaluation=replace(config.evaluation, every=0),
     )
 
 
-async def _play(config: Config, pace: Pace, handle: LocalHandle, *, lock_step: bool) -> SimulatedLearner:
+async def _play(
+    config: Config, pace: Pace, handle: LocalHandle, *, lock_step: bool
+) -> SimulatedLearner:
     setups = [
         SimulatedSetup(
             name=f"worker-{number}",
@@ -144,7 +158,8 @@ async def _play(config: Config, pace: Pace, handle: LocalHandle, *, lock_step: b
     learner = SimulatedLearner(config, handle, step_time=pace.step_time, seed=0)
     await learner.start()
     learning = asyncio.create_task(learner.run())
-    await asyncio.wait([learning, *running], return_when=asyncio.FIRST_COMPLETED)  # a worker ends by failing only
+    # a worker ends by failing only
+    await asyncio.wait([learning, *running], return_when=asyncio.FIRST_COMPLETED)
     for worker in workers:
         await worker.stop()
     await asyncio.gather(learning, *running)
@@ -155,7 +170,11 @@ def _environments(pace: Pace, *, lock_step: bool) -> Callable[[random.Random], A
     barrier = Barrier(pace.groups_per_step * pace.group_size)
 
     def make(source: random.Random) -> AsyncEnvironment:
-        environment = DelayedEnvironment(environment_class("key_room")({}), delay=pace.environment, source=source)
-        return LockStep(environment, barrier, max_steps=pace.max_steps) if lock_step else environment
+        environment = DelayedEnvironment(
+            environment_class("key_room")({}), delay=pace.environment, source=source
+        )
+        return (
+            LockStep(environment, barrier, max_steps=pace.max_steps) if lock_step else environment
+        )
 
     return make

@@ -1,4 +1,6 @@
-"""Runs that have grown, for benchmarks/store.py: many small segments, many groups, a reader left open."""
+"""Runs that have grown, for benchmarks/store.py: many small segments, many groups, a reader left
+open.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,19 @@ from pathlib import Path
 from support import store_load
 
 import store.reading.manifest as manifest
-from store import COMPACTION_POLICY, Catalog, RunLayout, Trajectory, export, uid, write_open_sql, write_segment
+from store import (
+    COMPACTION_POLICY,
+    Catalog,
+    RunLayout,
+    Trajectory,
+    export,
+    uid,
+    write_open_sql,
+    write_segment,
+)
 from store.clock import US_PER_S
+from store.maintenance.compact import merges
 from store.reading.reader import open_run
-from store.upkeep.compact import merges
 
 TOGETHER = 500  # commits that are synced at once, only to build a run sooner
 TOKENS = 20  # of a step, so that a segment is a small file
@@ -32,9 +43,14 @@ def new_run() -> Iterator[tuple[Catalog, RunLayout]]:
 
 
 def many_files(n_files: int, label: str) -> dict[str, float]:
-    """Return what a run of so many segments of one step costs: a reader's start, an export, its compaction."""
+    """Return what a run of so many segments of one step costs: a reader's start, an export, its
+    compaction.
+    """
     step = store_load.make_pool(seed=0)[0][0]
-    tokens = {name: getattr(step, name)[:TOKENS] for name in ("prompt_ids", "response_ids", "response_logprobs")}
+    tokens = {
+        name: getattr(step, name)[:TOKENS]
+        for name in ("prompt_ids", "response_ids", "response_logprobs")
+    }
     step = dataclasses.replace(step, terminated=True, **tokens)
     with new_run() as (catalog, layout):
         for first in range(0, n_files, TOGETHER):
@@ -57,7 +73,9 @@ def many_files(n_files: int, label: str) -> dict[str, float]:
 
 
 def commit_one(catalog: Catalog, layout: RunLayout, *, step: store_load.Step) -> None:
-    group = catalog.open_group(ordinal=None, task_id="t", split="train", size=1, purpose_version=None)
+    group = catalog.open_group(
+        ordinal=None, task_id="t", split="train", size=1, purpose_version=None
+    )
     trajectory = Trajectory(
         traj_uid=group.traj_uids[0],
         group_uid=group.group_uid,
@@ -75,12 +93,16 @@ def commit_one(catalog: Catalog, layout: RunLayout, *, step: store_load.Step) ->
 
 
 def export_ms(catalog: Catalog, layout: RunLayout, *, n_exports: int) -> float:
-    """Return the mean time of the last EXPORTS_TIMED exports, each of one more event and one more version."""
+    """Return the mean time of the last EXPORTS_TIMED exports, each of one more event and one more
+    version.
+    """
     newest = catalog.latest_version()
     first = 0 if newest is None else newest.version + 1
     spent_s = []
     for version in range(first, first + n_exports):
-        catalog.record_version(version=version, path=f"weights/v{version:06d}", digest="d", learner_step=None)
+        catalog.record_version(
+            version=version, path=f"weights/v{version:06d}", digest="d", learner_step=None
+        )
         catalog.log(component="w", what="x", detail="")
         started = time.perf_counter()
         export(catalog, layout)
@@ -90,7 +112,9 @@ def export_ms(catalog: Catalog, layout: RunLayout, *, n_exports: int) -> float:
 
 
 def reader_left_open(n_exports: int, label: str) -> dict[str, float]:
-    """Return what an export costs after so many, one a second by the store's clock, with a reader open since the first."""
+    """Return what an export costs after so many, one a second by the store's clock, with a reader
+    open since the first.
+    """
     real, seconds = manifest.now_us, iter(range(10**9))
     with new_run() as (catalog, layout):
         export(catalog, layout)
@@ -98,7 +122,11 @@ def reader_left_open(n_exports: int, label: str) -> dict[str, float]:
         manifest.now_us = lambda: start_us + next(seconds) * US_PER_S  # asked once an export
         try:
             with open_run(layout.root):
-                return {f"export_ms_reader_left_open_{label}": export_ms(catalog, layout, n_exports=n_exports)}
+                return {
+                    f"export_ms_reader_left_open_{label}": export_ms(
+                        catalog, layout, n_exports=n_exports
+                    )
+                }
         finally:
             manifest.now_us = real
 
@@ -111,10 +139,18 @@ def many_groups(n_groups: int, label: str) -> dict[str, float]:
                 """INSERT INTO grp (group_uid, split, ordinal, task_id, size, state, n_members, n_steps, n_won, return_sum,
                                     version_min, version_max, opened_lsn, opened_us)
                    VALUES (:group_uid, 'train', :ordinal, 't', 8, 'trained', 8, 320, 4, 4.0, 0, 0, 1, 1)""",
-                ({"group_uid": uid("growth", ordinal), "ordinal": ordinal} for ordinal in range(n_groups)),
+                (
+                    {"group_uid": uid("growth", ordinal), "ordinal": ordinal}
+                    for ordinal in range(n_groups)
+                ),
             )
             tx.touch("groups")
         started = time.perf_counter()
-        for ask in (catalog.counts, catalog.open_heldout, catalog.finished_evaluations, catalog.latest_metrics):
+        for ask in (
+            catalog.counts,
+            catalog.open_heldout,
+            catalog.finished_evaluations,
+            catalog.latest_metrics,
+        ):
             ask()
         return {f"status_ms_{label}": 1e3 * (time.perf_counter() - started)}

@@ -1,7 +1,8 @@
 """The rows of benchmarks/store.py and the processes that write them.
 
-Row model: about 40 steps an episode, 5.2 KB a step as Arrow; token ids are log-uniform behind a shared template, rooms are met
-again. Writers cycle a pool of 128 episodes with fresh uids. So compression is a model, not that of real traces.
+Row model: about 40 steps an episode, 5.2 KB a step as Arrow; token ids are log-uniform behind a
+shared template, rooms are met again. Writers cycle a pool of 128 episodes with fresh uids. So
+compression is a model, not that of real traces.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store import GroupRecord, RunLayout, Step, Trajectory, TrajectoryMeta, state_hash, to_table, uid, write_segment
+from store import (
+    GroupRecord,
+    RunLayout,
+    Step,
+    Trajectory,
+    TrajectoryMeta,
+    state_hash,
+    to_table,
+    uid,
+    write_segment,
+)
 from store.segments import encode, write_rows
 
 GROUP_SIZE, BATCH_GROUPS = 8, 16
@@ -34,12 +45,24 @@ def make_pool(seed: int) -> Pool:
     return [make_episode(rng, template=template, rooms=rooms) for _ in range(POOL_EPISODES)]
 
 
-def make_episode(rng: np.random.Generator, *, template: tuple[int, ...], rooms: list[str]) -> tuple[Step, ...]:
+def make_episode(
+    rng: np.random.Generator, *, template: tuple[int, ...], rooms: list[str]
+) -> tuple[Step, ...]:
     n_steps = int(rng.integers(*EPISODE_STEPS, endpoint=True))
-    return tuple(make_step(rng, index, n_steps=n_steps, template=template, rooms=rooms) for index in range(n_steps))
+    return tuple(
+        make_step(rng, index, n_steps=n_steps, template=template, rooms=rooms)
+        for index in range(n_steps)
+    )
 
 
-def make_step(rng: np.random.Generator, index: int, *, n_steps: int, template: tuple[int, ...], rooms: list[str]) -> Step:
+def make_step(
+    rng: np.random.Generator,
+    index: int,
+    *,
+    n_steps: int,
+    template: tuple[int, ...],
+    rooms: list[str],
+) -> Step:
     n_prompt, n_response = int(rng.integers(*PROMPT_TOKENS)), int(rng.integers(*RESPONSE_TOKENS))
     room = rooms[int(rng.integers(STATES))]
     return Step(
@@ -74,11 +97,16 @@ def log_uniform(rng: np.random.Generator, n: int) -> list[int]:
 
 def room_text(number: int) -> str:
     rng = np.random.default_rng(number)
-    things = [f"There is a {kind} thing behind door {door}." for door, kind in enumerate(rng.choice(["red", "old"], EXITS))]
+    things = [
+        f"There is a {kind} thing behind door {door}."
+        for door, kind in enumerate(rng.choice(["red", "old"], EXITS))
+    ]
     return f"You are in room {number}. {' '.join(things)}"
 
 
-def make_trajectories(group_uid: bytes, traj_uids: Sequence[bytes], task_id: str, pool: Pool) -> list[Trajectory]:
+def make_trajectories(
+    group_uid: bytes, traj_uids: Sequence[bytes], task_id: str, pool: Pool
+) -> list[Trajectory]:
     first = int.from_bytes(group_uid[:4], "little")
     return [
         Trajectory(
@@ -97,7 +125,8 @@ def make_trajectories(group_uid: bytes, traj_uids: Sequence[bytes], task_id: str
     ]
 
 
-# The writers. Each does one job at a time, asks the owner as it goes, and ends with the number of steps it handled.
+# The writers. Each does one job at a time, asks the owner as it goes, and ends with the number of
+# steps it handled.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +170,10 @@ def work(pipe: Connection, name: str) -> None:
 
 def invented(n_groups: int, pool: Pool) -> list[list[Trajectory]]:
     uids = [uid("invented", number) for number in range(n_groups)]
-    return [make_trajectories(g, [uid(g, member) for member in range(GROUP_SIZE)], "t", pool) for g in uids]
+    return [
+        make_trajectories(g, [uid(g, member) for member in range(GROUP_SIZE)], "t", pool)
+        for g in uids
+    ]
 
 
 def encode_only(writer: Writer, n_groups: int) -> int:
@@ -167,7 +199,9 @@ def to_store(writer: Writer, n_groups: int) -> int:
     n_steps = 0
     for _ in range(n_groups):
         group = writer.ask(Lease(worker=writer.name))
-        trajectories = make_trajectories(group.group_uid, group.traj_uids, group.task_id, writer.pool)
+        trajectories = make_trajectories(
+            group.group_uid, group.traj_uids, group.task_id, writer.pool
+        )
         segment = write_segment(writer.layout, trajectories, worker=writer.name, epoch=group.epoch)
         writer.ask(segment)
         n_steps += segment.n_steps
@@ -175,7 +209,9 @@ def to_store(writer: Writer, n_groups: int) -> int:
 
 
 def episodes_to_duckdb(writer: Writer, n_groups: int) -> int:
-    """The same rows for the owner of one database file, as Arrow over the pipe: each episode when it has ended."""
+    """The same rows for the owner of one database file, as Arrow over the pipe: each episode when
+    it has ended.
+    """
     episodes = [[episode] for group in invented(n_groups, writer.pool) for episode in group]
     return sum(to_duckdb(writer, to_table(episode)) for episode in episodes)
 
@@ -194,18 +230,29 @@ def to_duckdb(writer: Writer, table: pa.Table) -> int:
 
 
 def in_bulk(writer: Writer, n_files: int) -> int:
-    """Files as compaction leaves them, through the ordinary commit. Rows are taken from the pool as Arrow, not as Steps."""
-    episodes = make_trajectories(bytes(16), [uid("pool", number) for number in range(POOL_EPISODES)], "t", writer.pool)
+    """Files as compaction leaves them, through the ordinary commit. Rows are taken from the pool as
+    Arrow, not as Steps.
+    """
+    episodes = make_trajectories(
+        bytes(16), [uid("pool", number) for number in range(POOL_EPISODES)], "t", writer.pool
+    )
     rows, ends = to_table(episodes), np.cumsum([episode.n_steps for episode in episodes])
     n_steps = 0
     for _ in range(n_files):
         groups: list[GroupRecord] = writer.ask(NewGroups(number=GROUPS_PER_FILE))
-        chosen = np.random.default_rng(groups[0].ordinal).integers(0, POOL_EPISODES, GROUPS_PER_FILE * GROUP_SIZE)
+        chosen = np.random.default_rng(groups[0].ordinal).integers(
+            0, POOL_EPISODES, GROUPS_PER_FILE * GROUP_SIZE
+        )
         lengths = np.diff(ends, prepend=0)[chosen]
-        table = rows.take(np.concatenate([np.arange(ends[e] - n, ends[e]) for e, n in zip(chosen, lengths, strict=True)]))
+        table = rows.take(
+            np.concatenate(
+                [np.arange(ends[e] - n, ends[e]) for e, n in zip(chosen, lengths, strict=True)]
+            )
+        )
         members = [(group, member) for group in groups for member in range(GROUP_SIZE)]
         metas = tuple(
-            meta_of(episodes[e], group=group, member=member) for e, (group, member) in zip(chosen, members, strict=True)
+            meta_of(episodes[e], group=group, member=member)
+            for e, (group, member) in zip(chosen, members, strict=True)
         )
         columns = {
             "traj_uid": repeated([meta.traj_uid for meta in metas], lengths),
@@ -214,8 +261,12 @@ def in_bulk(writer: Writer, n_files: int) -> int:
             "member": pa.array(np.repeat([member for _, member in members], lengths), pa.int32()),
         }
         for name, column in columns.items():
-            table = table.set_column(table.column_names.index(name), table.schema.field(name), column)
-        segment = write_rows(writer.layout, table, trajectories=metas, worker=writer.name, epoch=groups[0].epoch)
+            table = table.set_column(
+                table.column_names.index(name), table.schema.field(name), column
+            )
+        segment = write_rows(
+            writer.layout, table, trajectories=metas, worker=writer.name, epoch=groups[0].epoch
+        )
         writer.ask(segment)
         n_steps += segment.n_steps
     return n_steps
@@ -223,7 +274,9 @@ def in_bulk(writer: Writer, n_files: int) -> int:
 
 def repeated(uids: list[bytes], lengths: np.ndarray) -> pa.Array:
     values = np.repeat(np.frombuffer(b"".join(uids), dtype="V16"), lengths)
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(values), [None, pa.py_buffer(values.tobytes())])
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(16), len(values), [None, pa.py_buffer(values.tobytes())]
+    )
 
 
 def meta_of(episode: Trajectory, *, group: GroupRecord, member: int) -> TrajectoryMeta:

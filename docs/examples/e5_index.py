@@ -3,7 +3,8 @@
     PYTHONPATH=docs/examples python -m e5_index corpus.jsonl          # once: writes corpus.jsonl.e5.npy beside it
     PYTHONPATH=docs/examples python -m envs.search.server --corpus corpus.jsonl --index e5_index:make
 
-E5_MODEL is a Hugging Face name or directory, intfloat/e5-base-v2 unless set. Embedding runs on a GPU where there is one.
+E5_MODEL is a Hugging Face name or directory, intfloat/e5-base-v2 unless set. Embedding runs on a
+GPU where there is one.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ class E5:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """[n, H], rows of length 1: the mean of a text's last states. E5 wants "query: " or "passage: " before a text."""
+        """[n, H], rows of length 1: the mean of a text's last states. E5 wants "query: " or
+        "passage: " before a text.
+        """
         parts = []
         for begin in range(0, len(texts), BATCH):
             batch = list(texts[begin : begin + BATCH])
-            tokens = self._tokenizer(batch, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+            tokens = self._tokenizer(
+                batch, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+            )
             tokens = tokens.to(self._device)
-            states, mask = self._model(**tokens).last_hidden_state, tokens["attention_mask"][..., None]
+            states, mask = (
+                self._model(**tokens).last_hidden_state,
+                tokens["attention_mask"][..., None],
+            )
             means = (states * mask).sum(1) / mask.sum(1)
             parts.append(torch.nn.functional.normalize(means, dim=1).float().cpu().numpy())
         return np.concatenate(parts)
@@ -50,13 +58,19 @@ def make(corpus: Path) -> Callable[[Sequence[str], int], list[list[tuple[str, fl
     ids = [passage.id for passage in read_corpus(corpus)]
     passages = np.load(embeddings(corpus), mmap_mode="r")
     if len(passages) != len(ids):
-        raise ValueError(f"{embeddings(corpus)} has {len(passages)} rows, {corpus} {len(ids)} passages; embed the corpus again")
+        raise ValueError(
+            f"{embeddings(corpus)} has {len(passages)} rows, {corpus} {len(ids)} passages; embed "
+            "the corpus again"
+        )
     e5 = E5()
 
     def search(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
         scores = e5.embed([f"query: {query}" for query in queries]) @ passages.T
         best = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
-        return [[(ids[row], float(own[row])) for row in rows] for rows, own in zip(best, scores, strict=True)]
+        return [
+            [(ids[row], float(own[row])) for row in rows]
+            for rows, own in zip(best, scores, strict=True)
+        ]
 
     return search
 

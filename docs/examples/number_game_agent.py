@@ -1,4 +1,6 @@
-"""An agent program: it guesses a number, with the openai client. docs/agent_programs.md says how it is trained."""
+"""An agent program: it guesses a number, with the openai client. docs/agent_programs.md says how it
+is trained.
+"""
 
 import re
 
@@ -13,15 +15,36 @@ class Agent:
 
     @classmethod
     def tasks(cls, split, options):
-        numbers = [n for n in range(1, options["highest"] + 1) if (n % 4 == 0) == (split == "heldout")]
-        return [Task(id=f"number-{n}", env_name="number_game", split=split, seed=n, data={"number": str(n)}) for n in numbers]
+        numbers = [
+            n for n in range(1, options["highest"] + 1) if (n % 4 == 0) == (split == "heldout")
+        ]
+        return [
+            Task(
+                id=f"number-{n}",
+                env_name="number_game",
+                split=split,
+                seed=n,
+                data={"number": str(n)},
+            )
+            for n in numbers
+        ]
 
     def run(self, task, client):
-        model = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)  # the one line that was changed
+        # the one line that was changed
+        model = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
         number = int(task.data["number"])
-        messages = [{"role": "user", "content": f"Guess my number from 1 to {self.highest}. Reply with a number."}]
+        messages = [
+            {
+                "role": "user",
+                "content": f"Guess my number from 1 to {self.highest}. Reply with a number.",
+            }
+        ]
         for _ in range(self.guesses):
-            reply = model.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+            reply = (
+                model.chat.completions.create(model="policy", messages=messages)
+                .choices[0]
+                .message.content
+            )
             found = re.search(r"\d{1,6}", reply)
             if found is None:
                 hint = "That is no number."

@@ -1,7 +1,9 @@
-"""The figure of docs/algorithms.md from any run: python docs/figures/make_figures.py RUN [--output FILE.svg]
+"""The figure of docs/algorithms.md from any run: python docs/figures/make_figures.py RUN [--output
+FILE.svg]
 
-Needs matplotlib, which nothing else here does: pip install matplotlib. RUN may be training. Both panels are over the groups
-that were trained on, under the published settings but for what a panel varies.
+Needs matplotlib, which nothing else here does: pip install matplotlib. RUN may be training. Both
+panels are over the groups that were trained on, under the published settings but for what a panel
+varies.
 """
 
 from __future__ import annotations
@@ -29,31 +31,41 @@ NORMALISATIONS = ("mean", "mean_std")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", help="a run directory")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("estimators.svg"))
     options = parser.parse_args()
-    with store.open(options.run) as reader:
+    with store.open_run(options.run) as reader:
         steps = reader.sql(STEPS, timeout_s=QUERY_TIMEOUT_S)
     if not len(steps):
         raise SystemExit(f"error: {options.run} has not trained on a group yet; try again later")
-    # Text stays text and ids are not random, so the file is small and the same steps give the same bytes.
+    # Text stays text and ids are not random, so the file is small and the same steps give the same
+    # bytes.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "figure", "font.size": 9}
     figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     draw_correlations(left, steps)
     draw_shares(right, steps)
-    figure.savefig(options.output, metadata={"Date": None} if options.output.suffix == ".svg" else None)
+    figure.savefig(
+        options.output, metadata={"Date": None} if options.output.suffix == ".svg" else None
+    )
     print(f"{len(steps)} steps in {options.output}")
 
 
 def draw_correlations(axes: Axes, steps: pa.Table) -> None:
     """Correlation of every estimator's advantages with every other's."""
-    advantages = [compute_advantages(steps, replace(PUBLISHED_SETTINGS, estimator=name))["advantage"] for name in ESTIMATORS]
+    advantages = [
+        compute_advantages(steps, replace(PUBLISHED_SETTINGS, estimator=name))["advantage"]
+        for name in ESTIMATORS
+    ]
     correlations = np.corrcoef([column.to_numpy() for column in advantages])
     print(np.array2string(correlations, precision=3, suppress_small=True))
     upper = np.triu(np.ones_like(correlations, bool), k=1)  # the other half says the same
-    axes.pcolormesh(np.ma.array(correlations, mask=upper), vmin=0.0, vmax=1.0, cmap="Blues", edgecolor="white")
+    axes.pcolormesh(
+        np.ma.array(correlations, mask=upper), vmin=0.0, vmax=1.0, cmap="Blues", edgecolor="white"
+    )
     for row, column in np.argwhere(~upper):
         value = correlations[row, column]
         colour = "white" if value > 0.6 else "black"

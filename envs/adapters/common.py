@@ -1,5 +1,5 @@
-"""Options and tasks of environments that know nothing of splits: tasks are seeds, and which split a seed is of is said in the
-options.
+"""Options and tasks of environments that know nothing of splits: tasks are seeds, and which split a
+seed is of is said in the options.
 """
 
 from __future__ import annotations
@@ -11,21 +11,35 @@ from typing import Any
 from envs.base import Task
 from envs.options import OptionsError, check_options, check_split
 
-BEGIN = "Nothing has happened yet."  # the first observation where all there is to see is the objective
+# the first observation where all there is to see is the objective
+BEGIN = "Nothing has happened yet."
 PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"}
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "action": (lambda value: isinstance(value, str) and "{action}" in value, "a text with {action} in it"),
-    "imports": (lambda value: isinstance(value, Sequence) and not isinstance(value, str), "a list of modules"),
+    "action": (
+        lambda value: isinstance(value, str) and "{action}" in value,
+        "a text with {action} in it",
+    ),
+    "imports": (
+        lambda value: isinstance(value, Sequence) and not isinstance(value, str),
+        "a list of modules",
+    ),
     "anchor": (lambda value: value in ("suffix", "observation"), "'suffix' or 'observation'"),
     "shows": (lambda value: value in ("anchor", "text"), "'anchor' or 'text'"),
     "manager": (lambda value: isinstance(value, str) and ":" in value, "module:name"),
-    "win_at": (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"),
+    "win_at": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+        "a number",
+    ),
 }
 SEEDS = ("train_seeds", "heldout_seeds")  # each [first, last + 1]
 
 
-def adapter_options(adapter: str, options: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
-    """As `check_options`; those that several adapters have are also what they must be. Raises OptionsError, in one line."""
+def adapter_options(
+    adapter: str, options: Mapping[str, object], known: Collection[str]
+) -> dict[str, Any]:
+    """As `check_options`; those that several adapters have are also what they must be. Raises
+    OptionsError, in one line.
+    """
     given = check_options(adapter, options, known)
     for name, (is_right, must_be) in KINDS.items():
         if name in given and not is_right(given[name]):
@@ -33,26 +47,36 @@ def adapter_options(adapter: str, options: Mapping[str, object], known: Collecti
     return given
 
 
-def seeded_tasks(adapter: str, split: str, options: Mapping[str, object], *, name: str) -> list[Task]:
+def seeded_tasks(
+    adapter: str, split: str, options: Mapping[str, object], *, name: str
+) -> list[Task]:
     """A task for each seed of the split's range. `name` is the wrapped environment's."""
     check_split(split)
     ranges = {key.removesuffix("_seeds"): _seeds(adapter, key, options[key]) for key in SEEDS}
     train, heldout = ranges["train"], ranges["heldout"]
     if train.start < heldout.stop and heldout.start < train.stop:
         raise OptionsError(
-            f"{adapter} options train_seeds={[train.start, train.stop]} and heldout_seeds={[heldout.start, heldout.stop]} "
+            f"{adapter} options train_seeds={[train.start, train.stop]} and "
+            f"heldout_seeds={[heldout.start, heldout.stop]} "
             "have seeds in common; keep them apart"
         )
-    return [Task(id=f"{adapter}-{name}-{split}-{seed}", env_name=adapter, split=split, seed=seed) for seed in ranges[split]]
+    return [
+        Task(id=f"{adapter}-{name}-{split}-{seed}", env_name=adapter, split=split, seed=seed)
+        for seed in ranges[split]
+    ]
 
 
 def installed(adapter: str, module: str) -> Any:
-    """The module of a package that not everybody has. Raises ValueError, in one line that says how to get it."""
+    """The module of a package that not everybody has. Raises ValueError, in one line that says how
+    to get it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = PACKAGES[adapter]
-        raise ValueError(f"environment {adapter!r} needs the package {package} ({error}): pip install {package}") from error
+        raise ValueError(
+            f"environment {adapter!r} needs the package {package} ({error}): pip install {package}"
+        ) from error
 
 
 def import_all(adapter: str, modules: Sequence[str]) -> None:
@@ -61,14 +85,21 @@ def import_all(adapter: str, modules: Sequence[str]) -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ValueError(f"{adapter} option imports={list(modules)}: {error}; is it on PYTHONPATH?") from error
+            raise ValueError(
+                f"{adapter} option imports={list(modules)}: {error}; is it on PYTHONPATH?"
+            ) from error
 
 
 def _seeds(adapter: str, key: str, value: object) -> range:
-    if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(bound, int) for bound in value):
+    if (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(isinstance(bound, int) for bound in value)
+    ):
         first, end = value
         if 0 <= first < end:
             return range(first, end)
     raise OptionsError(
-        f"{adapter} option {key}={value!r} must be [first, end], two whole numbers: first, first + 1 ... end - 1"
+        f"{adapter} option {key}={value!r} must be [first, end], two whole numbers: first, first + "
+        "1 ... end - 1"
     )

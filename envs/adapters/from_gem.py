@@ -1,11 +1,13 @@
 r"""Environments of GEM (gem-llm): Gymnasium's five answers, with text for observations and actions.
 
-Options: `id`, `kwargs` (as `gem.make` takes them), `imports` (modules that register games of their own), `action` (how an
-action is given to the game, such as "\boxed{{action}}": {action} stands for it), `anchor` ("suffix" for games that end what
-they say with their board, which is then what tells states apart; else "observation"), `win_at` (an episode is won when it ends
-with a reward of at least this), `train_seeds`, `heldout_seeds`.
+Options: `id`, `kwargs` (as `gem.make` takes them), `imports` (modules that register games of their
+own), `action` (how an action is given to the game, such as "\boxed{{action}}": {action} stands for
+it), `anchor` ("suffix" for games that end what they say with their board, which is then what tells
+states apart; else "observation"), `win_at` (an episode is won when it ends with a reward of at
+least this), `train_seeds`, `heldout_seeds`.
 
-What a game says at its beginning, its rules, is the objective. It does not say whether it understood an action.
+What a game says at its beginning, its rules, is the objective. It does not say whether it
+understood an action.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ class GemEnv:
         return self._observe("", info)
 
     def step(self, action: str) -> Transition:
-        text, reward, terminated, truncated, info = self._env.step(self._options["action"].replace("{action}", action))
+        text, reward, terminated, truncated, info = self._env.step(
+            self._options["action"].replace("{action}", action)
+        )
         return Transition(
             observation=self._observe(text, info),
             reward=float(reward),
-            terminated=bool(terminated) and not truncated,  # at their limit of turns its games say both
+            # at their limit of turns its games say both
+            terminated=bool(terminated) and not truncated,
             truncated=bool(truncated),
             won=bool(terminated or truncated) and float(reward) >= self._options["win_at"],
         )
@@ -52,4 +57,8 @@ class GemEnv:
         # What stands before a board counts the turns, and would make every state another.
         suffix = info.get("suffix")
         anchor = suffix if self._options["anchor"] == "suffix" else None
-        return Observation(text="\n".join(filter(None, (text, suffix))) or BEGIN, objective=self._rules, anchor=anchor)
+        return Observation(
+            text="\n".join(filter(None, (text, suffix))) or BEGIN,
+            objective=self._rules,
+            anchor=anchor,
+        )

@@ -1,12 +1,15 @@
-"""Any Gymnasium environment with discrete actions, each of which is given a name, or with actions that are text.
+"""Any Gymnasium environment with discrete actions, each of which is given a name, or with actions
+that are text.
 
-Options: `id`, `kwargs` (both as `gymnasium.make` takes them), `task_kwargs` ("module:function" that makes more of them from a
-task's seed, such as a map of its own; "" for none), `render` ("observation", "ansi", or "module:function" of the environment
-and its observation, which gives the text), `actions` (a name for each action, in order; [] for a space of texts), `objective`,
-`win_at` (an episode is won when it ends by its own rules with a reward of at least this), `train_seeds`, `heldout_seeds`.
+Options: `id`, `kwargs` (both as `gymnasium.make` takes them), `task_kwargs` ("module:function" that
+makes more of them from a task's seed, such as a map of its own; "" for none), `render`
+("observation", "ansi", or "module:function" of the environment and its observation, which gives the
+text), `actions` (a name for each action, in order; [] for a space of texts), `objective`, `win_at`
+(an episode is won when it ends by its own rules with a reward of at least this), `train_seeds`,
+`heldout_seeds`.
 
-An action that is none of the names, or that `info["action_mask"]` forbids, is not carried out: nothing changes, and `valid` is
-False.
+An action that is none of the names, or that `info["action_mask"]` forbids, is not carried out:
+nothing changes, and `valid` is False.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from envs.base import Observation, Task, Transition
 from envs.options import find
 
 OPTIONS = ("id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", *SEEDS)
-HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")  # how "ansi" shows where the player is: in colour
+# how "ansi" shows where the player is: in colour
+HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 
 
 class GymnasiumEnv:
@@ -28,7 +32,9 @@ class GymnasiumEnv:
         self._options = adapter_options("gymnasium", options, OPTIONS)
         self._gymnasium = installed("gymnasium", "gymnasium")
         render, task_kwargs = self._options["render"], self._options["task_kwargs"]
-        self._render = find("gymnasium", "render", render) if render not in ("observation", "ansi") else None
+        self._render = (
+            find("gymnasium", "render", render) if render not in ("observation", "ansi") else None
+        )
         self._task_kwargs = find("gymnasium", "task_kwargs", task_kwargs) if task_kwargs else None
         self._env: Any = None
         self._made_for: int | None = None  # seed
@@ -48,7 +54,14 @@ class GymnasiumEnv:
 
     def step(self, action: str) -> Transition:
         if self._options["actions"] and action not in (self._seen.actions or ()):
-            return Transition(observation=self._seen, reward=0.0, terminated=False, truncated=False, won=False, valid=False)
+            return Transition(
+                observation=self._seen,
+                reward=0.0,
+                terminated=False,
+                truncated=False,
+                won=False,
+                valid=False,
+            )
         state, reward, terminated, truncated, info = self._env.step(self._action(action))
         return Transition(
             observation=self._observe(state, info),
@@ -64,7 +77,10 @@ class GymnasiumEnv:
             self._env = None
 
     def _make(self, seed: int) -> Any:
-        kwargs = {**self._options["kwargs"], **(self._task_kwargs(seed) if self._task_kwargs else {})}
+        kwargs = {
+            **self._options["kwargs"],
+            **(self._task_kwargs(seed) if self._task_kwargs else {}),
+        }
         if self._options["render"] == "ansi":
             kwargs["render_mode"] = "ansi"
         return self._gymnasium.make(self._options["id"], **kwargs)
@@ -74,14 +90,25 @@ class GymnasiumEnv:
         space, seen = self._env.action_space, self._env.observation_space
         if isinstance(space, spaces.Discrete):
             if len(names) != space.n:
-                raise ValueError(f"gymnasium option actions={names}: {name} has {space.n} actions; give each a name")
+                raise ValueError(
+                    f"gymnasium option actions={names}: {name} has {space.n} actions; give each a "
+                    "name"
+                )
         elif not isinstance(space, spaces.Text):
-            raise ValueError(f"gymnasium environment {name} has actions {space}; wrap it so that they are Discrete or Text")
-        elif names:
-            raise ValueError(f"gymnasium option actions={names}: those of {name} are any text; use []")
-        if self._options["render"] == "observation" and not isinstance(seen, spaces.Discrete | spaces.Text):
             raise ValueError(
-                f"gymnasium option render=observation: {name} observes {seen}, no text; use ansi or module:function"
+                f"gymnasium environment {name} has actions {space}; wrap it so that they are "
+                "Discrete or Text"
+            )
+        elif names:
+            raise ValueError(
+                f"gymnasium option actions={names}: those of {name} are any text; use []"
+            )
+        if self._options["render"] == "observation" and not isinstance(
+            seen, spaces.Discrete | spaces.Text
+        ):
+            raise ValueError(
+                f"gymnasium option render=observation: {name} observes {seen}, no text; use ansi "
+                "or module:function"
             )
 
     def _action(self, action: str) -> Any:
@@ -94,8 +121,11 @@ class GymnasiumEnv:
         self._seen = Observation(
             text=self._text(state),
             objective=self._options["objective"],
-            # The text may tell more than the state, such as the last move: two ways into a state lead to one state.
-            anchor=str(state) if isinstance(self._env.observation_space, self._gymnasium.spaces.Discrete) else None,
+            # The text may tell more than the state, such as the last move: two ways into a state
+            # lead to one state.
+            anchor=str(state)
+            if isinstance(self._env.observation_space, self._gymnasium.spaces.Discrete)
+            else None,
             actions=allowed if names else None,
         )
         return self._seen

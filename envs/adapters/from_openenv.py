@@ -1,12 +1,13 @@
 """Environments of OpenEnv, behind their server's WebSocket: one session is one environment.
 
-Options: `url`, `action_field` (of the action the server takes: {action_field: text}), `text_field` (of the observation it
-answers with), `objective`, `win_at` (an episode is won when it ends with a reward of at least this), `train_seeds`,
-`heldout_seeds` (given to the environment's `reset`; one that does not heed them plays another task in each episode of a
-group).
+Options: `url`, `action_field` (of the action the server takes: {action_field: text}), `text_field`
+(of the observation it answers with), `objective`, `win_at` (an episode is won when it ends with a
+reward of at least this), `train_seeds`, `heldout_seeds` (given to the environment's `reset`; one
+that does not heed them plays another task in each episode of a group).
 
-The server runs anywhere. Its messages are spoken here, as openenv-core would bring 40 packages that only a server needs. It
-does not say whether an episode ended or was cut off, nor whether it understood an action.
+The server runs anywhere. Its messages are spoken here, as openenv-core would bring 40 packages that
+only a server needs. It does not say whether an episode ended or was cut off, nor whether it
+understood an action.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from envs.adapters.common import SEEDS, adapter_options, seeded_tasks
 from envs.base import Observation, Task, Transition
-from envs.closing import close_soon
+from envs.hosting.closing import close_soon
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,7 +44,9 @@ class OpenEnvEnv:
             import aiohttp  # here, because who only lists tasks needs none of it
 
             self._session = aiohttp.ClientSession()
-            self._socket = await self._session.ws_connect(f"{str(self._options['url']).rstrip('/')}/ws")
+            self._socket = await self._session.ws_connect(
+                f"{str(self._options['url']).rstrip('/')}/ws"
+            )
         return self._observe(await self._ask("reset", {"seed": task.seed}))
 
     async def step(self, action: str) -> Transition:
@@ -75,5 +78,7 @@ class OpenEnvEnv:
     def _observe(self, answer: Mapping[str, Any]) -> Observation:
         field, seen = self._options["text_field"], answer["observation"]
         if field not in seen:
-            raise ValueError(f"openenv option text_field={field!r} is none of the observation's: {sorted(seen)}")
+            raise ValueError(
+                f"openenv option text_field={field!r} is none of the observation's: {sorted(seen)}"
+            )
         return Observation(text=str(seen[field]), objective=self._options["objective"])

@@ -1,12 +1,14 @@
-"""Environments of SkyRL-gym, whose tasks are the rows of a data set: a chat to begin with, and what the answer is judged by.
+"""Environments of SkyRL-gym, whose tasks are the rows of a data set: a chat to begin with, and what
+the answer is judged by.
 
-Options: `id`, `env_config` (both as `skyrl_gym.make` takes them), `imports` (modules that register environments of their own),
-`train_file`, `heldout_file` (JSON lines; `prompt` is a list of chat messages, all other keys are given to the environment as
-its extras), `action` (how an action is given to the environment, such as "<answer>{action}</answer>": {action} stands for it),
-`win_at` (an episode is won when it ends with a reward of at least this).
+Options: `id`, `env_config` (both as `skyrl_gym.make` takes them), `imports` (modules that register
+environments of their own), `train_file`, `heldout_file` (JSON lines; `prompt` is a list of chat
+messages, all other keys are given to the environment as its extras), `action` (how an action is
+given to the environment, such as "<answer>{action}</answer>": {action} stands for it), `win_at` (an
+episode is won when it ends with a reward of at least this).
 
-The chat to begin with is the objective. Such an environment does not say whether an episode ended or was cut off, nor whether
-it understood an action.
+The chat to begin with is the objective. Such an environment does not say whether an episode ended
+or was cut off, nor whether it understood an action.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ class SkyRLGymEnv:
         given = adapter_options("skyrl_gym", options, OPTIONS)
         check_split(split)
         return [
-            Task(id=f"skyrl_gym-{given['id']}-{split}-{n}", env_name="skyrl_gym", split=split, seed=n, data={"row": line})
+            Task(
+                id=f"skyrl_gym-{given['id']}-{split}-{n}",
+                env_name="skyrl_gym",
+                split=split,
+                seed=n,
+                data={"row": line},
+            )
             for n, line in enumerate(_rows(Path(given[f"{split}_file"])))
         ]
 
@@ -72,7 +80,9 @@ class SkyRLGymEnv:
 
 
 def _rows(path: Path) -> Iterator[str]:
-    """The lines of the file, each of which is a row. Raises ValueError that names the first one that is none."""
+    """The lines of the file, each of which is a row. Raises ValueError that names the first one
+    that is none.
+    """
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -80,7 +90,10 @@ def _rows(path: Path) -> Iterator[str]:
             except ValueError:
                 row = None
             if not isinstance(row, dict) or not isinstance(row.get("prompt"), list):
-                raise ValueError(f"skyrl_gym: {path} line {number} is no JSON object with a list `prompt`: {line[:60]!r}")
+                raise ValueError(
+                    f"skyrl_gym: {path} line {number} is no JSON object with a list `prompt`: "
+                    f"{line[:60]!r}"
+                )
             yield line
 
 

@@ -1,4 +1,6 @@
-"""Gymnasium's FrozenLake and Taxi in words, for the options `render` and `task_kwargs` of `from_gymnasium.py`."""
+"""Gymnasium's FrozenLake and Taxi in words, for the options `render` and `task_kwargs` of
+`from_gymnasium.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,19 @@ def lake(env: Any, state: int) -> str:
 
 
 def taxi(env: Any, state: int) -> str:
-    """Where the taxi, the passenger and the destination are. Walls are in the list of actions: `info["action_mask"]`."""
+    """Where the taxi, the passenger and the destination are. Walls are in the list of actions:
+    `info["action_mask"]`.
+    """
     row, column, passenger, destination = env.decode(state)
-    waits = "in the taxi" if passenger == IN_TAXI else f"at the {PLACES[passenger]} stop, {_cell(*env.locs[passenger])}"
+    waits = (
+        "in the taxi"
+        if passenger == IN_TAXI
+        else f"at the {PLACES[passenger]} stop, {_cell(*env.locs[passenger])}"
+    )
     stop = f"the {PLACES[destination]} stop, {_cell(*env.locs[destination])}"
-    return f"The taxi is in {_cell(row, column)}. The passenger is {waits}. The destination is {stop}."
+    return (
+        f"The taxi is in {_cell(row, column)}. The passenger is {waits}. The destination is {stop}."
+    )
 
 
 def _cell(row: int, column: int) -> str:

@@ -1,7 +1,8 @@
 """One game being played: the planner holds the state, `texts.py` the words.
 
-TextWorld's PddlEnv does the same with its own classes; what is said, paid and listed here is equal to what it says, pays and
-lists, and a test plays both side by side. Only the commands and texts that are asked for are made.
+TextWorld's PddlEnv does the same with its own classes; what is said, paid and listed here is equal
+to what it says, pays and lists, and a test plays both side by side. Only the commands and texts
+that are asked for are made.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from envs.alfworld.translation import Translation
 
 INTRO = "#intro#"
 NOTHING_HAPPENS = "Nothing happens."
-# The planner's library keeps a game in its global variables, so each game in play has a copy of its own, and a copy that has
-# been loaded cannot be unloaded: 6 MB for ever. So copies are handed on, never made anew while one is free.
+# The planner's library keeps a game in its global variables, so each game in play has a copy of its
+# own, and a copy that has been loaded cannot be unloaded: 6 MB for ever. So copies are handed on,
+# never made anew while one is free.
 _free_libraries: list[Any] = []
 
 
@@ -80,11 +82,15 @@ class Engine:
         for operator in operators:
             name, binding = self._split(operator)
             # Of operators with the same words the first one counts.
-            self._operators.setdefault(self._say(self._game.language.commands[name], binding), operator)
+            self._operators.setdefault(
+                self._say(self._game.language.commands[name], binding), operator
+            )
 
     def _split(self, operator: Any) -> tuple[str, dict[Placeholder, str]]:
         name, *arguments = operator.name.split()
         return name, dict(zip(self._game.parameters[name], arguments, strict=False))
 
     def _say(self, text: str, binding: dict[Placeholder, str]) -> str:
-        return self._game.language.say(text, binding, facts=self._facts, entities=self._game.entities)
+        return self._game.language.say(
+            text, binding, facts=self._facts, entities=self._game.entities
+        )

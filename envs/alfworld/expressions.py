@@ -1,11 +1,13 @@
-"""Evaluates the expressions in a grammar, such as `o.indefinite + ' ' + o.name`, without running them as Python.
+"""Evaluates the expressions in a grammar, such as `o.indefinite + ' ' + o.name`, without running
+them as Python.
 
     read = parse_expression("r.name or r.id")
     text = read({"r": entity})
 
-TextWorld's own evaluator gives them to Python's `eval`, so a game file could do whatever the process
-may do. Taking the builtins away would not help: every object leads back to them. Only what ALFWorld's
-grammar is written with is read here: an entity, one of its texts, quoted text, `+` and `or`.
+TextWorld's own evaluator gives them to Python's `eval`, so a game file could do whatever the
+process may do. Taking the builtins away would not help: every object leads back to them. Only what
+ALFWorld's grammar is written with is read here: an entity, one of its texts, quoted text, `+` and
+`or`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Callable, Mapping
 
 # Of TextWorld's EntityInfo, those that are text.
 READABLE = frozenset({"id", "type", "name", "noun", "adj", "definite", "indefinite", "desc"})
-MAX_CHARACTERS = 200  # ALFWorld's longest expression has 29; Python's parser fails on one that is nested too deeply
+# ALFWorld's longest expression has 29; Python's parser fails on one that is nested too deeply
+MAX_CHARACTERS = 200
 TAKES = "it takes an entity, its name, quoted text, + and `or`"
 
 Names = Mapping[str, object]  # entities by the name that the grammar has bound
@@ -23,9 +26,14 @@ Read = Callable[[Names], object]
 
 
 def parse_expression(expression: str) -> Read:
-    """Return the function that gives the expression's value. Raises ValueError for one that does anything else."""
+    """Return the function that gives the expression's value. Raises ValueError for one that does
+    anything else.
+    """
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"alfworld: the grammar's expression {expression[:60]!r}... has over {MAX_CHARACTERS} characters")
+        raise ValueError(
+            f"alfworld: the grammar's expression {expression[:60]!r}... has over {MAX_CHARACTERS} "
+            "characters"
+        )
     try:
         return _read(ast.parse(expression.strip(), mode="eval").body, expression)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -78,4 +86,6 @@ def _first_of(values: list[Read]) -> Read:
 
 
 def _refused(expression: str, why: str) -> ValueError:
-    return ValueError(f"alfworld: the grammar's expression {expression!r} is refused: {why}; {TAKES}")
+    return ValueError(
+        f"alfworld: the grammar's expression {expression!r} is refused: {why}; {TAKES}"
+    )

@@ -1,8 +1,10 @@
-"""Where games come from: the official data directory, the packed form of it, or `generated.py`. All read without an engine.
+"""Where games come from: the official data directory, the packed form of it, or `generated.py`. All
+read without an engine.
 
-Official: `json_2.1.1/SPLIT/TASK/TRIAL/game.tw-pddl`, as `alfworld-download` makes it, each file with its own copy of the domain
-and of the grammar. Packed: `SPLIT.jsonl.xz`, a game a line, beside one `domain.pddl` and one `grammar.twl2`.
-A game's name is `TASK/TRIAL` in both, and both list the same games in the same order.
+Official: `json_2.1.1/SPLIT/TASK/TRIAL/game.tw-pddl`, as `alfworld-download` makes it, each file
+with its own copy of the domain and of the grammar. Packed: `SPLIT.jsonl.xz`, a game a line, beside
+one `domain.pddl` and one `grammar.twl2`. A game's name is `TASK/TRIAL` in both, and both list the
+same games in the same order.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class _Packed:
 
 
 def list_games(data: Path, split: str) -> list[tuple[str, str]]:
-    """(name, task type) of all solvable games of a split, in an order that is fixed and mixes the types.
+    """(name, task type) of all solvable games of a split, in an order that is fixed and mixes the
+    types.
 
     Raises ValueError if the split is not there.
     """
@@ -58,12 +61,20 @@ def list_games(data: Path, split: str) -> list[tuple[str, str]]:
     if packed.is_file():
         found = [(name, row.type) for name, row in _read_packed(packed).items()]
     else:
-        paths = [path for path in folder.glob("*/*/game.tw-pddl") if _is_playable(_inside(data, path))]
-        found = [(path.parent.relative_to(folder).as_posix(), path.parts[-3].partition("-")[0]) for path in paths]
+        paths = [
+            path for path in folder.glob("*/*/game.tw-pddl") if _is_playable(_inside(data, path))
+        ]
+        found = [
+            (path.parent.relative_to(folder).as_posix(), path.parts[-3].partition("-")[0])
+            for path in paths
+        ]
     if not found:
         raise ValueError(f"alfworld: no solvable game in {folder}; unpack the data again")
-    # By digest of the name: the first games of a split are then of all types, whichever way the files are kept.
-    return sorted(found, key=lambda game: hashlib.blake2b(game[0].encode(), digest_size=16).digest())
+    # By digest of the name: the first games of a split are then of all types, whichever way the
+    # files are kept.
+    return sorted(
+        found, key=lambda game: hashlib.blake2b(game[0].encode(), digest_size=16).digest()
+    )
 
 
 def read_game(data: Path, split: str, name: str) -> Game:
@@ -72,7 +83,10 @@ def read_game(data: Path, split: str, name: str) -> Game:
     if packed.is_file():
         row = _read_packed(packed).get(name)
         if row is None:
-            raise ValueError(f"alfworld: {packed} has no game {name!r}; it is not the file that the tasks were listed from")
+            raise ValueError(
+                f"alfworld: {packed} has no game {name!r}; it is not the file that the tasks were "
+                "listed from"
+            )
         return Game(
             domain=_read_text(_inside(data, data / "domain.pddl")),
             grammar=_read_text(_inside(data, data / "grammar.twl2")),
@@ -81,14 +95,21 @@ def read_game(data: Path, split: str, name: str) -> Game:
             walkthrough=row.walkthrough,
         )
     if not OFFICIAL_NAME.fullmatch(name):
-        raise ValueError(f"alfworld: {name!r} is no game of {folder}; its games are named TASK/TRIAL")
+        raise ValueError(
+            f"alfworld: {name!r} is no game of {folder}; its games are named TASK/TRIAL"
+        )
     path = _inside(data, folder / name / "game.tw-pddl")
     if not path.is_file():
-        raise ValueError(f"alfworld: {path} is not there; env.options.data is not the folder that the tasks were listed from")
+        raise ValueError(
+            f"alfworld: {path} is not there; env.options.data is not the folder that the tasks "
+            "were listed from"
+        )
     content = json.loads(path.read_text())
     sentence = TASK_SENTENCE.search(content["grammar"])
     if sentence is None:
-        raise ValueError(f"alfworld: the grammar of {path} has no 'Your task is to: ...'; unpack the data again")
+        raise ValueError(
+            f"alfworld: the grammar of {path} has no 'Your task is to: ...'; unpack the data again"
+        )
     return Game(
         domain=content["pddl_domain"],
         grammar=content["grammar"].replace(sentence[0], TASK_MARK),
@@ -102,20 +123,30 @@ def _places(data: Path, split: str) -> tuple[Path, Path]:
     """The split's packed file and its folder, one of which is there; ValueError if neither is."""
     if split not in OFFICIAL_SPLITS:
         raise ValueError(f"alfworld: {split!r} is none of the splits {', '.join(OFFICIAL_SPLITS)}")
-    packed, folders = _inside(data, data / f"{split}.jsonl.xz"), [data / "json_2.1.1" / split, data / split]
+    packed, folders = (
+        _inside(data, data / f"{split}.jsonl.xz"),
+        [data / "json_2.1.1" / split, data / split],
+    )
     folder = next((folder for folder in folders if folder.is_dir()), folders[0])
     if not packed.is_file() and not folder.is_dir():
         raise ValueError(
-            f"alfworld option data={str(data)!r}: neither {folder} nor {packed} is there; fetch the games with "
-            f"`alfworld-download --data-dir {data}`, or leave data empty to play small games made on the spot"
+            f"alfworld option data={str(data)!r}: neither {folder} nor {packed} is there; fetch "
+            "the games with "
+            f"`alfworld-download --data-dir {data}`, or leave data empty to play small games made "
+            "on the spot"
         )
     return packed, folder
 
 
 def _inside(data: Path, path: Path) -> Path:
-    """Return the path of a game file. Raises ValueError if it leads out of the folder of games, by a link for example."""
+    """Return the path of a game file. Raises ValueError if it leads out of the folder of games, by
+    a link for example.
+    """
     if not path.resolve().is_relative_to(data.resolve()):
-        raise ValueError(f"alfworld: {path} leads out of {data}; put the file itself there, or name the other folder as data")
+        raise ValueError(
+            f"alfworld: {path} leads out of {data}; put the file itself there, or name the other "
+            "folder as data"
+        )
     return path
 
 

@@ -1,7 +1,9 @@
-"""Small games made on the spot, of all six types, for ALFWorld's own rules and texts: for tests, and to begin with.
+"""Small games made on the spot, of all six types, for ALFWorld's own rules and texts: for tests,
+and to begin with.
 
-A room with six places and four things in it. A game's name says everything about it, `TYPE-OBJECT-PLACE-SEED`, so nothing is
-kept on disk. Names show who learns by heart: each (object, place) pair belongs to one split alone.
+A room with six places and four things in it. A game's name says everything about it,
+`TYPE-OBJECT-PLACE-SEED`, so nothing is kept on disk. Names show who learns by heart: each (object,
+place) pair belongs to one split alone.
 """
 
 from __future__ import annotations
@@ -37,7 +39,19 @@ OBJECTS = {
     "Tomato": "clean heat cool",
     "Vase": "",
 }
-PLACES = ("ArmChair", "Bed", "Cabinet", "CounterTop", "Desk", "Drawer", "Dresser", "Safe", "Shelf", "SideTable", "Sofa")
+PLACES = (
+    "ArmChair",
+    "Bed",
+    "Cabinet",
+    "CounterTop",
+    "Desk",
+    "Drawer",
+    "Dresser",
+    "Safe",
+    "Shelf",
+    "SideTable",
+    "Sofa",
+)
 OPENABLE = ("Cabinet", "Drawer", "Safe", "Fridge", "Microwave")
 VERBS = {  # how a type changes the object, where, and as what it is then known
     "pick_clean_then_place_in_recep": ("clean", "SinkBasin", "isClean"),
@@ -53,15 +67,21 @@ HELDOUT_SHARE = 4  # one pair in four is kept for the held-out split
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
     places: tuple[str, ...]  # types; one of each
-    things: tuple[tuple[str, str], ...]  # (object type, place type); the first, or the first two, are those of the task
+    # (object type, place type); the first, or the first two, are those of the task
+    things: tuple[tuple[str, str], ...]
     target: str  # the place the task names; for LOOK that of the lamp
 
 
-def list_generated(split: str, games: int, *, seed: int, task_types: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, task type) of the first games of a split, the types taking turns. Raises OptionsError for 0: there is no end."""
+def list_generated(
+    split: str, games: int, *, seed: int, task_types: Sequence[str]
+) -> list[tuple[str, str]]:
+    """(name, task type) of the first games of a split, the types taking turns. Raises OptionsError
+    for 0: there is no end.
+    """
     if games == 0:
         raise OptionsError(
-            f"alfworld option {split}_games=0 means all games, and games made on the spot have no end: "
+            f"alfworld option {split}_games=0 means all games, and games made on the spot have no "
+            "end: "
             f"set {split}_games to a number, or data to a folder with games"
         )
     return list(islice(_names(split, seed=seed, task_types=task_types), games))
@@ -70,8 +90,16 @@ def list_generated(split: str, games: int, *, seed: int, task_types: Sequence[st
 def read_generated(name: str) -> Game:
     """The game of that name; ValueError if it is none."""
     kind, object_, place = (*name.split("-"), "", "")[:3]
-    if kind not in TASK_TYPES or object_ not in OBJECTS or place not in PLACES or name.count("-") != 3:
-        raise ValueError(f"alfworld: {name!r} is no generated game; set env.options.data to the folder that has it")
+    if (
+        kind not in TASK_TYPES
+        or object_ not in OBJECTS
+        or place not in PLACES
+        or name.count("-") != 3
+    ):
+        raise ValueError(
+            f"alfworld: {name!r} is no generated game; set env.options.data to the folder that has "
+            "it"
+        )
     scene = _scene(name, kind, object_, place)
     domain, grammar = _rules()
     return Game(
@@ -122,11 +150,15 @@ def _sentence(kind: str, object_: str, place: str) -> str:
     if kind == TWO:
         return f"put two {object_} in {place}"
     verb = VERBS[kind][0] if kind in VERBS else ""
-    return f"{verb} some {object_} and put it in {place}" if verb else f"put some {object_} in {place}"
+    return (
+        f"{verb} some {object_} and put it in {place}" if verb else f"put some {object_} in {place}"
+    )
 
 
 def _walkthrough(kind: str, scene: Scene) -> tuple[str, ...]:
-    """ALFWorld numbers things of one type from the last id down; in `_problem` the first thing has the first id."""
+    """ALFWorld numbers things of one type from the last id down; in `_problem` the first thing has
+    the first id.
+    """
     commands: list[str] = []
     opened: set[str] = set()
 
@@ -143,37 +175,54 @@ def _walkthrough(kind: str, scene: Scene) -> tuple[str, ...]:
         commands.append(f"take {thing} from {place.lower()} 1")
         if kind in VERBS:
             verb, appliance, _ = VERBS[kind]
-            commands += [f"go to {appliance.lower()} 1", f"{verb} {thing} with {appliance.lower()} 1"]
+            commands += [
+                f"go to {appliance.lower()} 1",
+                f"{verb} {thing} with {appliance.lower()} 1",
+            ]
         go(scene.target)
-        commands.append(f"use {LAMP.lower()} 1" if kind == LOOK else f"move {thing} to {scene.target.lower()} 1")
+        commands.append(
+            f"use {LAMP.lower()} 1" if kind == LOOK else f"move {thing} to {scene.target.lower()} 1"
+        )
     return tuple(commands)
 
 
 def _problem(kind: str, object_: str, scene: Scene) -> str:
     things = [*scene.things, *([(LAMP, scene.target)] if kind == LOOK else [])]
-    place_ids = {place: f"{place.removesuffix('Basin')}_bar_{n}{_basin(place)}" for n, place in enumerate(scene.places)}
+    place_ids = {
+        place: f"{place.removesuffix('Basin')}_bar_{n}{_basin(place)}"
+        for n, place in enumerate(scene.places)
+    }
     locations = {place: f"loc_bar_{n}" for n, place in enumerate(scene.places)}
     declared = ["agent1 - agent", "loc_bar_start - location"]
     facts = ["(atLocation agent1 loc_bar_start)"]
     for place, at in locations.items():
         declared += [f"{at} - location", f"{place_ids[place]} - receptacle"]
-        facts += [f"(receptacleType {place_ids[place]} {place}Type)", f"(receptacleAtLocation {place_ids[place]} {at})"]
+        facts += [
+            f"(receptacleType {place_ids[place]} {place}Type)",
+            f"(receptacleAtLocation {place_ids[place]} {at})",
+        ]
         facts += [f"(openable {place_ids[place]})"] if place in OPENABLE else []
         facts += [f"(canContain {place}Type {thing}Type)" for thing in OBJECTS]
     for number, (thing, place) in enumerate(things):
         id_ = f"{thing}_bar_{number}"
         declared.append(f"{id_} - object")
         facts += [f"(objectType {id_} {thing}Type)", f"(objectAtLocation {id_} {locations[place]})"]
-        facts += [f"(inReceptacle {id_} {place_ids[place]})", f"({'toggleable' if thing == LAMP else 'pickupable'} {id_})"]
+        facts += [
+            f"(inReceptacle {id_} {place_ids[place]})",
+            f"({'toggleable' if thing == LAMP else 'pickupable'} {id_})",
+        ]
         facts += [f"({verb}able {id_})" for verb in OBJECTS.get(thing, "").split()]
-    declared += [f"{place}Type - rtype" for place in (*PLACES, "SinkBasin", "Sink", "Microwave", "Fridge")]
+    declared += [
+        f"{place}Type - rtype" for place in (*PLACES, "SinkBasin", "Sink", "Microwave", "Fridge")
+    ]
     declared += [f"{thing}Type - otype" for thing in (*OBJECTS, LAMP, "Knife", "ButterKnife")]
     body = f"(:objects {' '.join(declared)})\n(:init {' '.join(facts)})\n(:goal {_goal(kind, object_, scene.target)})"
     return f"(define (problem generated)\n(:domain alfred)\n{body})\n"
 
 
 def _basin(place: str) -> str:
-    return "_bar_SinkBasin" if place == "SinkBasin" else ""  # which is how ALFWorld knows to say "sinkbasin"
+    # which is how ALFWorld knows to say "sinkbasin"
+    return "_bar_SinkBasin" if place == "SinkBasin" else ""
 
 
 def _goal(kind: str, object_: str, place: str) -> str:
@@ -192,10 +241,17 @@ def _goal(kind: str, object_: str, place: str) -> str:
 
 @cache
 def _rules() -> tuple[str, str]:
-    """Domain and grammar of the installed alfworld, read without importing it, which would make its cache directory."""
+    """Domain and grammar of the installed alfworld, read without importing it, which would make its
+    cache directory.
+    """
     found = find_spec("alfworld")
     if found is None or not found.submodule_search_locations:
-        raise ValueError("alfworld: the rules of the games come with the package alfworld; pip install 'async-gigpo[alfworld]'")
+        raise ValueError(
+            "alfworld: the rules of the games come with the package alfworld; pip install "
+            "'async-gigpo[alfworld]'"
+        )
     folder = Path(found.submodule_search_locations[0]) / "data"
-    grammar = (folder / "alfred.twl2").read_text().replace("Your task is to: UNKNOWN GOAL.", TASK_MARK)
+    grammar = (
+        (folder / "alfred.twl2").read_text().replace("Your task is to: UNKNOWN GOAL.", TASK_MARK)
+    )
     return (folder / "alfred.pddl").read_text(), grammar

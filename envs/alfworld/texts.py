@@ -1,7 +1,9 @@
-"""What the engine says: ALFWorld's grammar, evaluated as TextWorld evaluates it, and some hundred times as fast.
+"""What the engine says: ALFWorld's grammar, evaluated as TextWorld evaluates it, and some hundred
+times as fast.
 
-TextWorld parses a text each time it says it, and copies all it knows for each symbol of it. Here a text is parsed once, by
-TextWorld's own parsers, and evaluated in place. A *mapping* binds a placeholder, (name, type), to the id of an entity.
+TextWorld parses a text each time it says it, and copies all it knows for each symbol of it. Here a
+text is parsed once, by TextWorld's own parsers, and evaluated in place. A *mapping* binds a
+placeholder, (name, type), to the id of an entity.
 """
 
 from __future__ import annotations
@@ -53,15 +55,22 @@ class Facts:
 class Language:
     """The texts of a grammar: of its actions' commands and of what they are answered with."""
 
-    def __init__(self, domain: str, grammar: str, types: Sequence[tuple[str, Sequence[str]]]) -> None:
+    def __init__(
+        self, domain: str, grammar: str, types: Sequence[tuple[str, Sequence[str]]]
+    ) -> None:
         logic = GameLogic(domain, grammar)
         for name, parents in types:
-            if name not in {known.name for known in logic.types}:  # PDDL's root type is called object, as is one of ALFRED's
+            # PDDL's root type is called object, as is one of ALFRED's
+            if name not in {known.name for known in logic.types}:
                 logic.types.add(Type(name, parents))
         self.types = logic.types
         self.rules = logic.grammar._rules
-        self.commands: dict[str, str] = {name: action.template for name, action in logic.actions.items()}
-        self.answers: dict[str, str] = {name: action.feedback_rule for name, action in logic.actions.items()}
+        self.commands: dict[str, str] = {
+            name: action.template for name, action in logic.actions.items()
+        }
+        self.answers: dict[str, str] = {
+            name: action.feedback_rule for name, action in logic.actions.items()
+        }
         # Bounded by the grammar: it is the only source of texts.
         self.parse: Callable[[str], Any] = cache(_parse)
         self.query: Callable[[str], Any] = cache(self._parse_query)
@@ -72,13 +81,17 @@ class Language:
         return _Speaker(self, facts, entities).all(self.parse(text), binding)
 
     def _parse_query(self, query: str) -> list[tuple[list[Signature], list[Placeholder]]]:
-        """For each predicate of a conjunction: the signatures that it may be met by, in TextWorld's order, and its terms."""
+        """For each predicate of a conjunction: the signatures that it may be met by, in TextWorld's
+        order, and its terms.
+        """
         predicates = Rule.parse_conjunctive_query(query).preconditions
         return [
             (
                 [
                     (predicate.name, tuple(kind.name for kind in kinds))
-                    for kinds in self.types.multi_subtypes([self.types.get(kind) for kind in predicate.types])
+                    for kinds in self.types.multi_subtypes(
+                        [self.types.get(kind) for kind in predicate.types]
+                    )
                 ],
                 [(term.name, term.type) for term in predicate.parameters],
             )
@@ -87,7 +100,9 @@ class Language:
 
 
 def _parse(text: str) -> Any:
-    return ContextSensitiveGrammar.parse(json.dumps({"text": [{"rhs": text}]}))._rules["text"][0].rhs
+    return (
+        ContextSensitiveGrammar.parse(json.dumps({"text": [{"rhs": text}]}))._rules["text"][0].rhs
+    )
 
 
 class _Speaker:
@@ -112,12 +127,18 @@ class _Speaker:
                 return "".join(self._each(symbol, binding))
             case ListSymbol():
                 return self._listed(self._each(symbol.symbol, binding), binding)
-        raise TypeError(f"a grammar symbol of type {type(symbol).__name__}, which TextWorld has not known so far")
+        raise TypeError(
+            f"a grammar symbol of type {type(symbol).__name__}, which TextWorld has not known so "
+            "far"
+        )
 
     def _rule(self, name: str, binding: Binding) -> str:
         """The first alternative whose condition is met."""
         for rule in self._language.rules[name]:
-            if not rule.condition or next(self._bindings(rule.condition, binding), None) is not None:
+            if (
+                not rule.condition
+                or next(self._bindings(rule.condition, binding), None) is not None
+            ):
                 return self.all(rule.rhs, binding)
         raise ValueError(f"the grammar's rule {name!r} has no alternative for this state")
 
@@ -130,11 +151,15 @@ class _Speaker:
             return self._rule("list_empty", binding)
         if len(texts) == 1:
             return texts[0]
-        separator, last = (self._rule(name, binding) for name in ("list_separator", "list_last_separator"))
+        separator, last = (
+            self._rule(name, binding) for name in ("list_separator", "list_last_separator")
+        )
         return separator.join(texts[:-1]) + last + texts[-1]
 
     def _bindings(self, query: str, binding: Binding) -> Iterator[Binding]:
-        """All ways to extend `binding` so that the conjunction holds; new placeholders take entities that none has yet."""
+        """All ways to extend `binding` so that the conjunction holds; new placeholders take
+        entities that none has yet.
+        """
         return self._extended(self._language.query(query), binding)
 
     def _extended(self, predicates: Sequence[Any], binding: Binding) -> Iterator[Binding]:
@@ -154,7 +179,9 @@ class _Speaker:
                     yield from self._extended(rest, extended)
 
 
-def _bound(terms: Sequence[Placeholder], arguments: Sequence[str], binding: Binding) -> Binding | None:
+def _bound(
+    terms: Sequence[Placeholder], arguments: Sequence[str], binding: Binding
+) -> Binding | None:
     extended = dict(binding)
     for term, entity in zip(terms, arguments, strict=True):
         existing = extended.get(term)

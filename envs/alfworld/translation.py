@@ -1,6 +1,8 @@
-"""A game as the planner reads it. Made once: the translation takes most of a first reset, and a group plays one game 8 times.
+"""A game as the planner reads it. Made once: the translation takes most of a first reset, and a
+group plays one game 8 times.
 
-TextWorld translates a game four times for a reset, twice of them for a planner that plays nobody's game here.
+TextWorld translates a game four times for a reset, twice of them for a planner that plays nobody's
+game here.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ class Translation:
 
 @lru_cache(maxsize=KEPT_GAMES)
 def translated(data: str, split: str, name: str) -> Translation:
-    """The game of that name, made now if it is not among the last KEPT_GAMES. Raises ValueError if there is none."""
-    return translate(read_game(Path(data).expanduser(), split, name) if data else read_generated(name))
+    """The game of that name, made now if it is not among the last KEPT_GAMES. Raises ValueError if
+    there is none.
+    """
+    return translate(
+        read_game(Path(data).expanduser(), split, name) if data else read_generated(name)
+    )
 
 
 def translate(game: Game) -> Translation:
@@ -61,9 +67,18 @@ def translate(game: Game) -> Translation:
         sas=zlib.compress(sas.encode(), level=1),
         facts={signature: frozenset(arguments) for signature, arguments in facts.items()},
         types=types,
-        entities=_named({name: types[name] for known in facts.values() for arguments in known for name in arguments}),
+        entities=_named(
+            {
+                name: types[name]
+                for known in facts.values()
+                for arguments in known
+                for name in arguments
+            }
+        ),
         parameters={
-            action.name: tuple((parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters)
+            action.name: tuple(
+                (parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters
+            )
             for action in task.actions
         },
         task=game.task,

@@ -1,8 +1,8 @@
 """The environment: which games are tasks, and one of them played.
 
-Options: `data` (folder of games, official or packed; "" makes small ones on the spot), `train` and `heldout` (which official
-split is played as such), `task_types` (a list of the six; [] is all), `train_games` and `heldout_games` (at most; 0 is all),
-`seed` (of games made on the spot).
+Options: `data` (folder of games, official or packed; "" makes small ones on the spot), `train` and
+`heldout` (which official split is played as such), `task_types` (a list of the six; [] is all),
+`train_games` and `heldout_games` (at most; 0 is all), `seed` (of games made on the spot).
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ class _Options:
 
 
 class AlfWorldEnv:
-    """The step limit is the runner's. An observation is the game's text, unchanged, and is its own anchor state.
+    """The step limit is the runner's. An observation is the game's text, unchanged, and is its own
+    anchor state.
 
-    Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.", and whether it is punished
-    is for `prompt.invalid` to say. The next command of the game's walkthrough is demonstrated until one strays from it.
+    Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.",
+    and whether it is punished is for `prompt.invalid` to say. The next command of the game's
+    walkthrough is demonstrated until one strays from it.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -53,10 +55,16 @@ class AlfWorldEnv:
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         check_split(split)
         parsed = _parse(options)
-        official, count = (parsed.train, parsed.train_games) if split == "train" else (parsed.heldout, parsed.heldout_games)
+        official, count = (
+            (parsed.train, parsed.train_games)
+            if split == "train"
+            else (parsed.heldout, parsed.heldout_games)
+        )
         if parsed.data:
             games = list_games(Path(parsed.data).expanduser(), official)
-            games = [(name, kind) for name, kind in games if kind in parsed.task_types][: count or None]
+            games = [(name, kind) for name, kind in games if kind in parsed.task_types][
+                : count or None
+            ]
         else:
             official = f"generated_{split}"
             games = list_generated(split, count, seed=parsed.seed, task_types=parsed.task_types)
@@ -73,10 +81,13 @@ class AlfWorldEnv:
 
     def reset(self, task: Task) -> Observation:
         try:
-            from envs.alfworld.engine import Engine  # here, because the coordinator only needs the list of tasks
+            # here, because the coordinator only needs the list of tasks
+            from envs.alfworld.engine import Engine
             from envs.alfworld.translation import translated
         except ModuleNotFoundError as error:
-            raise ValueError(f"environment 'alfworld' needs its planner ({error}): pip install -e '.[alfworld]'") from error
+            raise ValueError(
+                f"environment 'alfworld' needs its planner ({error}): pip install -e '.[alfworld]'"
+            ) from error
 
         game = translated(self._data, task.data["split"], task.data["game"])
         if self._engine is None:
@@ -112,20 +123,33 @@ class AlfWorldEnv:
         assert self._engine is not None
         listed = tuple(command for command in self._engine.commands if command != UNLISTED)
         demonstrated = self._walkthrough[0] if self._walkthrough else None
-        return Observation(text=text, objective=self._objective, actions=listed, demonstrated=demonstrated)
+        return Observation(
+            text=text, objective=self._objective, actions=listed, demonstrated=demonstrated
+        )
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
     check_options("alfworld", options, tuple(_Options.__dataclass_fields__))
     for name in ("train", "heldout"):
         if options[name] not in OFFICIAL_SPLITS:
-            raise OptionsError(f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}")
+            raise OptionsError(
+                f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}"
+            )
     for name in ("train_games", "heldout_games", "seed"):
         whole_number("alfworld", name, options[name], least=0)
     kinds = options["task_types"]
     if not isinstance(kinds, Sequence) or not set(kinds) <= set(TASK_TYPES):
-        raise OptionsError(f"alfworld option task_types={kinds!r} must be a list of some of {list(TASK_TYPES)}, or [] for all")
+        raise OptionsError(
+            f"alfworld option task_types={kinds!r} must be a list of some of {list(TASK_TYPES)}, "
+            "or [] for all"
+        )
     if not isinstance(options["data"], str):
-        raise OptionsError(f"alfworld option data={options['data']!r} must be a folder, or '' for games made on the spot")
-    values = {**options, "task_types": tuple(kind for kind in TASK_TYPES if not kinds or kind in kinds)}
+        raise OptionsError(
+            f"alfworld option data={options['data']!r} must be a folder, or '' for games made on "
+            "the spot"
+        )
+    values = {
+        **options,
+        "task_types": tuple(kind for kind in TASK_TYPES if not kinds or kind in kinds),
+    }
     return _Options(**values)  # type: ignore[arg-type]  # checked above

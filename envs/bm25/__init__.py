@@ -1,4 +1,5 @@
-"""What Lucene 9 answers, through Anserini: its BM25 (k1 0.9, b 0.4) and its English analyser. Without Java.
+"""What Lucene 9 answers, through Anserini: its BM25 (k1 0.9, b 0.4) and its English analyser.
+Without Java.
 
 It is the search of WebShop, and the one that Search-R1's server has for words (Pyserini).
 

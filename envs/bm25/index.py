@@ -1,7 +1,7 @@
 """The index, and how it is asked.
 
-Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or near ties would fall
-otherwise.
+Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or
+near ties would fall otherwise.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ K1, B = 0.9, 0.4  # Anserini's
 FREE = 24  # of Lucene's bytes for lengths: so many, the least, stand for themselves
 MANTISSA_BITS = 3  # of the others, behind a leading one
 LEADING_ONE = 1 << MANTISSA_BITS
-KEPT_STEMS = 200_000  # words of English text repeat; more than a corpus of a million passages has of frequent ones
+# words of English text repeat; more than a corpus of a million passages has of frequent ones
+KEPT_STEMS = 200_000
 STOP_WORDS = """
     a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
     will with
 """
 IS_STOP_WORD = frozenset(STOP_WORDS.split())
-# Words as Unicode bounds them (UAX 29, version 12 as in Lucene), as far as texts in Latin letters need it: a word goes on over
-# one of BETWEEN_LETTERS or BETWEEN_DIGITS; marks belong to the letter before them; a pictograph is a word.
+# Words as Unicode bounds them (UAX 29, version 12 as in Lucene), as far as texts in Latin letters
+# need it: a word goes on over one of BETWEEN_LETTERS or BETWEEN_DIGITS; marks belong to the letter
+# before them; a pictograph is a word.
 MARKS = "\u00ad\u0300-\u036f\u200c-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufe20-\ufe2f\ufeff"
 BETWEEN_BOTH = r".'\u2018\u2019\u2024\ufe52\uff07\uff0e"
 BETWEEN_LETTERS = rf"[{BETWEEN_BOTH}:\u00b7\u0387\u2027\ufe13\ufe55\uff1a]"
@@ -49,7 +51,8 @@ WORD = re.compile(
     rf"\w(?:[\w{MARKS}]|(?<={LETTER}){BETWEEN_LETTERS}(?={LETTER})|(?<=\d){BETWEEN_DIGITS}(?=\d))*"
     rf"|{PICTOGRAPH}[\u200d\ufe0f\U0001f3fb-\U0001f3ff]*|[\U0001f1e6-\U0001f1ff]{{2}}"
 )
-# Python takes these for parts of words; Unicode does not (fractions, raised and circled digits), or each is a word (Chinese).
+# Python takes these for parts of words; Unicode does not (fractions, raised and circled digits), or
+# each is a word (Chinese).
 NO_WORD = re.compile(
     "[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070\u2074-\u2079\u2080-\u2089\u2150-\u215f\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
 )
@@ -59,13 +62,17 @@ POSSESSIVE = re.compile("['’＇]s$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """V terms, P postings (a term in a document), D documents. Terms are in order of their 64-bit hash."""
+    """V terms, P postings (a term in a document), D documents. Terms are in order of their 64-bit
+    hash.
+    """
 
     terms_V: np.ndarray  # uint64, hashes
-    starts_V: np.ndarray  # int64, V + 1 of them: the postings of term v are starts[v] to starts[v + 1]
+    # int64, V + 1 of them: the postings of term v are starts[v] to starts[v + 1]
+    starts_V: np.ndarray
     documents_P: np.ndarray  # uint32, ascending within a term
     saturations_P: np.ndarray  # float32, 1 + count / (k1 * (1 - b + b * length / mean length))
-    ranks_D: np.ndarray  # uint32, place of the document's name among all names: what decides between equal scores
+    # uint32, place of the document's name among all names: what decides between equal scores
+    ranks_D: np.ndarray
 
 
 def tokens(text: str) -> list[str]:
@@ -79,7 +86,9 @@ _stem = lru_cache(maxsize=KEPT_STEMS)(stem)
 
 
 def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
-    """Of documents with these texts and names, in the same order. Without names, what was given first is named first."""
+    """Of documents with these texts and names, in the same order. Without names, what was given
+    first is named first.
+    """
     numbers: dict[str, int] = {}
     terms, documents, counts, lengths = array("I"), array("I"), array("I"), array("I")
     for document, text in enumerate(contents):
@@ -103,7 +112,9 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
         ranks_D[sorted(range(len(names)), key=names.__getitem__)] = ranks_D.copy()
     return Index(
         terms_V=hashes_V[places_V],
-        starts_V=np.concatenate([[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]).astype(np.int64),
+        starts_V=np.concatenate(
+            [[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]
+        ).astype(np.int64),
         documents_P=documents_P,
         saturations_P=np.float32(1) + counts_P * _inverse_norms(lengths_D)[documents_P],
         ranks_D=ranks_D,
@@ -111,7 +122,9 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
 
 
 def search(index: Index, query: str, *, limit: int) -> list[int]:
-    """The best `limit` documents that have a term of the query; numbers, best first, equal scores by name."""
+    """The best `limit` documents that have a term of the query; numbers, best first, equal scores
+    by name.
+    """
     return [number for number, _ in search_scored(index, query, limit=limit)]
 
 
@@ -142,7 +155,12 @@ def save(index: Index, directory: Path) -> None:
 
 def load(directory: Path) -> Index:
     """Of `save`; not read but mapped: all processes of a machine share one copy in memory."""
-    return Index(**{field.name: np.load(directory / f"{field.name}.npy", mmap_mode="r") for field in fields(Index)})
+    return Index(
+        **{
+            field.name: np.load(directory / f"{field.name}.npy", mmap_mode="r")
+            for field in fields(Index)
+        }
+    )
 
 
 def _hash(term: str) -> int:
@@ -154,15 +172,21 @@ def _idf(n_with: int, n_all: int) -> np.float32:
 
 
 def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
-    mean = np.float32(max(lengths_D.mean(), 1.0))  # 0 where no document has a term, and none is ever scored
+    # 0 where no document has a term, and none is ever scored
+    mean = np.float32(max(lengths_D.mean(), 1.0))
     table = np.array([_of_byte(byte) for byte in range(256)], dtype=np.float32)
     inverse = np.float32(1) / (np.float32(K1) * (np.float32(1 - B) + np.float32(B) * table / mean))
-    kept = np.array([_of_byte(_to_byte(int(length))) for length in range(int(lengths_D.max()) + 1)], dtype=np.float32)
+    kept = np.array(
+        [_of_byte(_to_byte(int(length))) for length in range(int(lengths_D.max()) + 1)],
+        dtype=np.float32,
+    )
     return inverse[np.searchsorted(table, kept)][lengths_D]
 
 
 def _to_byte(number: int) -> int:
-    """Lucene's one byte for a length: exact below 40, above it four leading bits of the rest and their place (SmallFloat)."""
+    """Lucene's one byte for a length: exact below 40, above it four leading bits of the rest and
+    their place (SmallFloat).
+    """
     if number < FREE:
         return number
     rest = number - FREE

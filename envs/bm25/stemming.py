@@ -1,5 +1,6 @@
-"""Porter's stemmer (An algorithm for suffix stripping, 1980) as Lucene has it: with its author's two later departures ("bli"
-and "logi" in step 2), words of one or two letters left alone. Any character but a, e, i, o, u and some y is a consonant.
+"""Porter's stemmer (An algorithm for suffix stripping, 1980) as Lucene has it: with its author's
+two later departures ("bli" and "logi" in step 2), words of one or two letters left alone. Any
+character but a, e, i, o, u and some y is a consonant.
 
     stem("relational") == "relat"; stem("batteries") == "batteri"; stem("tvs") == "tv"
 """
@@ -9,14 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Suffix and what takes its place, where what is before it has a measure above 0; the longest that fits is the one.
+# Suffix and what takes its place, where what is before it has a measure above 0; the longest that
+# fits is the one.
 STEP_2 = (
     ("ational", "ate"), ("ization", "ize"), ("iveness", "ive"), ("fulness", "ful"), ("ousness", "ous"), ("tional", "tion"),
     ("biliti", "ble"), ("entli", "ent"), ("ousli", "ous"), ("ation", "ate"), ("alism", "al"), ("aliti", "al"), ("iviti", "ive"),
     ("enci", "ence"), ("anci", "ance"), ("izer", "ize"), ("alli", "al"), ("ator", "ate"), ("logi", "log"), ("bli", "ble"),
     ("eli", "e"),
 )  # fmt: skip
-STEP_3 = (("icate", "ic"), ("ative", ""), ("alize", "al"), ("iciti", "ic"), ("ical", "ic"), ("ness", ""), ("ful", ""))
+STEP_3 = (
+    ("icate", "ic"),
+    ("ative", ""),
+    ("alize", "al"),
+    ("iciti", "ic"),
+    ("ical", "ic"),
+    ("ness", ""),
+    ("ful", ""),
+)
 # Taken off where what is before has a measure above 1.
 STEP_4 = (
     "ement", "ance", "ence", "able", "ible", "ment", "ant", "ent", "ion", "ism", "ate", "iti", "ous", "ive", "ize", "al", "er",

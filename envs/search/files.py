@@ -18,7 +18,9 @@ def check_file(path: Path, *, what: str) -> Path:
 
 
 def json_lines(path: Path, *, what: str) -> Iterator[dict[str, Any]]:
-    """The objects of a `.jsonl`, `.jsonl.xz` or `.jsonl.gz`. ValueError, in one line, naming `what` it should have been."""
+    """The objects of a `.jsonl`, `.jsonl.xz` or `.jsonl.gz`. ValueError, in one line, naming `what`
+    it should have been.
+    """
     with _open(check_file(path, what=what)) as lines:
         for number, line in enumerate(lines, start=1):
             try:

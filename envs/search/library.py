@@ -9,7 +9,8 @@ from pathlib import Path
 from envs import bm25
 from envs.search.passages import Hit, Passage, read_corpus
 
-# (queries, topk) -> for each query at most topk of (id of a passage, score), best first. The server calls it from threads.
+# (queries, topk) -> for each query at most topk of (id of a passage, score), best first. The server
+# calls it from threads.
 Lookup = Callable[[Sequence[str], int], Sequence[Sequence[tuple[str, float]]]]
 
 
@@ -24,12 +25,22 @@ class Library:
         return len(self._passages)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query its best passages. ValueError if the index names a passage that the corpus does not have."""
+        """For each query its best passages. ValueError if the index names a passage that the corpus
+        does not have.
+        """
         found = self._index(queries, topk)
-        unknown = next((key for hits in found for key, _ in hits if key not in self._passages), None)
+        unknown = next(
+            (key for hits in found for key, _ in hits if key not in self._passages), None
+        )
         if unknown is not None:
-            raise ValueError(f"the index found passage {unknown!r}, which the corpus does not have; index the same corpus")
-        return [[Hit(passage=self._passages[key], score=float(score)) for key, score in hits] for hits in found]
+            raise ValueError(
+                f"the index found passage {unknown!r}, which the corpus does not have; index the "
+                "same corpus"
+            )
+        return [
+            [Hit(passage=self._passages[key], score=float(score)) for key, score in hits]
+            for hits in found
+        ]
 
 
 def bm25_index(passages: Sequence[Passage]) -> Lookup:
@@ -40,7 +51,10 @@ def bm25_index(passages: Sequence[Passage]) -> Lookup:
     index = bm25.build(passage.contents for passage in passages)
 
     def search(query: str, topk: int) -> list[tuple[str, float]]:
-        return [(passages[number].id, score) for number, score in bm25.search_scored(index, query, limit=topk)]
+        return [
+            (passages[number].id, score)
+            for number, score in bm25.search_scored(index, query, limit=topk)
+        ]
 
     return lambda queries, topk: [search(query, topk) for query in queries]
 

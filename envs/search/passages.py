@@ -1,4 +1,6 @@
-"""The corpus: passages of text, a JSON object a line: Search-R1's `{"id", "contents"}`, or `{"id", "title", "text"}`."""
+"""The corpus: passages of text, a JSON object a line: Search-R1's `{"id", "contents"}`, or `{"id",
+"title", "text"}`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Hit:
 
 
 def read_corpus(path: Path) -> list[Passage]:
-    """Raises ValueError, in one line, for a file that is not there or not a corpus, or an id that is there twice."""
+    """Raises ValueError, in one line, for a file that is not there or not a corpus, or an id that
+    is there twice.
+    """
     passages: dict[str, Passage] = {}
     for number, row in enumerate(json_lines(path, what="corpus"), start=1):
         if "contents" in row:
@@ -31,11 +35,15 @@ def read_corpus(path: Path) -> list[Passage]:
             contents = f'"{row["title"]}"\n{row["text"]}'
         else:
             raise ValueError(
-                f"corpus {path} line {number} has {sorted(row)}; it must have id and contents, or id, title and text"
+                f"corpus {path} line {number} has {sorted(row)}; it must have id and contents, or "
+                "id, title and text"
             )
         key = str(row.get("id", number - 1))
         if key in passages:
-            raise ValueError(f"corpus {path} line {number}: id {key!r} is there twice; each passage needs its own")
+            raise ValueError(
+                f"corpus {path} line {number}: id {key!r} is there twice; each passage needs its "
+                "own"
+            )
         passages[key] = Passage(id=key, contents=contents)
     if not passages:
         raise ValueError(f"corpus {path} is empty; it must have a passage per line")

@@ -1,4 +1,6 @@
-"""What a reply asks for, and whether an answer is right: pure functions of text, by the rules of the paper's code."""
+"""What a reply asks for, and whether an answer is right: pure functions of text, by the rules of
+the paper's code.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SEARCH, ANSWER = "search", "answer"
-BLOCK = {kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL | re.IGNORECASE) for kind in (SEARCH, ANSWER)}
+BLOCK = {
+    kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL | re.IGNORECASE)
+    for kind in (SEARCH, ANSWER)
+}
 OPENING = {kind: re.compile(f"<{kind}>", re.IGNORECASE) for kind in (SEARCH, ANSWER)}
 ARTICLE = re.compile(r"\b(a|an|the)\b")
-WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: a typographic quote stays
+# ASCII only: a typographic quote stays
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,5 +51,7 @@ def is_match(answer: str, golden_answers: Sequence[str]) -> bool:
 
 
 def normalised(text: str) -> str:
-    """Lower case, without ASCII punctuation, without the words a, an and the, single spaces; in this order."""
+    """Lower case, without ASCII punctuation, without the words a, an and the, single spaces; in
+    this order.
+    """
     return " ".join(ARTICLE.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split())

@@ -2,7 +2,8 @@
 
     python -m envs.search.server --corpus corpus.jsonl [--port 8000] [--topk 3] [--index my_module:make]
 
-`make(corpus)` is called once with the path of the corpus and returns a `Lookup` (library.py); without it the index is BM25.
+`make(corpus)` is called once with the path of the corpus and returns a `Lookup` (library.py);
+without it the index is BM25.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from envs.http_server import MAX_BODY_BYTES, Handler, RequestRefused, guard, listen, read_json
+from envs.hosting.http_requests import (
+    MAX_BODY_BYTES,
+    Handler,
+    RequestRefused,
+    guard,
+    listen,
+    read_json,
+)
 from envs.search.library import Library, Lookup, bm25_index
 from envs.search.passages import Hit, read_corpus
 from printable import ArgumentParser, printable, protect_terminal
@@ -31,9 +39,12 @@ def application(library: Library, *, topk: int) -> web.Application:
         except ValueError as error:
             return web.json_response({"detail": str(error)}, status=422)
         found = await asyncio.to_thread(library.search, queries, wanted)
-        return web.json_response({"result": [[_item(hit, with_scores=with_scores) for hit in hits] for hits in found]})
+        return web.json_response(
+            {"result": [[_item(hit, with_scores=with_scores) for hit in hits] for hits in found]}
+        )
 
-    # Search-R1's protocol has no key, and what the corpus holds is for everybody who can reach the server.
+    # Search-R1's protocol has no key, and what the corpus holds is for everybody who can reach the
+    # server.
     app = web.Application(middlewares=[_refusals, guard("")], client_max_size=MAX_BODY_BYTES)
     app.router.add_post("/retrieve", retrieve)
     return app
@@ -49,14 +60,18 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
     if not isinstance(body, dict) or not isinstance(queries := body.get("queries"), list):
-        raise ValueError('the body must be {"queries": ["...", ...], "topk": 3, "return_scores": true}')
+        raise ValueError(
+            'the body must be {"queries": ["...", ...], "topk": 3, "return_scores": true}'
+        )
     if not all(isinstance(query, str) for query in queries):
         raise ValueError("queries must be texts")
     if len(queries) > MAX_QUERIES:
         raise ValueError(f"{len(queries)} queries in one request; send at most {MAX_QUERIES}")
     wanted = topk if body.get("topk") is None else body["topk"]
     if not isinstance(wanted, int) or not 1 <= wanted <= MAX_TOPK:
-        raise ValueError(f"topk={repr(wanted)[:60]} must be a whole number, at least 1 and at most {MAX_TOPK}")
+        raise ValueError(
+            f"topk={repr(wanted)[:60]} must be a whole number, at least 1 and at most {MAX_TOPK}"
+        )
     return queries, wanted, bool(body.get("return_scores", False))
 
 
@@ -66,7 +81,9 @@ def _item(hit: Hit, *, with_scores: bool) -> dict[str, object]:
 
 
 def load(corpus: Path, index: str) -> Library:
-    """`index` is "" for BM25 or "module:make". ValueError, in one line, for a corpus or a name that is none."""
+    """`index` is "" for BM25 or "module:make". ValueError, in one line, for a corpus or a name that
+    is none.
+    """
     passages = read_corpus(corpus)
     if not index:
         return Library(passages, bm25_index(passages))
@@ -74,7 +91,9 @@ def load(corpus: Path, index: str) -> Library:
     try:
         make = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--index {index!r}: {error}; it is module:function, with its folder on PYTHONPATH") from error
+        raise ValueError(
+            f"--index {index!r}: {error}; it is module:function, with its folder on PYTHONPATH"
+        ) from error
     made: Lookup = make(corpus)
     return Library(passages, made)
 
@@ -84,17 +103,26 @@ async def serve(library: Library, *, host: str, port: int, topk: int) -> None:
     runner = await listen(application(library, topk=topk), host, port)
     try:
         host, port = runner.addresses[0][:2]
-        print(printable(f"http://{host}:{port}/retrieve answers from {len(library):,} passages"), flush=True)
+        print(
+            printable(f"http://{host}:{port}/retrieve answers from {len(library):,} passages"),
+            flush=True,
+        )
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="passages: .jsonl, .jsonl.xz or .jsonl.gz")
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="passages: .jsonl, .jsonl.xz or .jsonl.gz"
+    )
     parser.add_argument("--index", default="", help="module:make of another index than BM25")
-    parser.add_argument("--topk", type=int, default=3, help="passages for a request that does not say how many")
+    parser.add_argument(
+        "--topk", type=int, default=3, help="passages for a request that does not say how many"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 answers other machines too")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()

@@ -1,12 +1,14 @@
-"""Question answering with searches. The agent replies `<search>words</search>` or `<answer>words</answer>` (docs/search.md).
+"""Question answering with searches. The agent replies `<search>words</search>` or
+`<answer>words</answer>` (docs/search.md).
 
-SearchEnv waits for a retrieval server, on the event loop of its worker: as many questions are in flight as there are episodes.
-LocalSearchEnv computes, so it lives in an environment process: BM25 over a corpus in memory, and nothing to start beside it.
+SearchEnv waits for a retrieval server, on the event loop of its worker: as many questions are in
+flight as there are episodes. LocalSearchEnv computes, so it lives in an environment process: BM25
+over a corpus in memory, and nothing to start beside it.
 
-Options of both: `questions` (list of .parquet, .jsonl, .jsonl.xz or .jsonl.gz), `train_sources` and `heldout_sources` (lists of
-data sets), `heldout_limit` (questions of each data set; 0: all), `topk` (passages per search).
-Of SearchEnv: `retriever` (URL). Of LocalSearchEnv: `corpus` (file), `list_actions` (bool: something to choose from, which a
-scripted player and so a tiny model need).
+Options of both: `questions` (list of .parquet, .jsonl, .jsonl.xz or .jsonl.gz), `train_sources` and
+`heldout_sources` (lists of data sets), `heldout_limit` (questions of each data set; 0: all), `topk`
+(passages per search). Of SearchEnv: `retriever` (URL). Of LocalSearchEnv: `corpus` (file),
+`list_actions` (bool: something to choose from, which a scripted player and so a tiny model need).
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class SearchEnv:
         return _tasks(parsed, env_name="search", split=split)
 
     async def reset(self, task: Task) -> Observation:
-        """The first episodes of a process search for their question: without a server a run ends at its start."""
+        """The first episodes of a process search for their question: without a server a run ends at
+        its start.
+        """
         self._episode = Episode(task, list_actions=False)
         if not has_answered(self._url):
             await ask_server(self._url, task.data["question"], topk=self._topk)
@@ -56,7 +60,9 @@ class SearchEnv:
         if self._episode is None or self._episode.is_over:
             raise ValueError("the episode is over: call reset(task) before step")
         reply = read_reply(action)
-        hits = await ask_server(self._url, reply.text, topk=self._topk) if reply.kind == SEARCH else []
+        hits = (
+            await ask_server(self._url, reply.text, topk=self._topk) if reply.kind == SEARCH else []
+        )
         return self._episode.after(reply, hits)
 
     def close(self) -> None:
@@ -109,7 +115,9 @@ def _tasks(options: _Options, *, env_name: str, split: str, **data: str) -> list
 def _url(options: Mapping[str, object]) -> str:
     url = str(options["retriever"])
     if not url.startswith(("http://", "https://")):
-        raise OptionsError(f"search option retriever={url!r} must be a URL like http://127.0.0.1:8000/retrieve")
+        raise OptionsError(
+            f"search option retriever={url!r} must be a URL like http://127.0.0.1:8000/retrieve"
+        )
     return url
 
 
@@ -120,8 +128,14 @@ def _parse(options: Mapping[str, object], env_name: str, **own: type) -> _Option
     check_options(env_name, options, (*wanted, "heldout_limit", "topk"))
     for name, kind in wanted.items():
         value = options[name]
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or value in ([], ""):
-            raise OptionsError(f"{env_name} option {name}={value!r} must be of type {kind.__name__}, and not empty")
+        if (
+            not isinstance(value, kind)
+            or isinstance(value, bool) != (kind is bool)
+            or value in ([], "")
+        ):
+            raise OptionsError(
+                f"{env_name} option {name}={value!r} must be of type {kind.__name__}, and not empty"
+            )
     values = {name: tuple(map(str, options[name])) for name in lists}  # type: ignore[call-overload]  # a list, see above
     counts = {
         name: whole_number(env_name, name, options[name], least=least)

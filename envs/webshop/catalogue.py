@@ -1,10 +1,12 @@
-"""The shop's products, from the files that WebShop's own download gives, cleaned as WebShop cleans them.
+"""The shop's products, from the files that WebShop's own download gives, cleaned as WebShop cleans
+them.
 
     catalogue = read(Path("data"), "small")          # 1,000 products; parsed, in a tenth of a second
     catalogue[17].name
 
-The full catalogue (1.18 million products) is too much to parse in every process: `pack` writes it once as lines of JSON with
-their places, and arrays; `open_packed` maps those, so that all processes of a machine share one copy in memory.
+The full catalogue (1.18 million products) is too much to parse in every process: `pack` writes it
+once as lines of JSON with their places, and arrays; `open_packed` maps those, so that all processes
+of a machine share one copy in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from typing import Any
 import numpy as np
 
 SMALL, FULL = "small", "full"
-FILES = {SMALL: ("items_shuffle_1000.json", "items_ins_v2_1000.json"), FULL: ("items_shuffle.json", "items_ins_v2.json")}
+FILES = {
+    SMALL: ("items_shuffle_1000.json", "items_ins_v2_1000.json"),
+    FULL: ("items_shuffle.json", "items_ins_v2.json"),
+}
 HUMAN_FILES = ("items_human_ins.json", "items_human_ins_13.json")  # of all products; of the 1,000
 PRICE_OF_NONE = 100.0  # what a product without a price costs
 LONGEST_ASIN = 10
@@ -36,7 +41,8 @@ COLUMNS = ("starts", "low", "high", "asks", "n_synthetic", "n_human")
 class Instruction:
     text: str
     attributes: tuple[str, ...]
-    options: tuple[str, ...]  # of a crowd worker's; a synthetic one is combined with every choice of the product's options
+    # of a crowd worker's; a synthetic one is combined with every choice of the product's options
+    options: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +63,25 @@ class Product:
     @property
     def contents(self) -> str:
         """What is searched."""
-        options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
+        options = ", and ".join(
+            f"{name}: {', '.join(values)}" for name, values in self.options.items()
+        )
         return " ".join([self.name, self.description, self.bullets[0], options]).lower()
 
 
 class Catalogue(Sequence[Product]):
-    """Products by number, and by D, the number of products, what goals are made from without looking at each product."""
+    """Products by number, and by D, the number of products, what goals are made from without
+    looking at each product.
+    """
 
     def __init__(self, lines: bytes | mmap.mmap, columns: dict[str, np.ndarray]) -> None:
         self._lines = lines
         self._starts = columns["starts"]  # D + 1 places in `lines`
-        self.low_D, self.high_D = columns["low"], columns["high"]  # float64, dollars; high is NaN where the price is no range
+        # float64, dollars; high is NaN where the price is no range
+        self.low_D, self.high_D = columns["low"], columns["high"]
         self.asks_D = columns["asks"]  # int64, 1 where there is a synthetic instruction
-        self.n_synthetic_D, self.n_human_D = columns["n_synthetic"], columns["n_human"]  # goals, int64
+        # goals, int64
+        self.n_synthetic_D, self.n_human_D = columns["n_synthetic"], columns["n_human"]
         self._product = lru_cache(maxsize=KEPT_PRODUCTS)(self._parse)
 
     def __len__(self) -> int:
@@ -86,37 +98,63 @@ class Catalogue(Sequence[Product]):
 
     def save(self, directory: Path) -> None:
         (directory / "products.jsonl").write_bytes(self._lines)
-        columns = (self._starts, self.low_D, self.high_D, self.asks_D, self.n_synthetic_D, self.n_human_D)
+        columns = (
+            self._starts,
+            self.low_D,
+            self.high_D,
+            self.asks_D,
+            self.n_synthetic_D,
+            self.n_human_D,
+        )
         for name, column in zip(COLUMNS, columns, strict=True):
             np.save(directory / f"{name}.npy", column)
 
 
 def read(data: Path, which: str) -> Catalogue:
-    """Raises ValueError if a file is missing. What has no instruction by a crowd worker, for want of the file, has none."""
+    """Raises ValueError if a file is missing. What has no instruction by a crowd worker, for want
+    of the file, has none.
+    """
     items, attributes = (_load(data, (name,), what=which) for name in FILES[which])
-    human = _load(data, HUMAN_FILES, what=which) if any(_path(data, name) for name in HUMAN_FILES) else {}
+    human = (
+        _load(data, HUMAN_FILES, what=which)
+        if any(_path(data, name) for name in HUMAN_FILES)
+        else {}
+    )
     return _of_products(_cleaned(items, attributes, human))
 
 
 def open_packed(directory: Path) -> Catalogue:
     with open(directory / "products.jsonl", "rb") as file:
         lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return Catalogue(lines, {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in COLUMNS})
+    return Catalogue(
+        lines, {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
+    )
 
 
 def _of_products(products: Iterable[Product]) -> Catalogue:
     lines, starts = bytearray(), array("q", [0])
-    low, high, asks, n_synthetic, n_human = array("d"), array("d"), array("q"), array("q"), array("q")
+    low, high, asks, n_synthetic, n_human = (
+        array("d"),
+        array("d"),
+        array("q"),
+        array("q"),
+        array("q"),
+    )
     for product in products:
         lines += json.dumps(asdict(product), ensure_ascii=False).encode() + b"\n"
         starts.append(len(lines))
         low.append(product.prices[0])
         high.append(product.prices[1] if len(product.prices) == 2 else math.nan)
         asks.append(product.synthetic is not None)
-        n_synthetic.append(math.prod(len(v) for v in product.options.values()) if product.synthetic else 0)
+        n_synthetic.append(
+            math.prod(len(v) for v in product.options.values()) if product.synthetic else 0
+        )
         n_human.append(len(product.human))
     columns = (starts, low, high, asks, n_synthetic, n_human)
-    return Catalogue(bytes(lines), {name: np.array(column) for name, column in zip(COLUMNS, columns, strict=True)})
+    return Catalogue(
+        bytes(lines),
+        {name: np.array(column) for name, column in zip(COLUMNS, columns, strict=True)},
+    )
 
 
 def _path(data: Path, name: str) -> Path | None:
@@ -130,11 +168,14 @@ def _load(data: Path, names: Sequence[str], *, what: str) -> Any:
             raw = path.read_bytes()
             return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
     raise ValueError(
-        f"webshop catalogue={what!r}: no file {names[0]!r} in data={str(data)!r}; docs/webshop.md says where the files are from"
+        f"webshop catalogue={what!r}: no file {names[0]!r} in data={str(data)!r}; docs/webshop.md "
+        "says where the files are from"
     )
 
 
-def _cleaned(items: list[dict[str, Any]], attributes: dict[str, Any], human: dict[str, Any]) -> Iterator[Product]:
+def _cleaned(
+    items: list[dict[str, Any]], attributes: dict[str, Any], human: dict[str, Any]
+) -> Iterator[Product]:
     seen: set[str] = set()
     for item in items:
         asin = item["asin"]
@@ -168,7 +209,9 @@ def _prices(text: str | None) -> tuple[float, ...]:
 
 def _options(listed: Any) -> dict[str, tuple[str, ...]]:
     return {
-        name.lower(): tuple(content["value"].strip().replace("/", " | ").lower() for content in contents)
+        name.lower(): tuple(
+            content["value"].strip().replace("/", " | ").lower() for content in contents
+        )
         for name, contents in (listed or {}).items()
         if contents is not None
     }
@@ -177,7 +220,9 @@ def _options(listed: Any) -> dict[str, tuple[str, ...]]:
 def _synthetic(described: dict[str, Any]) -> Instruction | None:
     text = described.get("instruction")
     return (
-        Instruction(text=text, attributes=tuple(described["instruction_attributes"]), options=()) if text is not None else None
+        Instruction(text=text, attributes=tuple(described["instruction_attributes"]), options=())
+        if text is not None
+        else None
     )
 
 
@@ -201,4 +246,8 @@ def _product_of(fields: dict[str, Any]) -> Product:
 
 
 def _instruction_of(fields: dict[str, Any]) -> Instruction:
-    return Instruction(text=fields["text"], attributes=tuple(fields["attributes"]), options=tuple(fields["options"]))
+    return Instruction(
+        text=fields["text"],
+        attributes=tuple(fields["attributes"]),
+        options=tuple(fields["options"]),
+    )

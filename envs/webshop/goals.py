@@ -1,8 +1,10 @@
-"""What shoppers want: WebShop's goals, with its prices, in its order, in its split. All of it is fixed by one seed.
+"""What shoppers want: WebShop's goals, with its prices, in its order, in its split. All of it is
+fixed by one seed.
 
-A synthetic instruction is one goal for each choice of its product's options; a crowd worker's is one. Prices are drawn first:
-of each product that has a range, then of each goal the most it may cost. WebShop leaves their seed to the process, so that
-instructions differ from run to run; here it is `seed`. The order is shuffled with seed 233, always, as WebShop does.
+A synthetic instruction is one goal for each choice of its product's options; a crowd worker's is
+one. Prices are drawn first: of each product that has a range, then of each goal the most it may
+cost. WebShop leaves their seed to the process, so that instructions differ from run to run; here it
+is `seed`. The order is shuffled with seed 233, always, as WebShop does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from envs.webshop.catalogue import Catalogue, Product
 
 SYNTHETIC, HUMAN = "synthetic", "human"
 ORDER_SEED = 233
-SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}  # places in that order, the original's
+# places in that order, the original's
+SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}
 LIMITS = [10.0 * n for n in range(1, 100)]  # dollars
 N_LIMITS = 4  # the next ones above the price, from which two are drawn
 NO_LIMIT = 1_000_000.0
@@ -28,7 +31,8 @@ class Goal:
     product: Product
     instruction: str
     attributes: tuple[str, ...]
-    options: tuple[str | tuple[str, str], ...]  # values, of a synthetic instruction with the option's name before it
+    # values, of a synthetic instruction with the option's name before it
+    options: tuple[str | tuple[str, str], ...]
     price_limit: float  # dollars
 
 
@@ -45,9 +49,14 @@ class Goals:
         ]
         n_D = catalogue.n_human_D if self._is_human else catalogue.n_synthetic_D
         self._starts = np.concatenate([[0], np.cumsum(n_D)])
-        # One limit for a synthetic instruction and all its choices, one for each of the crowd workers'.
+        # One limit for a synthetic instruction and all its choices, one for each of the crowd
+        # workers'.
         n_limits_D = (n_D if self._is_human else catalogue.asks_D).tolist()
-        self._limits = [_draw_limit(rng, price) for price, n in zip(self.price_D, n_limits_D, strict=True) for _ in range(n)]
+        self._limits = [
+            _draw_limit(rng, price)
+            for price, n in zip(self.price_D, n_limits_D, strict=True)
+            for _ in range(n)
+        ]
         self._limit_starts = np.concatenate([[0], np.cumsum(n_limits_D)])
         order = list(range(int(self._starts[-1])))
         Random(ORDER_SEED).shuffle(order)
@@ -66,7 +75,11 @@ class Goals:
             assert product.synthetic is not None
             instruction, chosen = product.synthetic, _chosen(product, choice)
             options = tuple(chosen.items())
-            asked = " with " + ", and ".join(f"{name}: {value}" for name, value in chosen.items()) if chosen else ""
+            asked = (
+                " with " + ", and ".join(f"{name}: {value}" for name, value in chosen.items())
+                if chosen
+                else ""
+            )
         limit = self._limits[int(self._limit_starts[at]) + (choice if self._is_human else 0)]
         price = f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
         return Goal(
@@ -97,7 +110,9 @@ def _draw_limit(rng: Random, price: float) -> float:
 
 
 def _chosen(product: Product, choice: int) -> dict[str, str]:
-    """The values of one of the product's choices by option, options in order of their names; the last one's change fastest."""
+    """The values of one of the product's choices by option, options in order of their names; the
+    last one's change fastest.
+    """
     chosen: dict[str, str] = {}
     for name in sorted(product.options, reverse=True):
         values = product.options[name]

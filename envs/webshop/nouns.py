@@ -1,9 +1,11 @@
-"""The nouns of a product's name, which WebShop has tagged by spaCy's small English model at every purchase.
+"""The nouns of a product's name, which WebShop has tagged by spaCy's small English model at every
+purchase.
 
-They come from tags made beforehand where there are some: those of the 1,000 products' names are in this folder (the places of
-the nouns in each name, by the name's hash), `python -m envs.webshop nouns` makes those of another catalogue. The nouns of any
-other name are all its words but the smallest ones: spaCy takes nearly every word of such names for a proper noun.
-docs/webshop.md has how often that makes a difference.
+They come from tags made beforehand where there are some: those of the 1,000 products' names are in
+this folder (the places of the nouns in each name, by the name's hash), `python -m envs.webshop
+nouns` makes those of another catalogue. The nouns of any other name are all its words but the
+smallest ones: spaCy takes nearly every word of such names for a proper noun. docs/webshop.md has
+how often that makes a difference.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ IS_SMALL = frozenset(SMALL_WORDS.split())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagged:
-    """The nouns of N names: name n has the spans from starts[n] to starts[n + 1], each the characters to skip and to take."""
+    """The nouns of N names: name n has the spans from starts[n] to starts[n + 1], each the
+    characters to skip and to take.
+    """
 
     keys_N: np.ndarray  # uint64, hashes of the names, ascending
     starts_N: np.ndarray  # int64, N + 1 of them
@@ -54,7 +58,8 @@ class Tagged:
         return found
 
     def save(self, path: Path) -> None:
-        scratch = path.with_name(f"tmp-{os.getpid()}-{path.name}")  # a half-written one is never found
+        # a half-written one is never found
+        scratch = path.with_name(f"tmp-{os.getpid()}-{path.name}")
         np.savez_compressed(scratch, keys_N=self.keys_N, starts_N=self.starts_N, spans=self.spans)
         scratch.rename(path)
 
@@ -81,18 +86,24 @@ def tag(names: Iterable[str], model: str) -> Tagged:
     tagger = spacy.load(model, exclude=UNUSED)
     spans_of: dict[int, list[tuple[int, int]]] = {}
     for document in tagger.pipe(dict.fromkeys(names)):
-        found = [(token.idx, len(token.text)) for token in document if token.pos_ in PARTS_OF_SPEECH]
+        found = [
+            (token.idx, len(token.text)) for token in document if token.pos_ in PARTS_OF_SPEECH
+        ]
         spans_of[_key(document.text)] = _spans(found)
     keys = sorted(spans_of)
     return Tagged(
         keys_N=np.array(keys, dtype=np.uint64),
         starts_N=np.cumsum([0, *(len(spans_of[key]) for key in keys)], dtype=np.int64),
-        spans=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(-1, 2),
+        spans=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(
+            -1, 2
+        ),
     )
 
 
 def _spans(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(place, length) of the nouns, in order, as what to skip and what to take; a longer word than fits loses its end."""
+    """(place, length) of the nouns, in order, as what to skip and what to take; a longer word than
+    fits loses its end.
+    """
     spans, place = [], 0
     for start, length in found:
         spans += [(LONGEST, 0)] * ((start - place) // LONGEST)

@@ -1,4 +1,5 @@
-"""The shop's pages, as the visible texts of WebShop's HTML and the names of what can be clicked on them.
+"""The shop's pages, as the visible texts of WebShop's HTML and the names of what can be clicked on
+them.
 
 page = item_page(product)
 " [SEP] ".join(page.texts)      # after the instruction, which every page but the last begins with
@@ -34,10 +35,18 @@ SEARCH_PAGE = Page(texts=("Search",), buttons=("search",), has_search_bar=True)
 def results_page(products: Sequence[Product], *, number: int, n_hits: int) -> Page:
     """Number `number` (from 1) of the pages of `n_hits` products, of which it shows these."""
     ways = ("< Prev", "Next >") if number > 1 else ("Next >",)  # also where nothing is next
-    shown = [text for product in products for text in visible(product.asin, product.name, price_tag(product))]
+    shown = [
+        text
+        for product in products
+        for text in visible(product.asin, product.name, price_tag(product))
+    ]
     return Page(
         texts=("Back to Search", f"Page {number} (Total results: {n_hits})", *ways, *shown),
-        buttons=(BACK_TO_SEARCH, *(way.lower() for way in ways), *(product.asin.lower() for product in products)),
+        buttons=(
+            BACK_TO_SEARCH,
+            *(way.lower() for way in ways),
+            *(product.asin.lower() for product in products),
+        ),
     )
 
 
@@ -46,14 +55,22 @@ def item_page(product: Product) -> Page:
     about = (product.name, f"Price: {price_tag(product)}", f"Rating: {RATING}")
     values = [value for values in product.options.values() for value in values]
     return Page(
-        texts=(*visible("Back to Search", "< Prev", *options, *about), "Description", "Features", "Reviews", "Buy Now"),
+        texts=(
+            *visible("Back to Search", "< Prev", *options, *about),
+            "Description",
+            "Features",
+            "Reviews",
+            "Buy Now",
+        ),
         buttons=tuple(dict.fromkeys((BACK_TO_SEARCH, PREVIOUS, *SUB_PAGES, BUY_NOW, *values))),
     )
 
 
 def sub_page(product: Product, name: str) -> Page:
     texts = {DESCRIPTION: (product.description,), FEATURES: product.bullets, REVIEWS: ()}[name]
-    return Page(texts=("Back to Search", "< Prev", *visible(*texts)), buttons=(BACK_TO_SEARCH, PREVIOUS))
+    return Page(
+        texts=("Back to Search", "< Prev", *visible(*texts)), buttons=(BACK_TO_SEARCH, PREVIOUS)
+    )
 
 
 def done_page(product: Product, options: Mapping[str, str], *, score: float) -> Page:
@@ -61,12 +78,47 @@ def done_page(product: Product, options: Mapping[str, str], *, score: float) -> 
     chosen = json.dumps(options, sort_keys=True)
     for sign in "<>&'":
         chosen = chosen.replace(sign, f"\\u{ord(sign):04x}")
-    bought = ("asin", product.asin, "options", chosen, "attrs", "None", "category", "None", "query", "None")
-    wanted = ("asin", "options", "attrs", "price upper", "instuction text", "category", "product category", "query")
+    bought = (
+        "asin",
+        product.asin,
+        "options",
+        chosen,
+        "attrs",
+        "None",
+        "category",
+        "None",
+        "query",
+        "None",
+    )
+    wanted = (
+        "asin",
+        "options",
+        "attrs",
+        "price upper",
+        "instuction text",
+        "category",
+        "product category",
+        "query",
+    )
     return Page(
         texts=(
-            *("Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)"),
-            *("Purchased", *bought, "product category", "None", "Target", *wanted, "Goal", "None", "Reward"),
+            *(
+                "Thank you for shopping with us!",
+                "Your code:",
+                "None",
+                "(Paste it in your MTurk interface.)",
+            ),
+            *(
+                "Purchased",
+                *bought,
+                "product category",
+                "None",
+                "Target",
+                *wanted,
+                "Goal",
+                "None",
+                "Reward",
+            ),
             *("Your score (min 0.0, max 1.0)", str(score), "Reward Details", "None"),
         ),
         buttons=(),
@@ -78,5 +130,11 @@ def price_tag(product: Product) -> str:
 
 
 def visible(*texts: str) -> list[str]:
-    """What is left of texts that stand alone in an HTML element: an empty one, or an empty line, is not there."""
-    return [text.strip() for text in texts if text and (text.strip(string.whitespace) or "\n" not in text)]
+    """What is left of texts that stand alone in an HTML element: an empty one, or an empty line, is
+    not there.
+    """
+    return [
+        text.strip()
+        for text in texts
+        if text and (text.strip(string.whitespace) or "\n" not in text)
+    ]

@@ -1,6 +1,8 @@
-"""What a purchase is worth, 0 to 1, as WebShop has it (Yao et al. 2022, arXiv 2207.01206, section 3.1):
+"""What a purchase is worth, 0 to 1, as WebShop has it (Yao et al. 2022, arXiv 2207.01206, section
+3.1):
 
-score = type * (attributes found + options found + [price within the limit]) / (attributes + options + 1)
+score = type * (attributes found + options found + [price within the limit]) / (attributes + options
++ 1)
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from rapidfuzz import fuzz, utils
 from envs.webshop.catalogue import Product
 from envs.webshop.goals import Goal
 
-ALIKE = 85  # two texts are the same if their token set ratio, rounded to whole percents, is above this
+# two texts are the same if their token set ratio, rounded to whole percents, is above this
+ALIKE = 85
 SHARED_DEPARTMENTS = 2
 # Title scores: the share of the wanted name's nouns that the bought one has.
 SAME_TYPE, OTHER_TYPE = 0.2, 0.1
 NO_NOUNS = 0.2  # of a wanted name that has none
-# The first of these that is in an option's value stands for the value. The order is WebShop's, and matters: "light blue" is
-# blue.
+# The first of these that is in an option's value stands for the value. The order is WebShop's, and
+# matters: "light blue" is blue.
 COLOUR_NAMES = """
     alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
     caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
@@ -33,10 +36,20 @@ COLOURS = tuple(COLOUR_NAMES.split())
 LATIN_1_ABOVE_ASCII = dict.fromkeys(range(128, 256))
 
 
-def score(goal: Goal, product: Product, options: Mapping[str, str], *, price: float, title_score: float) -> float:
+def score(
+    goal: Goal, product: Product, options: Mapping[str, str], *, price: float, title_score: float
+) -> float:
     """Of buying `product` for `price` with these values of its options, by name."""
-    found = _attributes_found(goal, product) + _options_found(goal, options) + (price <= goal.price_limit)
-    return found / (len(goal.attributes) + len(goal.options) + 1) * type_score(goal.product, product, title_score=title_score)
+    found = (
+        _attributes_found(goal, product)
+        + _options_found(goal, options)
+        + (price <= goal.price_limit)
+    )
+    return (
+        found
+        / (len(goal.attributes) + len(goal.options) + 1)
+        * type_score(goal.product, product, title_score=title_score)
+    )
 
 
 def type_score(wanted: Product, bought: Product, *, title_score: float) -> float:
@@ -46,7 +59,9 @@ def type_score(wanted: Product, bought: Product, *, title_score: float) -> float
     if title_score < OTHER_TYPE:
         return 0.1
     shared = _departments(wanted.product_category) & _departments(bought.product_category)
-    is_same = wanted.query == bought.query or len(shared) >= SHARED_DEPARTMENTS or title_score > SAME_TYPE
+    is_same = (
+        wanted.query == bought.query or len(shared) >= SHARED_DEPARTMENTS or title_score > SAME_TYPE
+    )
     return 1.0 if is_same else 0.5
 
 
@@ -71,21 +86,25 @@ def _departments(path: str) -> frozenset[str]:
 
 def _attributes_found(goal: Goal, product: Product) -> int:
     return sum(
-        any(are_alike(theirs, ours) for theirs in product.attributes) or _is_mentioned(ours, product)
+        any(are_alike(theirs, ours) for theirs in product.attributes)
+        or _is_mentioned(ours, product)
         for ours in goal.attributes
     )
 
 
 def _options_found(goal: Goal, options: Mapping[str, str]) -> int:
     chosen = [colour(value) for value in options.values()]
-    return sum(any(are_alike(ours, wanted) for ours in chosen) for wanted in map(_wanted, goal.options))
+    return sum(
+        any(are_alike(ours, wanted) for ours in chosen) for wanted in map(_wanted, goal.options)
+    )
 
 
 def _wanted(option: str | tuple[str, str]) -> str:
     """What a chosen value is compared with.
 
-    Of a synthetic goal WebShop compares the pair of name and value, printed, unless one of the two is a colour by itself. So
-    "1877brown", which is "brown" where it is chosen, is not found where it is wanted, and such a goal has no score of 1.
+    Of a synthetic goal WebShop compares the pair of name and value, printed, unless one of the two
+    is a colour by itself. So "1877brown", which is "brown" where it is chosen, is not found where
+    it is wanted, and such a goal has no score of 1.
     """
     if isinstance(option, str):
         return colour(option)
@@ -93,7 +112,10 @@ def _wanted(option: str | tuple[str, str]) -> str:
 
 
 def _is_mentioned(text: str, product: Product) -> bool:
-    return any(text in where.lower() for where in (product.name, " ".join(product.bullets), product.description))
+    return any(
+        text in where.lower()
+        for where in (product.name, " ".join(product.bullets), product.description)
+    )
 
 
 def colour(value: str) -> str:

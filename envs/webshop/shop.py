@@ -1,4 +1,6 @@
-"""A shop that is open: catalogue, goals, search, nouns. One per process for the same options, whoever asks."""
+"""A shop that is open: catalogue, goals, search, nouns. One per process for the same options,
+whoever asks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from envs.webshop.catalogue import SMALL, Catalogue, open_packed, read
 from envs.webshop.goals import Goal, Goals
 from envs.webshop.pages import HITS
 
-KEPT_QUERIES = 10_000  # whose hits a process keeps: going back and forth asks again, and so do the members of a group
+# whose hits a process keeps: going back and forth asks again, and so do the members of a group
+KEPT_QUERIES = 10_000
 
 
 class Shop:
@@ -25,8 +28,12 @@ class Shop:
     def score(self, goal: Goal, number: int, options: Mapping[str, str]) -> float:
         """Of buying product `number` with these options."""
         product, tagged = self.catalogue[number], _tagged(self._data)
-        title_score = reward.title_score(nouns.nouns(goal.product.name, tagged), nouns.nouns(product.name, tagged))
-        return reward.score(goal, product, options, price=self.goals.price_D[number], title_score=title_score)
+        title_score = reward.title_score(
+            nouns.nouns(goal.product.name, tagged), nouns.nouns(product.name, tagged)
+        )
+        return reward.score(
+            goal, product, options, price=self.goals.price_D[number], title_score=title_score
+        )
 
     def _hits(self, query: str) -> list[int]:
         """Numbers of the products found, best first."""
@@ -44,7 +51,10 @@ def catalogue_of(data: Path, which: str) -> Catalogue:
     if which == SMALL:
         return read(data, which)
     if not packed(data).is_dir():
-        raise ValueError(f"webshop catalogue={which!r}: no {packed(data)}; make it with: python -m envs.webshop pack {data}")
+        raise ValueError(
+            f"webshop catalogue={which!r}: no {packed(data)}; make it with: python -m envs.webshop "
+            f"pack {data}"
+        )
     return open_packed(packed(data))
 
 
@@ -58,9 +68,13 @@ def _index(data: Path, which: str) -> bm25.Index:
     if which != SMALL:
         return bm25.load(packed(data))
     catalogue = catalogue_of(data, which)
-    return bm25.build((product.contents for product in catalogue), [product.asin for product in catalogue])
+    return bm25.build(
+        (product.contents for product in catalogue), [product.asin for product in catalogue]
+    )
 
 
 @cache
 def _tagged(data: Path) -> tuple[nouns.Tagged, ...]:
-    return tuple(nouns.load(path) for path in (data / nouns.TAGGED, nouns.TAGGED_SMALL) if path.is_file())
+    return tuple(
+        nouns.load(path) for path in (data / nouns.TAGGED, nouns.TAGGED_SMALL) if path.is_file()
+    )

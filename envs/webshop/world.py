@@ -1,9 +1,10 @@
 """WebShop as an environment: one shopper, one instruction, until something is bought.
 
-Options: `data` (str, the folder with WebShop's files), `catalogue` ("small": 1,000 products, or "full"), `instructions`
-("synthetic" or "human"), `heldout` (which official split is played as held-out: "test" or "eval"), `train_tasks`,
-`heldout_tasks` (the first so many of each, 0 for all), `seed` (of the prices), `observation` ("whole": what WebShop's text mode
-gives; "page": as in the paper, without the instruction, each text in quotes).
+Options: `data` (str, the folder with WebShop's files), `catalogue` ("small": 1,000 products, or
+"full"), `instructions` ("synthetic" or "human"), `heldout` (which official split is played as
+held-out: "test" or "eval"), `train_tasks`, `heldout_tasks` (the first so many of each, 0 for all),
+`seed` (of the prices), `observation` ("whole": what WebShop's text mode gives; "page": as in the
+paper, without the instruction, each text in quotes).
 """
 
 from __future__ import annotations
@@ -58,31 +59,38 @@ class _Options:
 
 
 class WebShopEnv:
-    """Steps are `search[words]` and `click[name]`. As in WebShop one may search from every page, also from those that have no
-    search bar and do not list it; capital letters make no difference; after `buy now` the episode is over.
+    """Steps are `search[words]` and `click[name]`. As in WebShop one may search from every page,
+    also from those that have no search bar and do not list it; capital letters make no difference;
+    after `buy now` the episode is over.
 
-    Any other text, and a click on something absent, changes nothing and is not `valid`. `prompt.invalid`
-    says whether that is penalised. The reward is 1 for a perfect purchase, else 0. `task_score` is the
-    purchase's grade, and 0 until something is bought.
+    Any other text, and a click on something absent, changes nothing and is not `valid`.
+    `prompt.invalid` says whether that is penalised. The reward is 1 for a perfect purchase, else 0.
+    `task_score` is the purchase's grade, and 0 until something is bought.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = _parse(options)
-        self._shop: Shop | None = None  # opened by the first reset; all environments of a process share it
+        # opened by the first reset; all environments of a process share it
+        self._shop: Shop | None = None
         self._is_over = True
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         check_split(split)
         parsed = _parse(options)
-        names = {"train": ("train", parsed.train_tasks), "heldout": (parsed.heldout, parsed.heldout_tasks)}
+        names = {
+            "train": ("train", parsed.train_tasks),
+            "heldout": (parsed.heldout, parsed.heldout_tasks),
+        }
         official, limit = names[split]
         shop = _shop(parsed)
         places = shop.goals.places(official)
         if not places:
             raise ValueError(
-                f"webshop has no {official} tasks: {len(shop.goals)} {parsed.instructions} instructions, and {official} ones "
-                f"begin at number {SPLITS[official][0]}; take instructions=synthetic or catalogue=full"
+                f"webshop has no {official} tasks: {len(shop.goals)} {parsed.instructions} "
+                f"instructions, and {official} ones "
+                f"begin at number {SPLITS[official][0]}; take instructions=synthetic or "
+                "catalogue=full"
             )
         prefix = f"webshop-{parsed.instructions}-{len(shop.catalogue)}-seed{parsed.seed}-{official}"
         return [
@@ -148,7 +156,9 @@ class WebShopEnv:
         products = [self._shop.catalogue[hit] for hit in shown]
         self._leave()
         self._query, self._number = query, number
-        self._shown = {product.asin.lower(): hit for hit, product in zip(shown, products, strict=True)}
+        self._shown = {
+            product.asin.lower(): hit for hit, product in zip(shown, products, strict=True)
+        }
         self._page = results_page(products, number=number, n_hits=len(hits))
 
     def _click(self, what: str) -> None:
@@ -186,28 +196,41 @@ class WebShopEnv:
     def _observe(self) -> Observation:
         page = self._page
         quoted = SEPARATOR.join(f"'{text}'" for text in page.texts)
-        before: tuple[str, ...] = ("Instruction:", self._goal.instruction) if not self._is_over else ()
+        before: tuple[str, ...] = (
+            ("Instruction:", self._goal.instruction) if not self._is_over else ()
+        )
         before = ("WebShop", *before) if page.has_search_bar else before
         whole = SEPARATOR.join((*before, *page.texts))
         return Observation(
             text=whole if self._is_over or self._options.observation == "whole" else quoted,
             objective=self._goal.instruction,
             anchor=whole if self._is_over else quoted,
-            actions=((SEARCH_ACTION,) if page.has_search_bar else ()) + tuple(f"click[{button}]" for button in page.buttons),
+            actions=((SEARCH_ACTION,) if page.has_search_bar else ())
+            + tuple(f"click[{button}]" for button in page.buttons),
         )
 
 
 def _shop(options: _Options) -> Shop:
-    return open_shop(options.data.resolve(), options.catalogue, instructions=options.instructions, seed=options.seed)
+    return open_shop(
+        options.data.resolve(),
+        options.catalogue,
+        instructions=options.instructions,
+        seed=options.seed,
+    )
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
     check_options("webshop", options, ("data", *CHOICES, *NUMBERS))
     for name, choices in CHOICES.items():
         if options[name] not in choices:
-            raise OptionsError(f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}")
+            raise OptionsError(
+                f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}"
+            )
     for name in NUMBERS:
         whole_number("webshop", name, options[name], least=0)
     if not Path(str(options["data"])).is_dir():
-        raise ValueError(f"webshop option data={options['data']!r} is no folder; docs/webshop.md says where the files are from")
+        raise ValueError(
+            f"webshop option data={options['data']!r} is no folder; docs/webshop.md says where the "
+            "files are from"
+        )
     return _Options(**{**options, "data": Path(str(options["data"]))})  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 -- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo and graphgpo.
 -- hgpo: A = A_S of hierarchy.sql. grpo, rloo, dr_grpo, reinforce_pp and reinforce_pp_baseline have no step term: their
 -- step_advantage reads 0; anchor_size is what it would have been compared with.
--- The last three columns say whether there is anything to learn, see gigpo/signal.py. Differences that rounding can make
+-- The last three columns say whether there is anything to learn, see gigpo/group_filter.py. Differences that rounding can make
 -- (trajectories.sql) are none: .1 + .2 + .3 and .3 + .2 + .1 are the same return, whatever their last bits say.
 -- in:  step_advantage, hierarchy, episode_advantage, whitening; estimator, omega
 -- out: group_uid, traj_uid, step_index BIGINT, step_return DOUBLE (penalised), episode_advantage DOUBLE,

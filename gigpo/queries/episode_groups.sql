@@ -1,6 +1,6 @@
 -- What a trajectory is compared with, eq. 3: mean and standard deviation (ddof 1) of the scores of one group (one task).
 --   mean = sum(u x) / n,   var = sum(u (x - mean)^2) / (n - 1),   u = units,   n = sum(u)
--- And whether there is anything to learn from, see gigpo/signal.py: episode returns (no penalty) differ if they are further
+-- And whether there is anything to learn from, see gigpo/group_filter.py: episode returns (no penalty) differ if they are further
 -- apart than rounding can put them; one lone trajectory differs from nothing.
 -- Its lines are kept as two lists: to read `episodes` a second time for the deviation is a second aggregate and two joins.
 -- in:  episodes; weighting, invalid_penalty

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from store.catalog import stored
+from store.catalog import offline_groups as stored
+from store.catalog.counts import ROLLED_BACK, complete_by_version, counts
 from store.catalog.database import Transaction
-from store.catalog.figures import ROLLED_BACK, complete_by_version, counts
-from store.catalog.files import segment_meta
+from store.catalog.group_totals import reopen
 from store.catalog.records import Batch, ClaimedGroup, RollBack
-from store.catalog.sums import reopen
+from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta
@@ -19,22 +19,32 @@ COMPONENT = "catalog"
 
 
 def claim(
-    tx: Transaction, *, n_groups: int, n_stored: int, uses: int, current_version: int, max_staleness: int
+    tx: Transaction,
+    *,
+    n_groups: int,
+    n_stored: int,
+    uses: int,
+    current_version: int,
+    max_staleness: int,
 ) -> Batch | None:
-    """The oldest complete training groups and then `n_stored` stored ones as a new batch; None if there are too few of either.
+    """The oldest complete training groups and then `n_stored` stored ones as a new batch; None if
+    there are too few of either.
 
-    Groups beyond the bound become `stale` first, also where no batch follows. Stored ones stay as they are: the least used come
-    first, each `uses` times at most.
+    Groups beyond the bound become `stale` first, also where no batch follows. Stored ones stay as
+    they are: the least used come first, each `uses` times at most.
     """
     if n_groups < 0 or n_stored < 0 or n_groups + n_stored < 1:
-        raise StoreError(f"n_groups {n_groups}, n_stored {n_stored}: a batch has at least one group")
+        raise StoreError(
+            f"n_groups {n_groups}, n_stored {n_stored}: a batch has at least one group"
+        )
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = tx.rows(
         """SELECT group_uid, task_id, ordinal, version_min, version_max, source, 1 AS use FROM grp
            WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
         n_groups=n_groups,
     )
-    if len(rows) < n_groups:  # asked many times a second, while the least used of many are long to find
+    # asked many times a second, while the least used of many are long to find
+    if len(rows) < n_groups:
         return None
     rows += stored.least_used(tx, n_groups=n_stored, uses=uses) if n_stored else []
     if len(rows) < n_groups + n_stored:
@@ -58,33 +68,55 @@ def claim(
     tx.touch("groups", "lineage")
     return Batch(
         batch_id=batch_id,
-        groups=tuple(ClaimedGroup(**{name: row[name] for name in ClaimedGroup.__slots__}) for row in rows),
+        groups=tuple(
+            ClaimedGroup(**{name: row[name] for name in ClaimedGroup.__slots__}) for row in rows
+        ),
         segments=segments_of_batch(tx, batch_id),
         claimed_us=tx.now_us,
     )
 
 
-def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Mapping[bytes, str], version_in: int) -> None:
-    """Record that a claimed batch was learner step `learner_step`, taken at policy version `version_in`."""
-    batch = tx.row("SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id)
+def settle(
+    tx: Transaction,
+    *,
+    batch_id: int,
+    learner_step: int,
+    no_signal: Mapping[bytes, str],
+    version_in: int,
+) -> None:
+    """Record that a claimed batch was learner step `learner_step`, taken at policy version
+    `version_in`.
+    """
+    batch = tx.row(
+        "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
+    )
     if batch is None or batch["state"] != "claimed":
         state = "unknown" if batch is None else batch["state"]
-        raise StoreError(f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one")
+        raise StoreError(
+            f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one"
+        )
     taken = tx.row(
-        "SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step ORDER BY learner_step DESC",
+        "SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step ORDER BY "
+        "learner_step DESC",
         step=learner_step,
     )
     if taken is not None:
         raise StoreError(
-            f"learner step {learner_step} is not after the last settled one (batch {taken['batch_id']}); "
+            f"learner step {learner_step} is not after the last settled one (batch "
+            f"{taken['batch_id']}); "
             "roll back to the checkpoint before training again"
         )
     groups = [
-        row["group_uid"] for row in tx.rows("SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id)
+        row["group_uid"]
+        for row in tx.rows(
+            "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
+        )
     ]
     strangers = [uid_text(group_uid) for group_uid in no_signal if group_uid not in groups]
     if strangers:
-        raise StoreError(f"groups {strangers} are not in batch {batch_id}; name only groups of the batch")
+        raise StoreError(
+            f"groups {strangers} are not in batch {batch_id}; name only groups of the batch"
+        )
     tx.run(
         """UPDATE batch SET state = 'trained', learner_step = :step, version_in = :version_in,
                             trained_us = :now_us, trained_lsn = :lsn WHERE batch_id = :batch_id""",
@@ -96,9 +128,12 @@ def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Mapp
     )
     for group_uid in groups:
         outcome = "no_signal" if group_uid in no_signal else "trained"
-        reason = f"learner step {learner_step}" + (f": {no_signal[group_uid]}" if outcome == "no_signal" else "")
+        reason = f"learner step {learner_step}" + (
+            f": {no_signal[group_uid]}" if outcome == "no_signal" else ""
+        )
         tx.run(
-            "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = :group_uid",
+            "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = "
+            ":group_uid",
             outcome=outcome,
             batch_id=batch_id,
             group_uid=group_uid,
@@ -108,7 +143,8 @@ def settle(tx: Transaction, *, batch_id: int, learner_step: int, no_signal: Mapp
 
 
 def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
-    """Make everything claimed or trained after `learner_step` available again. The ledgers keep their rows.
+    """Make everything claimed or trained after `learner_step` available again. The ledgers keep
+    their rows.
 
     Versions stay: they were published, and their numbers are never reused. Stale groups stay stale.
     """
@@ -122,8 +158,12 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
     ]
     why = f"rolled back to learner step {learner_step}"
     n_groups = sum(release(tx, batch_id, why=why) for batch_id, _ in batches)
-    n_checkpoints = tx.run("UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
-    n_metrics = tx.run("UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step)
+    n_checkpoints = tx.run(
+        "UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
+    )
+    n_metrics = tx.run(
+        "UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
+    )
     # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
     n_rounds = tx.run(
         """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
@@ -137,7 +177,10 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
-    kept = tx.row("SELECT count(*) AS n FROM trajectory JOIN segment USING (segment_id) WHERE retired_lsn IS NULL")
+    kept = tx.row(
+        "SELECT count(*) AS n FROM trajectory JOIN segment USING (segment_id) WHERE retired_lsn IS "
+        "NULL"
+    )
     assert kept is not None
     return RollBack(
         batches=len(batches),
@@ -151,9 +194,11 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
 
 
 def release(tx: Transaction, batch_id: int, *, why: str) -> int:
-    """Make the groups of one batch available again; how many. The batch and its rows stay in the ledgers.
+    """Make the groups of one batch available again; how many. The batch and its rows stay in the
+    ledgers.
 
-    A group that lost trajectories since (fsck) is to be played again first: half of it cannot be trained on.
+    A group that lost trajectories since (fsck) is to be played again first: half of it cannot be
+    trained on.
     """
     halves = tx.rows(
         """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
@@ -177,7 +222,11 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
         batch_id=batch_id,
     )
     for row in halves:
-        reopen(tx, row["group_uid"], reason=f"batch {batch_id} was {why}, and trajectories of it were lost")
+        reopen(
+            tx,
+            row["group_uid"],
+            reason=f"batch {batch_id} was {why}, and trajectories of it were lost",
+        )
     tx.touch("groups", "lineage")
     return n_groups
 
@@ -194,14 +243,19 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
         oldest_allowed=oldest_allowed,
     )
     if n_stale:
-        tx.log(component=COMPONENT, what="stale", detail=f"{n_stale} groups older than version {oldest_allowed}")
+        tx.log(
+            component=COMPONENT,
+            what="stale",
+            detail=f"{n_stale} groups older than version {oldest_allowed}",
+        )
         tx.touch("groups")
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
     """Stored groups keep theirs: what became of each use of them is in `batch_group`."""
     tx.run(
-        "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source IS NULL",
+        "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source "
+        "IS NULL",
         state=state,
         reason=reason,
         group_uid=group_uid,
@@ -218,4 +272,7 @@ def segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]
     of_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         of_segment.setdefault(row["segment_id"], []).append(dict(row))
-    return tuple(segment_meta({**rows[0], "n_steps": rows[0]["file_steps"]}, rows) for rows in of_segment.values())
+    return tuple(
+        segment_meta({**rows[0], "n_steps": rows[0]["file_steps"]}, rows)
+        for rows in of_segment.values()
+    )

@@ -1,4 +1,6 @@
-"""The catalog: the small transactional database that says which segments, groups, claims and steps exist."""
+"""The catalog: the small transactional database that says which segments, groups, claims and steps
+exist.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from store.catalog import batches, figures, files, groups, imports, ledger
+from store.catalog import batches, groups, imports
+from store.catalog import counts as figures
+from store.catalog import run_records as ledger
+from store.catalog import segment_states as files
 from store.catalog.database import Database
 from store.catalog.imports import ImportedGroup
 from store.catalog.records import (
@@ -29,8 +34,8 @@ from store.segments import SegmentMeta
 
 
 class Catalog:
-    """The one owner of a run's catalog. Each call is one transaction: done when it returns, or as if never asked. (But
-    see `synced_together`.)
+    """The one owner of a run's catalog. Each call is one transaction: done when it returns, or as
+    if never asked. (But see `synced_together`.)
 
         catalog = Catalog.open(layout)                                   # new epoch: old owners and leases are fenced
         catalog.open_group(ordinal=None, task_id=…, split="train", size=8, purpose_version=None)
@@ -55,7 +60,12 @@ class Catalog:
     def __enter__(self) -> Catalog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -63,11 +73,15 @@ class Catalog:
         self._database.close()
 
     def at_once(self) -> AbstractContextManager[object]:
-        """The calls within are one transaction, which a power cut may undo: for leases, the groups they open and heartbeats."""
+        """The calls within are one transaction, which a power cut may undo: for leases, the groups
+        they open and heartbeats.
+        """
         return self._database.unsynced_transaction()
 
     def synced_together(self) -> AbstractContextManager[None]:
-        """The calls within are transactions of their own, which are synced at the end: until then a power cut may undo them."""
+        """The calls within are transactions of their own, which are synced at the end: until then a
+        power cut may undo them.
+        """
         return self._database.synced_together()
 
     @property
@@ -78,21 +92,36 @@ class Catalog:
     # Groups: open → (leased) → complete.
 
     def open_group(
-        self, *, ordinal: int | None, task_id: str, split: str, size: int, purpose_version: int | None
+        self,
+        *,
+        ordinal: int | None,
+        task_id: str,
+        split: str,
+        size: int,
+        purpose_version: int | None,
     ) -> GroupRecord:
-        """Enter a group to be played: the next ordinal if None, the existing group if the ordinal is taken.
+        """Enter a group to be played: the next ordinal if None, the existing group if the ordinal
+        is taken.
 
-        `purpose_version` names the evaluation round and is set for split "heldout" only; those are never claimed.
+        `purpose_version` names the evaluation round and is set for split "heldout" only; those are
+        never claimed.
         """
         with self._database.transaction() as tx:
             return groups.open_group(
-                tx, ordinal=ordinal, task_id=task_id, split=split, size=size, purpose_version=purpose_version
+                tx,
+                ordinal=ordinal,
+                task_id=task_id,
+                split=split,
+                size=size,
+                purpose_version=purpose_version,
             )
 
     def open_round(self, task_ids: Sequence[str], *, episodes_per_task: int, version: int) -> None:
-        """Enter a whole evaluation round of `version`: every task, one group of one episode each time.
+        """Enter a whole evaluation round of `version`: every task, one group of one episode each
+        time.
 
-        What is there of the round already stays: asking again with more episodes adds the missing ones.
+        What is there of the round already stays: asking again with more episodes adds the missing
+        ones.
         """
         with self._database.transaction() as tx:
             groups.open_round(tx, task_ids, episodes_per_task=episodes_per_task, version=version)
@@ -111,11 +140,14 @@ class Catalog:
         without: Collection[str] = (),
         only: Collection[str] | None = None,
     ) -> GroupRecord | None:
-        """The oldest open group without a live lease, held-out ones first; None if there is none. After a crash this hands out
-        what was dispatched but not finished before anything new. Not of the tasks `without`, and `only` of those, if given.
+        """The oldest open group without a live lease, held-out ones first; None if there is none.
+        After a crash this hands out what was dispatched but not finished before anything new. Not
+        of the tasks `without`, and `only` of those, if given.
         """
         with self._database.transaction() as tx:
-            return groups.lease_open_group(tx, worker=worker, lease_s=lease_s, split=split, without=without, only=only)
+            return groups.lease_open_group(
+                tx, worker=worker, lease_s=lease_s, split=split, without=without, only=only
+            )
 
     def has_free_group(self, task_ids: Collection[str], *, split: str | None) -> bool:
         """Return whether an open group of one of the tasks is played by nobody."""
@@ -125,7 +157,9 @@ class Catalog:
             return groups.has_free_group(tx, task_ids=task_ids, split=split)
 
     def times_lost(self) -> dict[str, int]:
-        """Return how often a worker was lost while it played a task, by task id; tasks that were played since are left out."""
+        """Return how often a worker was lost while it played a task, by task id; tasks that were
+        played since are left out.
+        """
         with self._database.transaction() as tx:
             return groups.times_lost(tx)
 
@@ -140,12 +174,16 @@ class Catalog:
             return groups.release_leases(tx, worker=worker)
 
     def give_up(self, group_uid: bytes, *, worker: str, state: str, reason: str) -> None:
-        """The worker stops playing a group: 'open' for others to take it, or for ever 'stale' or 'abandoned'."""
+        """The worker stops playing a group: 'open' for others to take it, or for ever 'stale' or
+        'abandoned'.
+        """
         with self._database.transaction() as tx:
             groups.give_up(tx, group_uid=group_uid, worker=worker, state=state, reason=reason)
 
     def commit(self, segment: SegmentMeta, *, epoch: int) -> CommitResult:
-        """Make a written segment count. A retry changes nothing; a stale epoch raises FencedError."""
+        """Make a written segment count. A retry changes nothing; a stale epoch raises
+        FencedError.
+        """
         with self._database.transaction() as tx:
             return groups.commit(tx, segment=segment, epoch=epoch)
 
@@ -154,44 +192,67 @@ class Catalog:
         with self._database.transaction() as tx:
             return imports.known_trajectories(tx, traj_uids)
 
-    def import_groups(self, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str, own: bool) -> None:
-        """Make a segment of another run's trajectories, or of lost ones of this run, count. See catalog/imports.py."""
+    def import_groups(
+        self, *, segment: SegmentMeta, groups: Sequence[ImportedGroup], source: str, own: bool
+    ) -> None:
+        """Make a segment of another run's trajectories, or of lost ones of this run, count. See
+        catalog/imports.py.
+        """
         with self._database.transaction() as tx:
             imports.import_groups(tx, segment=segment, groups=groups, source=source, own=own)
 
     def import_surplus(self, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
-        """Make episodes count that ended when their group was whole, each as a group that is only read."""
+        """Make episodes count that ended when their group was whole, each as a group that is only
+        read.
+        """
         with self._database.transaction() as tx:
             imports.import_surplus(tx, segment=segment, task_id=task_id, of_group=of_group)
 
     # Batches: complete → claimed → trained or no_signal; stale on the way.
 
     def claim(self, *, n_groups: int, current_version: int, max_staleness: int) -> Batch | None:
-        """The oldest `n_groups` complete training groups, or None (nothing claimed) if fewer are there.
+        """The oldest `n_groups` complete training groups, or None (nothing claimed) if fewer are
+        there.
 
-        Groups whose oldest version is more than `max_staleness` behind `current_version`, that of the learner when it will
-        train on the batch, become stale first.
+        Groups whose oldest version is more than `max_staleness` behind `current_version`, that of
+        the learner when it will train on the batch, become stale first.
         """
         with self._database.transaction() as tx:
             versions = {"current_version": current_version, "max_staleness": max_staleness}
             return batches.claim(tx, n_groups=n_groups, n_stored=0, uses=0, **versions)
 
-    def settle(self, batch_id: int, *, learner_step: int, no_signal: Mapping[bytes, str], version_in: int) -> None:
-        """The batch was trained on as `learner_step` at `version_in`; groups in `no_signal` were left out, with the reason."""
+    def settle(
+        self, batch_id: int, *, learner_step: int, no_signal: Mapping[bytes, str], version_in: int
+    ) -> None:
+        """The batch was trained on as `learner_step` at `version_in`; groups in `no_signal` were
+        left out, with the reason.
+        """
         with self._database.transaction() as tx:
-            batches.settle(tx, batch_id=batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in)
+            batches.settle(
+                tx,
+                batch_id=batch_id,
+                learner_step=learner_step,
+                no_signal=no_signal,
+                version_in=version_in,
+            )
 
     def roll_back(self, learner_step: int) -> RollBack:
-        """Make all that was claimed or trained after `learner_step` (that of the checkpoint) available again."""
+        """Make all that was claimed or trained after `learner_step` (that of the checkpoint)
+        available again.
+        """
         with self._database.transaction() as tx:
             return batches.roll_back(tx, learner_step=learner_step)
 
     # Ledgers.
 
-    def record_version(self, *, version: int, path: str, digest: str, learner_step: int | None) -> None:
+    def record_version(
+        self, *, version: int, path: str, digest: str, learner_step: int | None
+    ) -> None:
         """A published set of weights; StoreError if the number is not new."""
         with self._database.transaction() as tx:
-            ledger.record_version(tx, version=version, path=path, digest=digest, learner_step=learner_step)
+            ledger.record_version(
+                tx, version=version, path=path, digest=digest, learner_step=learner_step
+            )
 
     def latest_version(self) -> VersionRecord | None:
         """The newest published weights."""
@@ -204,14 +265,20 @@ class Catalog:
             ledger.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
 
     def live_checkpoints(self) -> tuple[CheckpointRecord, ...]:
-        """Every checkpoint that no roll-back went behind; its directory may have been removed since."""
+        """Every checkpoint that no roll-back went behind; its directory may have been removed
+        since.
+        """
         with self._database.transaction() as tx:
             return ledger.live_checkpoints(tx)
 
-    def record_metrics(self, *, learner_step: int, policy_version: int, values: Mapping[str, float]) -> None:
+    def record_metrics(
+        self, *, learner_step: int, policy_version: int, values: Mapping[str, float]
+    ) -> None:
         """Figures of a learner step, by name, for the metrics view."""
         with self._database.transaction() as tx:
-            ledger.record_metrics(tx, learner_step=learner_step, policy_version=policy_version, values=values)
+            ledger.record_metrics(
+                tx, learner_step=learner_step, policy_version=policy_version, values=values
+            )
 
     def record_unfinished(self, episodes: Sequence[Unfinished], *, worker: str) -> None:
         """Enter episodes that `worker` began and that gave no trajectory."""
@@ -256,7 +323,8 @@ class Catalog:
             return ledger.learner_step(tx)
 
     def snapshot(self, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
-        """What outside readers may see, as of one moment; of the tables only what `known` parts do not have.
+        """What outside readers may see, as of one moment; of the tables only what `known` parts do
+        not have.
 
         No power cut undoes it: a catalog that is behind what was shown is refused.
         """
@@ -285,13 +353,17 @@ class Catalog:
     def expirable(
         self, *, completed_before_us: int | None, below_version: int | None, oldest_checkpoint: int
     ) -> tuple[str, ...]:
-        """Files that retention may take: nothing in them is younger, unconsumed, or trained on after that learner step."""
+        """Files that retention may take: nothing in them is younger, unconsumed, or trained on
+        after that learner step.
+        """
         limits = {"completed_before_us": completed_before_us, "below_version": below_version}
         with self._database.transaction() as tx:
             return files.expirable(tx, **limits, oldest_checkpoint=oldest_checkpoint)
 
     def expire(self, segment_ids: Collection[str]) -> None:
-        """Retention: readers no longer see these files. The catalog keeps what it knows of their groups."""
+        """Retention: readers no longer see these files. The catalog keeps what it knows of their
+        groups.
+        """
         with self._database.transaction() as tx:
             files.retire(tx, segment_ids, why="expired")
 
@@ -301,7 +373,9 @@ class Catalog:
             return files.removable(tx, retired_before_us=retired_before_us, pinned_lsn=pinned_lsn)
 
     def mark_removed(self, segment_ids: Collection[str]) -> None:
-        """To be called before the files are removed: a crash in between leaves orphans, never promises."""
+        """To be called before the files are removed: a crash in between leaves orphans, never
+        promises.
+        """
         with self._database.transaction() as tx:
             files.mark_removed(tx, segment_ids)
 

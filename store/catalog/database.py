@@ -12,29 +12,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from store import json_values
-from store.beneath import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
-from store.catalog.foreign import check_schema
+from store.catalog.foreign_schema import check_schema
 from store.catalog.migrate import SCHEMA, migrate
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import whole_text
 from store.layout import FORMAT_VERSION, RunLayout
-from store.made_by import made_by_this_user
+from store.untrusted import json_values
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
+from store.untrusted.signatures import made_by_this_user
 
 COUNTS = Path(__file__).with_name("counts.sql")  # what only the owner's connection has
 _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
-_LOG_PAGES = 4000  # 16 MiB: pages that change with every commit go into the file four times more seldom than by default
+# 16 MiB: pages that change with every commit go into the file four times more seldom than by
+# default
+_LOG_PAGES = 4000
 _LOCK_MODE = 0o644
-_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # begins a journal, and ends the name of a super-journal
-_OTHER_OWNER_WAIT_S = 5.0  # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
+# begins a journal, and ends the name of a super-journal
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+# only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
+_OTHER_OWNER_WAIT_S = 5.0
 
 
 class Transaction:
-    """What one transaction works with: rows in, rows out, and the lsn it will have if it changes anything visible."""
+    """What one transaction works with: rows in, rows out, and the lsn it will have if it changes
+    anything visible.
+    """
 
-    def __init__(self, connection: sqlite3.Connection, *, run_id: str, epoch: int, lsn: int) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, *, run_id: str, epoch: int, lsn: int
+    ) -> None:
         self.run_id = run_id
         self.epoch = epoch
         self.lsn = lsn  # that of this transaction; spent only if something is touched
@@ -72,7 +80,8 @@ class Transaction:
     def log(self, *, component: str, what: str, detail: str) -> None:
         """Append to the audit."""
         self.run(
-            "INSERT INTO event (lsn, at_us, component, what, detail) VALUES (:lsn, :at_us, :component, :what, :detail)",
+            "INSERT INTO event (lsn, at_us, component, what, detail) VALUES (:lsn, :at_us, "
+            ":component, :what, :detail)",
             lsn=self.lsn,
             at_us=self.now_us,
             component=component,
@@ -83,7 +92,9 @@ class Transaction:
 
 
 class Database:
-    """The owned SQLite file. Only one process has it at a time; opening it fences whoever had it before."""
+    """The owned SQLite file. Only one process has it at a time; opening it fences whoever had it
+    before.
+    """
 
     def __init__(self, layout: RunLayout) -> None:
         self._path = layout.catalog
@@ -91,7 +102,8 @@ class Database:
         self._mutex = threading.RLock()
         self._open: Transaction | None = None  # the one that is under way
         self._syncs_later = self._owes_sync = False
-        self._lost: StoreError | None = None  # the disk has failed: what is behind a gap in the log would be lost with it
+        # the disk has failed: what is behind a gap in the log would be lost with it
+        self._lost: StoreError | None = None
         self._lock_fd = take_lock(layout)
         try:
             check_owner(layout)
@@ -107,9 +119,11 @@ class Database:
 
     @contextmanager
     def transaction(self, *, may_be_undone: bool = False) -> Iterator[Transaction]:
-        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only if it touched.
+        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only
+        if it touched.
 
-        Inside another one of the same thread it is a part of that one, whose body must not catch its errors.
+        Inside another one of the same thread it is a part of that one, whose body must not catch
+        its errors.
         """
         with self._mutex:
             if self._open is not None:
@@ -140,13 +154,16 @@ class Database:
 
     @contextmanager
     def unsynced_transaction(self) -> Iterator[Transaction]:
-        """One that a power cut may undo, until the next other one, which brings it along; a killed process loses none."""
+        """One that a power cut may undo, until the next other one, which brings it along; a killed
+        process loses none.
+        """
         with self._mutex, self._unsynced(), self.transaction(may_be_undone=True) as transaction:
             yield transaction
 
     @contextmanager
     def synced_together(self) -> Iterator[None]:
-        """One wait for the disk for all transactions within, at the end: until then nobody may be told of them.
+        """One wait for the disk for all transactions within, at the end: until then nobody may be
+        told of them.
 
         Those of other threads wait for it, as theirs would not be synced either.
         """
@@ -173,7 +190,9 @@ class Database:
             self._connection.execute(_SYNCED)
 
     def sync(self) -> None:
-        """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the file syncs by itself."""
+        """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the
+        file syncs by itself.
+        """
         with self._mutex:
             if self._lost is not None:
                 raise self._lost
@@ -182,7 +201,8 @@ class Database:
                     os.fsync(log.fileno())
             except OSError as error:
                 self._lost = StoreError(
-                    f"catalog {self._path} cannot be synced: {error.strerror}; what was not acknowledged may be played again. "
+                    f"catalog {self._path} cannot be synced: {error.strerror}; what was not "
+                    "acknowledged may be played again. "
                     "Check the disk, then give the same command"
                 )
                 raise self._lost from error
@@ -200,8 +220,13 @@ class Database:
     def _body(self) -> Iterator[Transaction]:
         meta = self._connection.execute("SELECT epoch, lsn FROM meta").fetchone()
         if meta["epoch"] != self.epoch:
-            raise FencedError(f"this owner has epoch {self.epoch}, the catalog is at {meta['epoch']}; stop this process")
-        transaction = Transaction(self._connection, run_id=self._run_id, epoch=self.epoch, lsn=meta["lsn"] + 1)
+            raise FencedError(
+                f"this owner has epoch {self.epoch}, the catalog is at {meta['epoch']}; stop this "
+                "process"
+            )
+        transaction = Transaction(
+            self._connection, run_id=self._run_id, epoch=self.epoch, lsn=meta["lsn"] + 1
+        )
         self._open = transaction
         try:
             yield transaction
@@ -217,30 +242,41 @@ class Database:
     def _take_over(self, *, shown_lsn: int) -> int:
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute(
-            "INSERT OR IGNORE INTO meta (id, run_id, format_version, epoch, lsn) VALUES (1, ?, ?, 0, 0)",
+            "INSERT OR IGNORE INTO meta (id, run_id, format_version, epoch, lsn) VALUES (1, ?, ?, "
+            "0, 0)",
             (self._run_id, FORMAT_VERSION),
         )
         meta = self._connection.execute("SELECT run_id, epoch, lsn FROM meta").fetchone()
         if meta["run_id"] != self._run_id:
             raise FormatError(
-                f"{self._path} belongs to run {meta['run_id']}, run.json says {self._run_id}; put the right catalog back"
+                f"{self._path} belongs to run {meta['run_id']}, run.json says {self._run_id}; put "
+                "the right catalog back"
             )
-        if meta["lsn"] < shown_lsn:  # going on would lose what was committed since: its files would pass for orphans
+        # going on would lose what was committed since: its files would pass for orphans
+        if meta["lsn"] < shown_lsn:
             raise FormatError(
-                f"{self._path} is at lsn {meta['lsn']}, but readers were already shown {shown_lsn}: it is an older copy; "
+                f"{self._path} is at lsn {meta['lsn']}, but readers were already shown "
+                f"{shown_lsn}: it is an older copy; "
                 f"put the newest back, or: python -m store rebuild --force {self._path.parent}"
             )
         self._connection.execute("UPDATE meta SET epoch = epoch + 1")
-        self._connection.execute("UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker NOT NULL")
+        self._connection.execute(
+            "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker NOT NULL"
+        )
         self._connection.execute("COMMIT")
         return int(meta["epoch"]) + 1
 
 
 def _shown_lsn(layout: RunLayout) -> int:
-    """That of the manifest, which is written after the commits it shows; 0 without a readable one."""
+    """That of the manifest, which is written after the commits it shows; 0 without a readable
+    one.
+    """
     try:
-        content = json_values.parse_object(read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES))
-        ours = content.get("run_id", layout.info.run_id) == layout.info.run_id  # another run's says nothing of this one
+        content = json_values.parse_object(
+            read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+        )
+        # another run's says nothing of this one
+        ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
         return json_values.whole(content, "lsn") if ours else 0
     except (OSError, ValueError):  # export and fsck say what is wrong with it
         return 0
@@ -249,11 +285,18 @@ def _shown_lsn(layout: RunLayout) -> int:
 def _connect(layout: RunLayout) -> sqlite3.Connection:
     check_catalog_files(layout)
     try:
-        connection = sqlite3.connect(layout.catalog, isolation_level=None, timeout=_OTHER_OWNER_WAIT_S, check_same_thread=False)
-        connection.execute("PRAGMA cell_size_check = ON")  # trusted_schema = OFF would refuse now_us to our triggers
+        connection = sqlite3.connect(
+            layout.catalog,
+            isolation_level=None,
+            timeout=_OTHER_OWNER_WAIT_S,
+            check_same_thread=False,
+        )
+        # trusted_schema = OFF would refuse now_us to our triggers
+        connection.execute("PRAGMA cell_size_check = ON")
         check_schema(connection, path=layout.catalog)
         connection.row_factory = sqlite3.Row
-        connection.create_function("now_us", 0, lambda: now_us())  # the ledger's triggers ask for it
+        # the ledger's triggers ask for it
+        connection.create_function("now_us", 0, lambda: now_us())
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(_SYNCED)
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
@@ -272,18 +315,24 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether the error says that a catalog is damaged, and not that it cannot be reached or written now."""
+    """Return whether the error says that a catalog is damaged, and not that it cannot be reached or
+    written now.
+    """
     if isinstance(error, sqlite3.OperationalError):
         return "no such" in str(error) or "malformed" in str(error)
     return isinstance(error, sqlite3.DatabaseError)
 
 
 def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
-    return StoreError(f"catalog {path}: {error}; it was not changed. Check free space and permissions, then retry")
+    return StoreError(
+        f"catalog {path}: {error}; it was not changed. Check free space and permissions, then retry"
+    )
 
 
 def _check_not_lost(layout: RunLayout) -> None:
-    """A new catalog is for a new run: in another one all segments would be orphans, and be swept."""
+    """A new catalog is for a new run: in another one all segments would be orphans, and be
+    swept.
+    """
     found = status(layout.catalog, root=layout.root)
     if found is not None and found.st_size > 0:
         return
@@ -301,35 +350,46 @@ def check_unowned(layout: RunLayout) -> None:
 
 
 def check_owner(layout: RunLayout) -> None:
-    """Refuse to write for a run that leads elsewhere: by a link, or by a storage that this user did not choose.
+    """Refuse to write for a run that leads elsewhere: by a link, or by a storage that this user did
+    not choose.
 
     An owner removes files there that the catalog does not name. Raises StoreError.
     """
     layout.check_no_links()
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
         raise StoreError(
-            f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make this run: going on would "
-            f"write and remove files there. If you trust it: python train.py --resume {layout.root} --trust"
+            f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
+            "this run: going on would "
+            "write and remove files there. If you trust it: python cli/train.py --resume "
+            f"{layout.root} --trust"
         )
 
 
 def check_consent(layout: RunLayout) -> None:
-    """Refuse to read a stranger's run that would have this user ask the network. A path of this machine is only read.
+    """Refuse to read a stranger's run that would have this user ask the network. A path of this
+    machine is only read.
 
     Raises StoreError.
     """
     uri = layout.info.storage_uri or ""
-    if "://" in uri and urllib.parse.urlsplit(uri).scheme != "file" and not made_by_this_user(layout.root):
+    if (
+        "://" in uri
+        and urllib.parse.urlsplit(uri).scheme != "file"
+        and not made_by_this_user(layout.root)
+    ):
         raise StoreError(
-            f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it would ask there with your "
+            f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
+            "would ask there with your "
             f"credentials. If you want that: python -m store fetch {uri} DIR, and read DIR"
         )
 
 
 def check_catalog_files(layout: RunLayout) -> None:
-    """Raise UnsafePathError or FormatError if SQLite would open or remove other files than those of the run.
+    """Raise UnsafePathError or FormatError if SQLite would open or remove other files than those of
+    the run.
 
-    SQLite follows links by itself. After a transaction of several databases it removes the file that a journal names.
+    SQLite follows links by itself. After a transaction of several databases it removes the file
+    that a journal names.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
@@ -337,34 +397,44 @@ def check_catalog_files(layout: RunLayout) -> None:
             with open(open_file(path, root=layout.run_directory), "rb") as file:
                 if suffix == "-journal" and _names_another_file(file):
                     raise FormatError(
-                        f"{path} names another file, which SQLite would remove; no run of ours writes such a journal. "
+                        f"{path} names another file, which SQLite would remove; no run of ours "
+                        "writes such a journal. "
                         f"Remove it, or: python -m store rebuild --force {layout.root}"
                     )
 
 
 def _names_another_file(journal: BinaryIO) -> bool:
-    """Return whether a rollback journal ends with the name of a super-journal: only transactions of several files do."""
+    """Return whether a rollback journal ends with the name of a super-journal: only transactions of
+    several files do.
+    """
     size = journal.seek(0, os.SEEK_END)
     journal.seek(max(0, size - len(_JOURNAL_MAGIC)))
     return journal.read() == _JOURNAL_MAGIC
 
 
 def take_lock(layout: RunLayout) -> int:
-    """Return the descriptor of the lock of the catalog's owner. Raises LockedError naming the process that has it."""
+    """Return the descriptor of the lock of the catalog's owner. Raises LockedError naming the
+    process that has it.
+    """
     path = layout.catalog_lock
     try:
-        descriptor = open_file(path, root=layout.root, flags=os.O_RDWR | os.O_CREAT, mode=_LOCK_MODE)
+        descriptor = open_file(
+            path, root=layout.root, flags=os.O_RDWR | os.O_CREAT, mode=_LOCK_MODE
+        )
     except UnsafePathError:
         raise
     except OSError as error:
-        raise StoreError(f"cannot open {path}: {error.strerror}; the run directory must be writable") from error
+        raise StoreError(
+            f"cannot open {path}: {error.strerror}; the run directory must be writable"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         owner = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
         os.close(descriptor)
         raise LockedError(
-            f"process {owner} owns {path.with_name('catalog.sqlite')}; stop it, or choose another run directory"
+            f"process {owner} owns {path.with_name('catalog.sqlite')}; stop it, or choose another "
+            "run directory"
         ) from error
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)

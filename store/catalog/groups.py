@@ -7,9 +7,9 @@ import sqlite3
 from collections.abc import Collection, Sequence
 
 from store.catalog.database import Transaction
-from store.catalog.files import insert_segment
+from store.catalog.group_totals import recompute
 from store.catalog.records import CommitResult, GroupRecord
-from store.catalog.sums import recompute
+from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
 from store.hashing import uid, whole_text
@@ -21,7 +21,13 @@ HELDOUT = "heldout"
 
 
 def open_group(
-    tx: Transaction, *, ordinal: int | None, task_id: str, split: str, size: int, purpose_version: int | None
+    tx: Transaction,
+    *,
+    ordinal: int | None,
+    task_id: str,
+    split: str,
+    size: int,
+    purpose_version: int | None,
 ) -> GroupRecord:
     """A new group, or the existing one of that ordinal; the next free ordinal if None."""
     if size < 1:
@@ -33,7 +39,8 @@ def open_group(
     group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
         raise StoreError(
-            f"{split} group {ordinal} is {group['task_id']!r} with {group['size']} members, not {task_id!r} with {size}; "
+            f"{split} group {ordinal} is {group['task_id']!r} with {group['size']} members, not "
+            f"{task_id!r} with {size}; "
             "use the task list and group size the run was started with"
         )
     if group is None:
@@ -57,18 +64,25 @@ def open_group(
     return _record(tx, group)
 
 
-def open_round(tx: Transaction, task_ids: Sequence[str], *, episodes_per_task: int, version: int) -> None:
-    """Every held-out task, `episodes_per_task` groups of one episode each; what is there already stays."""
+def open_round(
+    tx: Transaction, task_ids: Sequence[str], *, episodes_per_task: int, version: int
+) -> None:
+    """Every held-out task, `episodes_per_task` groups of one episode each; what is there already
+    stays.
+    """
     for ordinal in range(episodes_per_task * len(task_ids)):
         task_id = task_ids[ordinal % len(task_ids)]
-        open_group(tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, purpose_version=version)
+        open_group(
+            tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, purpose_version=version
+        )
 
 
 def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) -> int:
     """One more than the largest ordinal handed out in the split (and round)."""
     _check_split(split, purpose_version)
     row = tx.row(
-        "SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round ORDER BY ordinal DESC LIMIT 1",
+        "SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round ORDER BY "
+        "ordinal DESC LIMIT 1",
         split=split,
         round=purpose_version,
     )
@@ -84,23 +98,35 @@ def lease_open_group(
     without: Collection[str],
     only: Collection[str] | None,
 ) -> GroupRecord | None:
-    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that rounds end soon.
+    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that
+    rounds end soon.
 
     Skip groups of the tasks `without`, and all but those of the tasks `only`, where it is given.
     """
-    tasks = {"without": json.dumps(list(without)), "only": None if only is None else json.dumps(list(only))}
+    tasks = {
+        "without": json.dumps(list(without)),
+        "only": None if only is None else json.dumps(list(only)),
+    }
     oldest = """SELECT * FROM grp WHERE state = 'open' AND {} AND (:split IS NULL OR split = :split)
                 AND (:without = '[]' OR task_id NOT IN (SELECT value FROM json_each(:without)))
                 AND (:only IS NULL OR task_id IN (SELECT value FROM json_each(:only)))
                 ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' comes before 'train'
-    free = tx.row(oldest.format("lease_until_us IS NULL"), split=split, **tasks)  # not one query: each has an index of its own
-    expired = tx.row(oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us, **tasks)
+    # not one query: each has an index of its own
+    free = tx.row(oldest.format("lease_until_us IS NULL"), split=split, **tasks)
+    expired = tx.row(
+        oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us, **tasks
+    )
     candidates = [group for group in (free, expired) if group is not None]
-    group = min(candidates, key=lambda group: (group["split"], group["opened_lsn"], group["ordinal"]), default=None)
+    group = min(
+        candidates,
+        key=lambda group: (group["split"], group["opened_lsn"], group["ordinal"]),
+        default=None,
+    )
     if group is None:
         return None
     tx.run(
-        "UPDATE grp SET lease_worker = :worker, lease_until_us = :until_us WHERE group_uid = :group_uid",
+        "UPDATE grp SET lease_worker = :worker, lease_until_us = :until_us WHERE group_uid = "
+        ":group_uid",
         worker=worker,
         until_us=tx.now_us + round(lease_s * US_PER_S),
         group_uid=group["group_uid"],
@@ -121,9 +147,11 @@ def has_free_group(tx: Transaction, *, task_ids: Collection[str], split: str | N
 
 
 def times_lost(tx: Transaction) -> dict[str, int]:
-    """Return how often a worker was lost with a group of a task in play, for tasks whose group was never finished.
+    """Return how often a worker was lost with a group of a task in play, for tasks whose group was
+    never finished.
 
-    Each loss has left a row for every episode of the group that had not ended, so the most rows of one episode count them.
+    Each loss has left a row for every episode of the group that had not ended, so the most rows of
+    one episode count them.
     """
     rows = tx.rows(
         """SELECT task_id, max(n) AS n
@@ -138,28 +166,36 @@ def times_lost(tx: Transaction) -> dict[str, int]:
 def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -> int:
     """Extend all leases of workers that are alive; how many they hold."""
     return tx.run(
-        "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM json_each(:workers))",
+        "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM "
+        "json_each(:workers))",
         until_us=tx.now_us + round(lease_s * US_PER_S),
         workers=json.dumps(list(workers)),
     )
 
 
 def release_leases(tx: Transaction, *, worker: str) -> int:
-    """A worker is gone, or was stopped: what it played is free for others at once. How many groups."""
+    """A worker is gone, or was stopped: what it played is free for others at once. How many
+    groups.
+    """
     return tx.run(
-        "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker AND state = 'open'",
+        "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker "
+        "AND state = 'open'",
         worker=worker,
     )
 
 
 def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reason: str) -> None:
-    """A worker stops playing a group. 'abandoned', 'stale': nobody plays it again. 'open': it is played again, from the start;
-    if some of it is committed it becomes stale instead, as new members would be of other versions than the old ones.
+    """A worker stops playing a group. 'abandoned', 'stale': nobody plays it again. 'open': it is
+    played again, from the start; if some of it is committed it becomes stale instead, as new
+    members would be of other versions than the old ones.
 
-    What is committed of it stays. A group that is no longer open, or is another worker's by now, is left as it is.
+    What is committed of it stays. A group that is no longer open, or is another worker's by now, is
+    left as it is.
     """
     if state not in ("open", "stale", "abandoned"):
-        raise StoreError(f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'")
+        raise StoreError(
+            f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'"
+        )
     reason = whole_text(reason)  # it may quote what an environment or a program wrote
     changed = tx.run(
         """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state), reason = :reason,
@@ -186,8 +222,15 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
     sizes = {group_uid: _size_of(tx, group_uid) for group_uid in group_uids}
     for trajectory in segment.trajectories:
         _check_belongs(trajectory, size=sizes[trajectory.group_uid])
-    committed = {traj_uid: segment_id for group_uid in group_uids for traj_uid, segment_id in _segments_of(tx, group_uid)}
-    home = {trajectory.traj_uid: committed.get(trajectory.traj_uid) for trajectory in segment.trajectories}
+    committed = {
+        traj_uid: segment_id
+        for group_uid in group_uids
+        for traj_uid, segment_id in _segments_of(tx, group_uid)
+    }
+    home = {
+        trajectory.traj_uid: committed.get(trajectory.traj_uid)
+        for trajectory in segment.trajectories
+    }
     new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
     if new:
         insert_segment(tx, segment, epoch=epoch, level=0)
@@ -224,7 +267,10 @@ def _check_split(split: str, purpose_version: int | None) -> None:
 def _record(tx: Transaction, group: sqlite3.Row) -> GroupRecord:
     committed = {
         row["member"]
-        for row in tx.rows("SELECT member FROM trajectory WHERE group_uid = :group_uid", group_uid=group["group_uid"])
+        for row in tx.rows(
+            "SELECT member FROM trajectory WHERE group_uid = :group_uid",
+            group_uid=group["group_uid"],
+        )
     }
     return GroupRecord(
         group_uid=group["group_uid"],
@@ -242,30 +288,48 @@ def _record(tx: Transaction, group: sqlite3.Row) -> GroupRecord:
 def _size_of(tx: Transaction, group_uid: bytes) -> int:
     group = tx.row("SELECT size FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
     if group is None:
-        raise StoreError(f"group {uid_text(group_uid)} was never opened; commit to the run that leased it")
+        raise StoreError(
+            f"group {uid_text(group_uid)} was never opened; commit to the run that leased it"
+        )
     return int(group["size"])
 
 
 def _check_belongs(trajectory: TrajectoryMeta, *, size: int) -> None:
-    if not 0 <= trajectory.member < size or trajectory.traj_uid != uid(trajectory.group_uid, trajectory.member):
+    if not 0 <= trajectory.member < size or trajectory.traj_uid != uid(
+        trajectory.group_uid, trajectory.member
+    ):
         raise StoreError(
-            f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of group "
+            f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of "
+            "group "
             f"{uid_text(trajectory.group_uid)} (size {size}); use the traj_uids of the lease"
         )
 
 
 def _segments_of(tx: Transaction, group_uid: bytes) -> list[tuple[bytes, str]]:
     """Which trajectories of the group are committed, and where their rows are."""
-    rows = tx.rows("SELECT traj_uid, segment_id FROM trajectory WHERE group_uid = :group_uid", group_uid=group_uid)
+    rows = tx.rows(
+        "SELECT traj_uid, segment_id FROM trajectory WHERE group_uid = :group_uid",
+        group_uid=group_uid,
+    )
     return [(row["traj_uid"], row["segment_id"]) for row in rows]
 
 
 def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
-    return tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid AND n_members = size", group_uid=group_uid) is not None
+    return (
+        tx.row(
+            "SELECT 1 FROM grp WHERE group_uid = :group_uid AND n_members = size",
+            group_uid=group_uid,
+        )
+        is not None
+    )
 
 
-def insert_trajectories(tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, segment_id: str) -> None:
-    """The trajectories count, and are read from this segment. Their groups' sums are the caller's business."""
+def insert_trajectories(
+    tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, segment_id: str
+) -> None:
+    """The trajectories count, and are read from this segment. Their groups' sums are the caller's
+    business.
+    """
     names = TrajectoryMeta.__slots__
     tx.run_many(
         """INSERT INTO trajectory (traj_uid, group_uid, member, segment_id, n_steps, episode_return, won, task_score,
@@ -273,7 +337,8 @@ def insert_trajectories(tx: Transaction, trajectories: Sequence[TrajectoryMeta],
            VALUES (:traj_uid, :group_uid, :member, :segment_id, :n_steps, :episode_return, :won, :task_score,
                    :invalid_steps, :version_min, :version_max, :lsn)""",
         [
-            {name: getattr(trajectory, name) for name in names} | {"segment_id": segment_id, "lsn": tx.lsn}
+            {name: getattr(trajectory, name) for name in names}
+            | {"segment_id": segment_id, "lsn": tx.lsn}
             for trajectory in trajectories
         ],
     )

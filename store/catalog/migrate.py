@@ -1,4 +1,6 @@
-"""Catalogs of older format versions become today's, in one transaction, when their owner opens them."""
+"""Catalogs of older format versions become today's, in one transaction, when their owner opens
+them.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,13 @@ MIGRATIONS = {
 
 
 def migrate(connection: sqlite3.Connection, *, path: Path) -> None:
-    """Bring an existing catalog to FORMAT_VERSION; FormatError if it is newer. A new, empty file is left alone."""
-    if connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'meta'").fetchone()[0] == 0:
+    """Bring an existing catalog to FORMAT_VERSION; FormatError if it is newer. A new, empty file is
+    left alone.
+    """
+    if (
+        connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'meta'").fetchone()[0]
+        == 0
+    ):
         return
     row = connection.execute("SELECT format_version FROM meta").fetchone()
     version = FORMAT_VERSION if row is None else int(row[0])
@@ -85,12 +92,17 @@ def migrate(connection: sqlite3.Connection, *, path: Path) -> None:
 
 def newer_format(path: Path, version: int) -> NewerFormatError:
     """Return the error for a catalog that newer code wrote."""
-    return NewerFormatError(f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+    return NewerFormatError(
+        f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; update the "
+        "code"
+    )
 
 
 @contextmanager
 def in_todays_format(connection: sqlite3.Connection, *, path: Path) -> Iterator[sqlite3.Connection]:
-    """The catalog that `connection` reads; one of an older format as an upgraded copy in memory: the file is its owner's."""
+    """The catalog that `connection` reads; one of an older format as an upgraded copy in memory:
+    the file is its owner's.
+    """
     version = connection.execute("SELECT format_version FROM meta").fetchone()
     if version is None or version[0] >= FORMAT_VERSION:
         yield connection

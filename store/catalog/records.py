@@ -1,4 +1,6 @@
-"""What the catalog is asked and answers. Everything here crosses a process border, so everything here is frozen."""
+"""What the catalog is asked and answers. Everything here crosses a process border, so everything
+here is frozen.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ WHY_UNFINISHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
-    """Which trajectories of a segment count: those `new` and the `duplicates` together are all of the segment's."""
+    """Which trajectories of a segment count: those `new` and the `duplicates` together are all of
+    the segment's.
+    """
 
     new: tuple[bytes, ...]
     duplicates: tuple[bytes, ...]  # already committed from another segment
@@ -64,7 +68,8 @@ class ClaimedGroup:
     ordinal: int
     version_min: int
     version_max: int
-    source: str | None  # the id of the run that played it, if that is another: its versions are those of that run
+    # the id of the run that played it, if that is another: its versions are those of that run
+    source: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +107,15 @@ class RollBack:
     learner_steps: int  # that had been settled, and are trained again
     open: int  # training groups that were handed out and are not finished
     complete: Mapping[int, int]  # oldest version of a complete training group -> how many of those
-    trajectories: int  # all that are there: of training and held-out groups, of surplus, and stored ones
+    # all that are there: of training and held-out groups, of surplus, and stored ones
+    trajectories: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Training groups by state, and their committed trajectories and steps. `leased` groups are also `open`."""
+    """Training groups by state, and their committed trajectories and steps. `leased` groups are
+    also `open`.
+    """
 
     open: int
     leased: int
@@ -143,12 +151,14 @@ class Evaluation:
     """A finished evaluation round whose result is not in the metrics yet."""
 
     version: int  # the weights it was asked for, the oldest it was played with
-    newest_version: int  # in a round that is played while the learner goes on, those that came meanwhile play too
+    # in a round that is played while the learner goes on, those that came meanwhile play too
+    newest_version: int
     learner_step: int
     success: SuccessRate
     return_sum: float  # over its trajectories: undiscounted sums of their rewards
     n_steps: int  # of all its trajectories
-    n_abandoned: int  # episodes of which nothing is known, because their environment failed at every attempt
+    # episodes of which nothing is known, because their environment failed at every attempt
+    n_abandoned: int
 
     def metrics(self) -> dict[str, float]:
         """Return the round's figures by name. Means of no episodes are left out."""

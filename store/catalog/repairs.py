@@ -1,6 +1,8 @@
-"""Files that turned out damaged or missing, and figures that disagree: functions of one transaction each, for upkeep/repair.py.
+"""Files that turned out damaged or missing, and figures that disagree: functions of one transaction
+each, for upkeep/repair.py.
 
-Nothing is deleted: a file that does not count any more is retired as 'quarantined', its trajectories are listed as lost.
+Nothing is deleted: a file that does not count any more is retired as 'quarantined', its
+trajectories are listed as lost.
 """
 
 from __future__ import annotations
@@ -9,27 +11,33 @@ from collections.abc import Collection, Mapping, Sequence
 
 from store.catalog.batches import release
 from store.catalog.database import Database, Transaction
-from store.catalog.files import WANTED_BACK, insert_segment, mark_removed, retire
+from store.catalog.group_totals import recompute, recompute_if_whole, reopen, withhold_half
 from store.catalog.groups import complete_if_whole, insert_trajectories
 from store.catalog.imports import whole_again
 from store.catalog.records import SetAside
-from store.catalog.sums import recompute, recompute_if_whole, reopen, withhold_half
+from store.catalog.segment_states import WANTED_BACK, insert_segment, mark_removed, retire
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "fsck"
-# Consumed groups keep their state: what was trained on, was. A held-out group is consumed once its round has a figure.
+# Consumed groups keep their state: what was trained on, was. A held-out group is consumed once its
+# round has a figure.
 STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
     OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
         SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
 
 
 def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
-    """Path → rows that never counted, of every file that compaction replaced and nobody removed yet."""
+    """Path → rows that never counted, of every file that compaction replaced and nobody removed
+    yet.
+    """
     excluded: dict[str, set[bytes]] = {
         row["path"]: set()
-        for row in tx.rows("SELECT path FROM segment WHERE retired_why = 'compacted' AND removed_us IS NULL ORDER BY lsn")
+        for row in tx.rows(
+            "SELECT path FROM segment WHERE retired_why = 'compacted' AND removed_us IS NULL ORDER "
+            "BY lsn"
+        )
     }
     for row in tx.rows("SELECT path, traj_uid FROM duplicate JOIN segment USING (segment_id)"):
         if row["path"] in excluded:
@@ -38,9 +46,11 @@ def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
 
 
 def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | None) -> SetAside:
-    """The file no longer counts. Trajectories that `rescued` does not hold are lost: unconsumed groups of them are open again.
+    """The file no longer counts. Trajectories that `rescued` does not hold are lost: unconsumed
+    groups of them are open again.
 
-    A claimed batch with such a group is rolled back: its other groups are complete again, and settling it is refused.
+    A claimed batch with such a group is rolled back: its other groups are complete again, and
+    settling it is refused.
     """
     segment = tx.row("SELECT * FROM segment WHERE path = :path AND removed_us IS NULL", path=path)
     if segment is None:
@@ -50,7 +60,8 @@ def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | No
         insert_segment(tx, rescued, epoch=tx.epoch, level=segment["level"])
         for trajectory in rescued.trajectories:
             tx.run(
-                "UPDATE trajectory SET segment_id = :new WHERE traj_uid = :traj_uid AND segment_id = :old",
+                "UPDATE trajectory SET segment_id = :new WHERE traj_uid = :traj_uid AND segment_id "
+                "= :old",
                 new=rescued.segment_id,
                 traj_uid=trajectory.traj_uid,
                 old=segment_id,
@@ -63,17 +74,20 @@ def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | No
     mark_removed(tx, [segment_id])
     reopened, released = _give_back(tx, traj_uids=lost, why=f"{path}: {why}")
     n_rescued = 0 if rescued is None else len(rescued.trajectories)
-    detail = f"{path}: {why}; {len(lost)} trajectories lost, {n_rescued} rescued, {len(reopened)} groups open again" + "".join(
-        f", batch {batch_id} rolled back" for batch_id in released
+    detail = (
+        f"{path}: {why}; {len(lost)} trajectories lost, {n_rescued} rescued, {len(reopened)} "
+        "groups open again" + "".join(f", batch {batch_id} rolled back" for batch_id in released)
     )
     tx.log(component=COMPONENT, what="quarantine", detail=detail)
     return SetAside(rescued=n_rescued, lost=lost, reopened=reopened, released=released)
 
 
 def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -> int:
-    """A file that was set aside counts again, with those of its trajectories `held` that no other file holds; how many.
+    """A file that was set aside counts again, with those of its trajectories `held` that no other
+    file holds; how many.
 
-    If there are none it is a replaced file, to be swept. Groups keep their state, but an open one may be complete now.
+    If there are none it is a replaced file, to be swept. Groups keep their state, but an open one
+    may be complete now.
     """
     row = tx.row(f"SELECT segment_id FROM segment WHERE path = :path AND {WANTED_BACK}", path=path)
     if row is None:
@@ -103,7 +117,11 @@ def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
         whole_again(tx, group_uid, reason=f"{path} is here again")
-    tx.log(component=COMPONENT, what="return", detail=f"{path}: {len(taken)} trajectories that were lost are here again")
+    tx.log(
+        component=COMPONENT,
+        what="return",
+        detail=f"{path}: {len(taken)} trajectories that were lost are here again",
+    )
     tx.touch("segments", "excluded", "groups")
     return len(taken)
 
@@ -120,8 +138,12 @@ def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
 
 
 def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
-    """Rows of a live file that were never counted from it: readers no longer see them. How many trajectories."""
-    segment = tx.row("SELECT segment_id FROM segment WHERE path = :path AND retired_lsn IS NULL", path=path)
+    """Rows of a live file that were never counted from it: readers no longer see them. How many
+    trajectories.
+    """
+    segment = tx.row(
+        "SELECT segment_id FROM segment WHERE path = :path AND retired_lsn IS NULL", path=path
+    )
     if segment is None:
         raise StoreError(f"{path} is not a live segment; run fsck again")
     n = 0
@@ -132,13 +154,17 @@ def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
             segment_id=segment["segment_id"],
             traj_uid=traj_uid,
         )
-    tx.log(component=COMPONENT, what="exclude", detail=f"{path}: {n} trajectories in it do not count")
+    tx.log(
+        component=COMPONENT, what="exclude", detail=f"{path}: {n} trajectories in it do not count"
+    )
     tx.touch("excluded")
     return n
 
 
 def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[bytes, ...]:
-    lost = tx.rows("SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id)
+    lost = tx.rows(
+        "SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id
+    )
     tx.run(
         """INSERT INTO lost_trajectory (traj_uid, group_uid, member, segment_id, reason, lsn)
            SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory WHERE segment_id = :segment_id""",
@@ -150,22 +176,30 @@ def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[b
     return tuple(row["traj_uid"] for row in lost)
 
 
-def _give_back(tx: Transaction, *, traj_uids: Collection[bytes], why: str) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+def _give_back(
+    tx: Transaction, *, traj_uids: Collection[bytes], why: str
+) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
     groups = dict.fromkeys(
         row["group_uid"]
         for traj_uid in traj_uids
-        for row in tx.rows("SELECT group_uid FROM lost_trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid)
+        for row in tx.rows(
+            "SELECT group_uid FROM lost_trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid
+        )
     )
     wanted = [
         group_uid
         for group_uid in groups
-        if tx.row(f"SELECT 1 FROM grp WHERE group_uid = :group_uid AND {STILL_TO_BE_CONSUMED}", group_uid=group_uid)
+        if tx.row(
+            f"SELECT 1 FROM grp WHERE group_uid = :group_uid AND {STILL_TO_BE_CONSUMED}",
+            group_uid=group_uid,
+        )
     ]
     claimed = dict.fromkeys(
         row["batch_id"]
         for group_uid in groups
         for row in tx.rows(
-            "SELECT batch_id FROM batch_group WHERE group_uid = :group_uid AND live = 1 AND outcome = 'claimed'",
+            "SELECT batch_id FROM batch_group WHERE group_uid = :group_uid AND live = 1 AND "
+            "outcome = 'claimed'",
             group_uid=group_uid,
         )
     )
@@ -185,26 +219,36 @@ class Repairs:
         self._database = database
 
     def retired_files(self) -> Mapping[str, frozenset[bytes]]:
-        """Path → rows that never counted, of files that compaction replaced and nobody removed yet."""
+        """Path → rows that never counted, of files that compaction replaced and nobody removed
+        yet.
+        """
         with self._database.transaction() as tx:
             return retired_files(tx)
 
     def set_aside(self, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
-        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is read from there."""
+        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is
+        read from there.
+        """
         with self._database.transaction() as tx:
             return set_aside(tx, path=path, why=why, rescued=rescued)
 
     def take_back(self, path: str, held: Sequence[TrajectoryMeta]) -> int:
-        """A file that was set aside and is whole counts again; how many of its trajectories `held` were lost."""
+        """A file that was set aside and is whole counts again; how many of its trajectories `held`
+        were lost.
+        """
         with self._database.transaction() as tx:
             return take_back(tx, path=path, held=held)
 
     def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
-        """Of these trajectories, those a live file holds and that are not counted from it are no longer seen."""
+        """Of these trajectories, those a live file holds and that are not counted from it are no
+        longer seen.
+        """
         with self._database.transaction() as tx:
             return exclude(tx, path=path, traj_uids=traj_uids)
 
-    def correct(self, path: str, *, digest: str, n_bytes: int, n_steps: int, worker: str, epoch: int) -> None:
+    def correct(
+        self, path: str, *, digest: str, n_bytes: int, n_steps: int, worker: str, epoch: int
+    ) -> None:
         """Set a segment's row to what its file says."""
         with self._database.transaction() as tx:
             tx.run(
@@ -217,7 +261,9 @@ class Repairs:
                 epoch=epoch,
                 path=path,
             )
-            tx.log(component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file")
+            tx.log(
+                component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file"
+            )
 
     def recompute(self, group_uid: bytes) -> None:
         """Set a group's figures to those of its trajectories."""

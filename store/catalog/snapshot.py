@@ -1,8 +1,10 @@
-"""The catalog's tables as Arrow, for readers that cannot open SQLite. One query and one schema each.
+"""The catalog's tables as Arrow, for readers that cannot open SQLite. One query and one schema
+each.
 
-Tables that grow with the run are exported in parts: only the rows that changed since the last export are asked for, and small
-parts are asked for again together with newer ones, so that a table has about log2(rows) parts and a row is written as often.
-A row that changed later is in two parts; readers take the newer one (`views.sql`).
+Tables that grow with the run are exported in parts: only the rows that changed since the last
+export are asked for, and small parts are asked for again together with newer ones, so that a table
+has about log2(rows) parts and a row is written as often. A row that changed later is in two parts;
+readers take the newer one (`views.sql`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ TIME = pa.timestamp("us")  # UTC; without a zone, so that no reader needs a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One exported file of a table: its rows that changed after `since` and up to `until`, both lsns."""
+    """One exported file of a table: its rows that changed after `since` and up to `until`, both
+    lsns.
+    """
 
     path: str  # relative to the run's root
     since: int
@@ -32,7 +36,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewPart:
-    """Rows to be exported as one more part, which replaces all known parts that begin at `since` or later."""
+    """Rows to be exported as one more part, which replaces all known parts that begin at `since` or
+    later.
+    """
 
     since: int
     table: pa.Table
@@ -40,7 +46,9 @@ class NewPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The catalog at one lsn: the live segments, and what the reader does not know yet of each table."""
+    """The catalog at one lsn: the live segments, and what the reader does not know yet of each
+    table.
+    """
 
     lsn: int
     segments: tuple[str, ...]  # paths relative to the run's root, oldest first
@@ -175,14 +183,22 @@ EXPORTS: Mapping[str, Export] = {
     ),
     "component": Export(
         query="SELECT name, waiting_on, beat_us FROM component ORDER BY name",
-        schema=pa.schema([("name", pa.string()), ("waiting_on", pa.string()), ("last_beat_at", TIME)]),
+        schema=pa.schema(
+            [("name", pa.string()), ("waiting_on", pa.string()), ("last_beat_at", TIME)]
+        ),
         in_parts=False,
     ),
     "events": Export(
         query="""SELECT at_us, component, what, detail, lsn FROM event
                  WHERE lsn > :since AND lsn <= :until ORDER BY event_id""",
         schema=pa.schema(
-            [("at", TIME), ("component", pa.string()), ("what", pa.string()), ("detail", pa.string()), ("lsn", pa.int64())]
+            [
+                ("at", TIME),
+                ("component", pa.string()),
+                ("what", pa.string()),
+                ("detail", pa.string()),
+                ("lsn", pa.int64()),
+            ]
         ),
         in_parts=True,
     ),
@@ -219,7 +235,9 @@ EXPORTS: Mapping[str, Export] = {
 
 
 def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
-    """All of it from one transaction, so that the tables and the list of segments belong together."""
+    """All of it from one transaction, so that the tables and the list of segments belong
+    together.
+    """
     until = tx.lsn - 1  # nothing is touched here: the last committed one
     changed = {row["name"]: row["lsn"] for row in tx.rows("SELECT name, lsn FROM changed")}
     new_parts = {
@@ -237,7 +255,9 @@ def empty_tables() -> dict[str, pa.Table]:
 
 
 def export_trigger(name: str) -> str:
-    """The name under which transactions `touch` an exported table: the ledger changes with its groups."""
+    """The name under which transactions `touch` an exported table: the ledger changes with its
+    groups.
+    """
     return "groups" if name == "ledger" else name
 
 
@@ -271,5 +291,6 @@ def _array(values: tuple[object, ...], field: pa.Field) -> pa.Array:
     except (pa.ArrowException, OverflowError, ValueError) as error:
         why = " ".join(str(error).split())
         raise FormatError(
-            f"the catalog has a {field.name} out of range ({why}); put a backup of catalog.sqlite back"
+            f"the catalog has a {field.name} out of range ({why}); put a backup of catalog.sqlite "
+            "back"
         ) from error

@@ -9,15 +9,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.bounded import open_parquet, read_table
 from store.catalog.snapshot import EXPORTS
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.reading.manifest import Manifest, read_manifest
+from store.untrusted.bounded_parquet import open_parquet, read_table
 
 Row = Mapping[str, Any]  # one row of an exported table by column; times are UTC epoch microseconds
-PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?:(?P<since>\d+)-)?(?P<until>\d+)\.parquet")  # format 1 had no `since`
-KEYS: Mapping[str, tuple[str, ...]] = {  # of tables in which a row that changed later is in two parts
+# format 1 had no `since`
+PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?:(?P<since>\d+)-)?(?P<until>\d+)\.parquet")
+# of tables in which a row that changed later is in two parts
+KEYS: Mapping[str, tuple[str, ...]] = {
     "groups": ("group_uid",),
     "lineage": ("batch_id", "group_uid"),
     "metrics": ("learner_step", "policy_version", "name", "lsn"),
@@ -29,13 +31,16 @@ class Exported:
     """The newest exports of a run."""
 
     lsn: int  # of the newest part; 0 if there is none
-    segments: tuple[str, ...] | None  # the live files, oldest first; None without a readable manifest
+    # the live files, oldest first; None without a readable manifest
+    segments: tuple[str, ...] | None
     tables: Mapping[str, Sequence[Row]]  # each of EXPORTS; empty where nothing could be read
     unreadable: tuple[str, ...]  # one line for each file that could not be
 
 
 def read_exported(layout: RunLayout) -> Exported:
-    """As the manifest says; without a readable one, from whatever parts are there. UnavailableError in an outage."""
+    """As the manifest says; without a readable one, from whatever parts are there. UnavailableError
+    in an outage.
+    """
     unreadable: list[str] = []
     manifest: Manifest | None = None
     try:
@@ -43,7 +48,10 @@ def read_exported(layout: RunLayout) -> Exported:
     except (StoreError, IsADirectoryError) as error:
         unreadable.append(str(error))
     if manifest is not None and manifest.run_id != layout.info.run_id:
-        raise StoreError(f"{layout.manifest} is of run {manifest.run_id}; move it and export/ away, or put the right ones back")
+        raise StoreError(
+            f"{layout.manifest} is of run {manifest.run_id}; move it and export/ away, or put the "
+            "right ones back"
+        )
     if manifest is not None:
         paths = {name: [part.path for part in parts] for name, parts in manifest.tables.items()}
         lsn, segments = manifest.lsn, manifest.segments[1:]
@@ -59,7 +67,10 @@ def read_exported(layout: RunLayout) -> Exported:
             except UnavailableError:
                 raise
             except (StoreError, pa.ArrowException, OSError) as error:
-                unreadable.append(f"{path} cannot be read ({' '.join(str(error).split())}); what only it held is lost")
+                unreadable.append(
+                    f"{path} cannot be read ({' '.join(str(error).split())}); what only it held is "
+                    "lost"
+                )
         tables[name] = _newest(name, rows)
     return Exported(lsn=lsn, segments=segments, tables=tables, unreadable=tuple(unreadable))
 
@@ -69,7 +80,9 @@ def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
     for file in layout.storage.files(layout.relative(layout.exports)):
         match = PART_NAME.fullmatch(file.path.rpartition("/")[2])
         if match is not None and match["table"] in EXPORTS:
-            found.setdefault(match["table"], []).append((int(match["until"]), int(match["since"] or 0), file.path))
+            found.setdefault(match["table"], []).append(
+                (int(match["until"]), int(match["since"] or 0), file.path)
+            )
     paths = {
         name: [path for _, _, path in sorted(parts)] if EXPORTS[name].in_parts else [max(parts)[2]]
         for name, parts in found.items()

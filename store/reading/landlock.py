@@ -1,8 +1,10 @@
-"""Landlock: from here on the kernel refuses this thread, and all it starts, every file except what is read below some paths.
+"""Landlock: from here on the kernel refuses this thread, and all it starts, every file except what
+is read below some paths.
 
-Linux 5.13 and newer, no privileges needed, also for root; there is no way back. Only what the running kernel knows is asked
-of it: truncation since ABI 3, TCP since 4, device ioctls since 5, signals and abstract sockets to others since 6.
-Not covered by any ABI: changing modes and times of files, UDP. SQL has no statement for these.
+Linux 5.13 and newer, no privileges needed, also for root; there is no way back. Only what the
+running kernel knows is asked of it: truncation since ABI 3, TCP since 4, device ioctls since 5,
+signals and abstract sockets to others since 6. Not covered by any ABI: changing modes and times of
+files, UDP. SQL has no statement for these.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from pathlib import Path
 
 from store.errors import StoreError
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls; the same numbers on every architecture
+# system calls; the same numbers on every architecture
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION = 1
 _PATH_BENEATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many of the rights, from bit 0 up, an ABI knows
+# how many of the rights, from bit 0 up, an ABI knows
+_FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _NET_ABI, _NET_RIGHTS = 4, 0b11  # bind, connect
 _SCOPE_ABI, _SCOPES = 6, 0b11  # abstract unix sockets, signals
 _PR_SET_NO_NEW_PRIVS = 38
@@ -30,29 +34,46 @@ def abi() -> int:
     """The Landlock ABI of the running kernel, 0 where there is none."""
     if sys.platform != "linux":
         return 0
-    return max(0, _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION)))
+    return max(
+        0, _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
+    )
 
 
 def restrict(readable: Sequence[Path]) -> None:
-    """Take every right over files from this process but reading below `readable`, and TCP. StoreError if the kernel refuses.
+    """Take every right over files from this process but reading below `readable`, and TCP.
+    StoreError if the kernel refuses.
 
-    A restriction holds for the thread that asks for it and for threads started later, so there must be no other yet.
+    A restriction holds for the thread that asks for it and for threads started later, so there must
+    be no other yet.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        raise StoreError(f"cannot lock in a process of {threads} threads; only the one that asks would be locked in")
+        raise StoreError(
+            f"cannot lock in a process of {threads} threads; only the one that asks would be "
+            "locked in"
+        )
     version = abi()
     rights = (1 << _FILE_RIGHTS_BY_ABI[min(version, max(_FILE_RIGHTS_BY_ABI))]) - 1
-    ruleset_attr = struct.pack("=QQQ", rights, _NET_RIGHTS * (version >= _NET_ABI), _SCOPES * (version >= _SCOPE_ABI))
+    ruleset_attr = struct.pack(
+        "=QQQ", rights, _NET_RIGHTS * (version >= _NET_ABI), _SCOPES * (version >= _SCOPE_ABI)
+    )
     # An older kernel takes a longer struct than it knows as long as the rest is zero.
-    ruleset = _call(_CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), ctypes.c_uint32(0))
+    ruleset = _call(
+        _CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), ctypes.c_uint32(0)
+    )
     try:
         for path in readable:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
                 allowed = _READ_FILE | _READ_DIR if path.is_dir() else _READ_FILE
                 rule = struct.pack("=Qi", allowed, descriptor)
-                _call(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
+                _call(
+                    _ADD_RULE,
+                    ctypes.c_int(ruleset),
+                    ctypes.c_int(_PATH_BENEATH),
+                    rule,
+                    ctypes.c_uint32(0),
+                )
             finally:
                 os.close(descriptor)
         _no_new_privileges()
@@ -64,7 +85,12 @@ def restrict(readable: Sequence[Path]) -> None:
 def _no_new_privileges() -> None:
     """Without it the kernel takes restrictions only from root."""
     one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    if ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(_PR_SET_NO_NEW_PRIVS), one, zero, zero, zero) != 0:
+    if (
+        ctypes.CDLL(None, use_errno=True).prctl(
+            ctypes.c_int(_PR_SET_NO_NEW_PRIVS), one, zero, zero, zero
+        )
+        != 0
+    ):
         raise StoreError(f"prctl(PR_SET_NO_NEW_PRIVS): {os.strerror(ctypes.get_errno())}")
 
 

@@ -1,6 +1,8 @@
-"""The manifest: what outside readers may read. One file, replaced in one step, naming whole files only.
+"""The manifest: what outside readers may read. One file, replaced in one step, naming whole files
+only.
 
-Whoever reads manifest.json once has one consistent snapshot: the live segments and the exported tables of one lsn.
+Whoever reads manifest.json once has one consistent snapshot: the live segments and the exported
+tables of one lsn.
 """
 
 from __future__ import annotations
@@ -14,23 +16,26 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store import json_values
-from store.beneath import MAX_MANIFEST_BYTES, read_bytes
+from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
-from store.durable import READ_WRITE, write_atomically
 from store.errors import FormatError
 from store.layout import EXPORT_PATH, FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
 from store.reading import open_sql
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
+from store.untrusted import json_values
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
-FIRST_FORMAT = 2  # of manifests as they are today; later formats have other columns in the tables they name
-GRACE_S = 60.0  # a shell opens the exports right after the manifest; Python readers are pinned and need no grace
+# of manifests as they are today; later formats have other columns in the tables they name
+FIRST_FORMAT = 2
+# a shell opens the exports right after the manifest; Python readers are pinned and need no grace
+GRACE_S = 60.0
 WRITTEN_AT = re.compile(r"-(\d{1,19})\.parquet$")  # the lsn in the name of an exported file
 MANIFEST_NAME = "manifest.json"  # in the storage
-EMPTY_STEPS = "empty_steps.parquet"  # no rows: gives the steps view its columns before the first segment
+# no rows: gives the steps view its columns before the first segment
+EMPTY_STEPS = "empty_steps.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +55,14 @@ class Manifest:
     format_version: int
     segments: tuple[str, ...]  # the first has no rows, only the columns
     tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
-    superseded: Mapping[str, Superseded]  # by path; removed after GRACE_S, and when no pinned reader shows it
+    # by path; removed after GRACE_S, and when no pinned reader shows it
+    superseded: Mapping[str, Superseded]
 
 
 def read_manifest(layout: RunLayout) -> Manifest | None:
-    """The current manifest; None before the first export and where one of format 1 is still to be replaced."""
+    """The current manifest; None before the first export and where one of format 1 is still to be
+    replaced.
+    """
     try:
         data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
         return parse_manifest(data, name=str(layout.manifest))
@@ -79,25 +87,36 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
             lsn=json_values.whole(content, "lsn"),
             format_version=version,
             segments=_segments(segments, name=name),
-            tables={table: _parse_parts(table, parts, name=name) for table, parts in tables.items()},
+            tables={
+                table: _parse_parts(table, parts, name=name) for table, parts in tables.items()
+            },
             superseded={
-                checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path) for path in superseded
+                checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path)
+                for path in superseded
             },
         )
     except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error}); remove it: the next start, or fsck --repair, writes it anew"
+            f"{name} is damaged ({error}); remove it: the next start, or fsck --repair, writes it "
+            "anew"
         ) from error
 
 
 def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
     """The first has no rows, only the columns, and is an export."""
     first, *others = paths
-    return (checked_name(first, EXPORT_PATH, where=name), *(checked_name(path, SEGMENT_PATH, where=name) for path in others))
+    return (
+        checked_name(first, EXPORT_PATH, where=name),
+        *(checked_name(path, SEGMENT_PATH, where=name) for path in others),
+    )
 
 
 def _parse_parts(table: str, parts: object, *, name: str) -> tuple[Part, ...]:
-    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+    if (
+        not isinstance(parts, list)
+        or not parts
+        or not all(isinstance(part, dict) for part in parts)
+    ):
         raise ValueError(f"table {table:.80} is {parts!r:.80}, not a list of parts")
     return tuple(
         Part(
@@ -116,25 +135,42 @@ def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
-    """Bring manifest.json up to the catalog's lsn, which is returned. Costs what changed, nothing if nothing did.
+    """Bring manifest.json up to the catalog's lsn, which is returned. Costs what changed, nothing
+    if nothing did.
 
     Meant to be called at most once a second by the owner of the catalog.
     """
     previous = read_manifest(layout)
-    if previous is not None and (previous.format_version < FORMAT_VERSION or not _is_whole(layout, previous)):
+    if previous is not None and (
+        previous.format_version < FORMAT_VERSION or not _is_whole(layout, previous)
+    ):
         previous = None
     known = previous.tables if previous is not None else {}
     snapshot = catalog.snapshot(known)
     if previous is not None and previous.lsn == snapshot.lsn:
         return snapshot.lsn
-    tables = {**known, **{name: _with(layout, name, part, known, snapshot.lsn) for name, part in snapshot.new_parts.items()}}
+    tables = {
+        **known,
+        **{
+            name: _with(layout, name, part, known, snapshot.lsn)
+            for name, part in snapshot.new_parts.items()
+        },
+    }
     manifest = Manifest(
         run_id=layout.info.run_id,
         lsn=snapshot.lsn,
         format_version=FORMAT_VERSION,
-        segments=(_empty_steps(layout) if previous is None else previous.segments[0], *snapshot.segments),
+        segments=(
+            _empty_steps(layout) if previous is None else previous.segments[0],
+            *snapshot.segments,
+        ),
         tables=tables,
-        superseded=_sweep(layout, tables, superseded=previous.superseded if previous is not None else {}, lsn=snapshot.lsn),
+        superseded=_sweep(
+            layout,
+            tables,
+            superseded=previous.superseded if previous is not None else {},
+            lsn=snapshot.lsn,
+        ),
     )
     if previous is None:
         open_sql.upgrade(layout)  # before the manifest: after a crash in between it is done again
@@ -143,9 +179,12 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
 
 
 def export_nothing(layout: RunLayout) -> None:
-    """A manifest of a run without any commit, so that readers find typed, empty views from the start."""
+    """A manifest of a run without any commit, so that readers find typed, empty views from the
+    start.
+    """
     tables = {
-        name: (_write_part(layout, name, NewPart(since=0, table=table), until=0),) for name, table in empty_tables().items()
+        name: (_write_part(layout, name, NewPart(since=0, table=table), until=0),)
+        for name, table in empty_tables().items()
     }
     _write_manifest(
         layout,
@@ -162,23 +201,35 @@ def export_nothing(layout: RunLayout) -> None:
 
 def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
     there = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
-    paths = {manifest.segments[0], *(part.path for parts in manifest.tables.values() for part in parts)}
+    paths = {
+        manifest.segments[0],
+        *(part.path for parts in manifest.tables.values() for part in parts),
+    }
     return manifest.tables.keys() >= EXPORTS.keys() and paths <= there
 
 
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     content = {
-        **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)},  # asdict copies every path
-        "tables": {name: [dataclasses.asdict(part) for part in parts] for name, parts in manifest.tables.items()},
-        "superseded": {path: dataclasses.asdict(entry) for path, entry in manifest.superseded.items()},
+        # asdict copies every path
+        **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)},
+        "tables": {
+            name: [dataclasses.asdict(part) for part in parts]
+            for name, parts in manifest.tables.items()
+        },
+        "superseded": {
+            path: dataclasses.asdict(entry) for path, entry in manifest.superseded.items()
+        },
     }
     data = json.dumps(content).encode()
-    if layout.info.storage_uri is not None:  # first there: after a crash in between it is done again
+    # first there: after a crash in between it is done again
+    if layout.info.storage_uri is not None:
         layout.storage.write(MANIFEST_NAME, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 
 
-def _with(layout: RunLayout, name: str, part: NewPart, known: Mapping[str, tuple[Part, ...]], until: int) -> tuple[Part, ...]:
+def _with(
+    layout: RunLayout, name: str, part: NewPart, known: Mapping[str, tuple[Part, ...]], until: int
+) -> tuple[Part, ...]:
     kept = tuple(old for old in known.get(name, ()) if old.until <= part.since)
     return (*kept, _write_part(layout, name, part, until=until))
 
@@ -206,9 +257,15 @@ def _empty_steps(layout: RunLayout) -> str:
 
 
 def _sweep(
-    layout: RunLayout, tables: Mapping[str, tuple[Part, ...]], *, superseded: Mapping[str, Superseded], lsn: int
+    layout: RunLayout,
+    tables: Mapping[str, tuple[Part, ...]],
+    *,
+    superseded: Mapping[str, Superseded],
+    lsn: int,
 ) -> dict[str, Superseded]:
-    """Remove the exported files that nobody can still be reading; the others, with when they were superseded."""
+    """Remove the exported files that nobody can still be reading; the others, with when they were
+    superseded.
+    """
     now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}
     waiting: dict[str, Superseded] = {}

@@ -1,9 +1,11 @@
-"""Copies of a run whose storage is elsewhere, for DuckDB: views, sandbox and bare shell then work as on any run.
+"""Copies of a run whose storage is elsewhere, for DuckDB: views, sandbox and bare shell then work
+as on any run.
 
-A reader's copy is in the reader's own cache, never in the run: CACHE/async-gigpo/runs/<run id>-<digest of the URI>, where CACHE
-is $XDG_CACHE_HOME or ~/.cache. It is safe to remove. The files never change, so each is fetched once. The manifest of a copy
-is replaced only after all it names is here. A file goes when the storage no longer has it and no reader here is pinned to an
-older manifest. Readers of one copy take turns. Nothing is ever written to the storage here.
+A reader's copy is in the reader's own cache, never in the run: CACHE/async-gigpo/runs/<run
+id>-<digest of the URI>, where CACHE is $XDG_CACHE_HOME or ~/.cache. It is safe to remove. The files
+never change, so each is fetched once. The manifest of a copy is replaced only after all it names is
+here. A file goes when the storage no longer has it and no reader here is pinned to an older
+manifest. Readers of one copy take turns. Nothing is ever written to the storage here.
 """
 
 from __future__ import annotations
@@ -21,10 +23,9 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.beneath import is_directory, is_file, open_file, read_text, status
-from store.catalog.as_of import read_as_of
+from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.catalog.database import check_consent
-from store.durable import READ_ONLY, READ_WRITE, make_directory, write_atomically
+from store.catalog.time_travel import read_as_of
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunLayout, parse_run_json
@@ -32,6 +33,7 @@ from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read
 from store.reading.open_sql import placed
 from store.reading.pins import oldest_pinned_lsn
 from store.storage import Storage, open_storage
+from store.untrusted.file_access import is_directory, is_file, open_file, read_text, status
 
 PARALLEL = 8  # requests; each waits mostly for the network
 TRIES = 3  # a manifest may be replaced, and what it named be removed, while its files are fetched
@@ -39,10 +41,11 @@ URI_DIGEST_BYTES = 8
 
 
 def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
-    """Return the run as files here, up to date now or with what the lsn `as_of` needs. A run with local storage is that.
+    """Return the run as files here, up to date now or with what the lsn `as_of` needs. A run with
+    local storage is that.
 
-    Raises StoreError if the storage does not answer, or if a run of somebody else would have this user ask the network;
-    DigestError if a file is not what was committed.
+    Raises StoreError if the storage does not answer, or if a run of somebody else would have this
+    user ask the network; DigestError if a file is not what was committed.
     """
     uri = layout.info.storage_uri
     if uri is None:
@@ -62,13 +65,16 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
 
 
 def fetch(uri: str, dest: Path) -> RunLayout:
-    """A readable copy of the run whose storage is at `uri`; called again, it catches up. It has no catalog: it is not the run.
+    """A readable copy of the run whose storage is at `uri`; called again, it catches up. It has no
+    catalog: it is not the run.
 
     Raises StoreError if `dest` is something else, or the run itself.
     """
     storage = open_storage(uri)
     try:
-        content = parse_run_json(storage.read("run.json").to_pybytes(), name=storage.locate("run.json"))
+        content = parse_run_json(
+            storage.read("run.json").to_pybytes(), name=storage.locate("run.json")
+        )
     except FormatError as error:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = dataclasses.replace(content, storage_uri=None)
@@ -79,7 +85,10 @@ def fetch(uri: str, dest: Path) -> RunLayout:
         make_directory(layout.root, beneath=layout.root)
         _make_copy(layout)
     elif RunLayout.open(dest).info != info or status(layout.catalog, root=layout.root) is not None:
-        raise StoreError(f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is")
+        raise StoreError(
+            f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where "
+            "it is"
+        )
     views = placed(layout, storage.read("open.sql").to_pybytes().decode(errors="replace"))
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _turn(layout):
@@ -92,15 +101,23 @@ def _cache(run_id: str, uri: str) -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
     ours = home / "async-gigpo"
-    place = ours / "runs" / f"{run_id}-{blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()}"
+    place = (
+        ours
+        / "runs"
+        / f"{run_id}-{blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()}"
+    )
     try:
         home.mkdir(parents=True, exist_ok=True)
         for directory in (ours, ours / "runs", place):
             directory.mkdir(mode=0o700, exist_ok=True)
             if not is_directory(directory, root=home) or directory.stat().st_uid != os.geteuid():
-                raise StoreError(f"{directory} is a link or another user's; remove it, or set XDG_CACHE_HOME")
+                raise StoreError(
+                    f"{directory} is a link or another user's; remove it, or set XDG_CACHE_HOME"
+                )
     except OSError as error:
-        raise StoreError(f"cannot make {place}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours") from error
+        raise StoreError(
+            f"cannot make {place}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
+        ) from error
     return place
 
 
@@ -115,11 +132,15 @@ def _make_copy(copy: RunLayout) -> None:
 
 @contextmanager
 def _turn(copy: RunLayout) -> Iterator[None]:
-    """One at a time: nobody puts back an older manifest, or forgets a file that another has just fetched for a newer one."""
+    """One at a time: nobody puts back an older manifest, or forgets a file that another has just
+    fetched for a newer one.
+    """
     try:
         lock = open_file(copy.mirror_lock, root=copy.root, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise StoreError(f"cannot open {copy.mirror_lock}: {error.strerror}; it must be writable") from error
+        raise StoreError(
+            f"cannot open {copy.mirror_lock}: {error.strerror}; it must be writable"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -132,7 +153,9 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
         data = storage.read(MANIFEST_NAME).to_pybytes()
         manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
         if manifest is None or manifest.run_id != copy.info.run_id:
-            raise FormatError(f"{storage.locate(MANIFEST_NAME)} is not of run {copy.info.run_id}; check the URI")
+            raise FormatError(
+                f"{storage.locate(MANIFEST_NAME)} is not of run {copy.info.run_id}; check the URI"
+            )
         if manifest.lsn < _lsn_here(copy):
             return
         try:
@@ -163,20 +186,33 @@ def _named(manifest: Manifest) -> dict[str, int | None]:
 def _fetch_missing(storage: Storage, copy: RunLayout, paths: Mapping[str, int | None]) -> None:
     missing = {path: n_rows for path, n_rows in paths.items() if not copy.storage.exists(path)}
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for _ in pool.map(lambda item: _fetch(storage, copy, path=item[0], n_rows=item[1]), missing.items()):
+        for _ in pool.map(
+            lambda item: _fetch(storage, copy, path=item[0], n_rows=item[1]), missing.items()
+        ):
             pass
 
 
 def _fetch(storage: Storage, copy: RunLayout, *, path: str, n_rows: int | None) -> None:
     data = storage.read(path)
-    if path.startswith(f"{copy.relative(copy.segments)}/") and file_digest(data) != PurePosixPath(path).stem:
-        raise DigestError(f"{storage.locate(path)} does not have the digest it is named by; restore it from a backup")
+    if (
+        path.startswith(f"{copy.relative(copy.segments)}/")
+        and file_digest(data) != PurePosixPath(path).stem
+    ):
+        raise DigestError(
+            f"{storage.locate(path)} does not have the digest it is named by; restore it from a "
+            "backup"
+        )
     try:
         found = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise FormatError(f"{storage.locate(path)} is no Parquet file ({error}); restore it from a backup") from error
+        raise FormatError(
+            f"{storage.locate(path)} is no Parquet file ({error}); restore it from a backup"
+        ) from error
     if n_rows not in (None, found):
-        raise FormatError(f"{storage.locate(path)} has {found} rows, the manifest says {n_rows}; restore it from a backup")
+        raise FormatError(
+            f"{storage.locate(path)} has {found} rows, the manifest says {n_rows}; restore it from "
+            "a backup"
+        )
     copy.storage.write(path, data)
 
 

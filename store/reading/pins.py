@@ -1,8 +1,9 @@
 """Pins: a reader says which snapshot it reads, so that no file of it is removed while it does.
 
-A pin is a file in `<run>/readers/` that its process holds locked. The lock goes with the process, however it ends. Its name has
-the oldest lsn that the reader may show. Once the reader knows which one it shows, the file says so: exports that were written
-and replaced later then need not wait for it.
+A pin is a file in `<run>/readers/` that its process holds locked. The lock goes with the process,
+however it ends. Its name has the oldest lsn that the reader may show. Once the reader knows which
+one it shows, the file says so: exports that were written and replaced later then need not wait for
+it.
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.beneath import names, open_file, opened_parent, remove, rename
 from store.errors import StoreError, UnsafePathError
 from store.layout import RunLayout
+from store.untrusted.file_access import names, open_file, opened_parent, remove, rename
 
 _NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
 _SHOWN = re.compile(rb"(\d{1,19})\n")
 _MAX_BYTES = 32  # of a pin's content
-# Reading goes on without a pin where this user may not write, and where the file system has no locks.
-NO_PIN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+# Reading goes on without a pin where this user may not write, and where the file system has no
+# locks.
+NO_PIN = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pinned:
-    """What a living reader needs: the files of one lsn, or of any from that one on while it is opening."""
+    """What a living reader needs: the files of one lsn, or of any from that one on while it is
+    opening.
+    """
 
     since: int
     shown: int | None  # None: not known yet
 
     def needs(self, *, written: int, replaced: int) -> bool:
-        """Return whether a file is needed that snapshots from lsn `written` until before `replaced` name."""
+        """Return whether a file is needed that snapshots from lsn `written` until before `replaced`
+        name.
+        """
         if self.shown is None:
             return replaced > self.since
         return written <= self.shown < replaced
@@ -45,18 +53,22 @@ class Pinned:
 class Pin:
     """One reader's pin.
 
-    There is none where this user may not write: on read-only media, and in another user's run. That run's owner may be
-    training and does not wait for this reader: it removes files when their grace and the snapshot window have passed.
+    There is none where this user may not write: on read-only media, and in another user's run. That
+    run's owner may be training and does not wait for this reader: it removes files when their grace
+    and the snapshot window have passed.
     """
 
     def __init__(self, layout: RunLayout, lsn: int) -> None:
         self._path = layout.readers / f"{lsn}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._descriptor = -1
         self._root = layout.root
-        unlocked = self._path.with_name(f".{self._path.name}")  # not seen, and so not swept, before it is locked
+        # not seen, and so not swept, before it is locked
+        unlocked = self._path.with_name(f".{self._path.name}")
         try:
             make_readers(layout)
-            self._descriptor = open_file(unlocked, root=layout.root, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._descriptor = open_file(
+                unlocked, root=layout.root, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL
+            )
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
             rename(unlocked, self._path, root=layout.root)
         except OSError as error:
@@ -67,8 +79,10 @@ class Pin:
             # No owner goes on with a run that has a link, so nothing is removed from it.
             if error.errno not in NO_PIN and not isinstance(error, UnsafePathError):
                 raise StoreError(
-                    f"cannot tell the owner of {layout.root} that its files are being read: {layout.readers}: "
-                    f"{error.strerror}; free space, raise ulimit -n, or mend the directory, then retry"
+                    f"cannot tell the owner of {layout.root} that its files are being read: "
+                    f"{layout.readers}: "
+                    f"{error.strerror}; free space, raise ulimit -n, or mend the directory, then "
+                    "retry"
                 ) from error
 
     def settle(self, lsn: int) -> None:
@@ -115,7 +129,10 @@ def pinned(layout: RunLayout) -> Sequence[Pinned]:
 
 def make_readers(layout: RunLayout) -> None:
     """Make the directory of the pins if it is not there."""
-    with opened_parent(layout.readers, root=layout.root) as (directory, name), suppress(FileExistsError):
+    with (
+        opened_parent(layout.readers, root=layout.root) as (directory, name),
+        suppress(FileExistsError),
+    ):
         os.mkdir(name, dir_fd=directory)
 
 

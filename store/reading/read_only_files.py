@@ -1,6 +1,8 @@
-"""A file system for DuckDB that can only read, and only below one directory: the protection where there is no Landlock.
+"""A file system for DuckDB that can only read, and only below one directory: the protection where
+there is no Landlock.
 
-DuckDB's own file system is switched off beside it, so that every path of every statement comes through here.
+DuckDB's own file system is switched off beside it, so that every path of every statement comes
+through here.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ PREFIX = "readonly://"
 
 
 class ReadOnlyFiles(AbstractFileSystem):
-    """Paths are PREFIX and an absolute path. Whatever leads out of `root`, also through a symbolic link, does not exist."""
+    """Paths are PREFIX and an absolute path. Whatever leads out of `root`, also through a symbolic
+    link, does not exist.
+    """
 
     protocol = PREFIX.removesuffix("://")
     cachable = False
@@ -34,7 +38,11 @@ class ReadOnlyFiles(AbstractFileSystem):
     def info(self, path: str, **_: object) -> dict[str, object]:
         real = self._inside(path)
         status = os.stat(real)
-        return {"name": path, "size": status.st_size, "type": "directory" if os.path.isdir(real) else "file"}
+        return {
+            "name": path,
+            "size": status.st_size,
+            "type": "directory" if os.path.isdir(real) else "file",
+        }
 
     def exists(self, path: str, **_: object) -> bool:
         try:
@@ -48,7 +56,11 @@ class ReadOnlyFiles(AbstractFileSystem):
             return [plain]
         if not glob.has_magic(plain):
             self._inside(plain)
-        return sorted(name for name in glob.iglob(plain, recursive=True) if self.exists(name) and os.path.isfile(name))
+        return sorted(
+            name
+            for name in glob.iglob(plain, recursive=True)
+            if self.exists(name) and os.path.isfile(name)
+        )
 
     def modified(self, path: str) -> datetime:
         return datetime.fromtimestamp(os.stat(self._inside(path)).st_mtime, UTC)
@@ -56,7 +68,9 @@ class ReadOnlyFiles(AbstractFileSystem):
     def _inside(self, path: str) -> str:
         real = os.path.realpath(path.removeprefix(PREFIX))
         if os.path.commonpath([real, self._root]) != self._root:
-            raise PermissionError(f"{path} is outside the run; a query reads only below {self._root}")
+            raise PermissionError(
+                f"{path} is outside the run; a query reads only below {self._root}"
+            )
         return real
 
 
@@ -64,5 +78,18 @@ def _refuse(self: ReadOnlyFiles, *_: object, **__: object) -> None:
     raise PermissionError("a query only reads")
 
 
-for _name in ("mkdir", "makedirs", "rmdir", "rm", "rm_file", "_rm", "cp_file", "mv", "touch", "pipe_file", "created", "sign"):
+for _name in (
+    "mkdir",
+    "makedirs",
+    "rmdir",
+    "rm",
+    "rm_file",
+    "_rm",
+    "cp_file",
+    "mv",
+    "touch",
+    "pipe_file",
+    "created",
+    "sign",
+):
     setattr(ReadOnlyFiles, _name, _refuse)

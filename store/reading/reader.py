@@ -1,4 +1,6 @@
-"""The Python reader: SQL over one snapshot of a run, in a child process that can do no harm (see sandbox.py)."""
+"""The Python reader: SQL over one snapshot of a run, in a child process that can do no harm (see
+sandbox.py).
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,23 @@ TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e9  # sockets take no more
 START_S = 60.0  # for a child to import DuckDB and read the manifest, on a machine that trains
 MAX_ROWS = 100_000_000
-MAX_SMALL_ROWS = 1_000_000  # of a result that a program asks for itself: versions, checkpoints, episodes of an evaluation
+# of a result that a program asks for itself: versions, checkpoints, episodes of an evaluation
+MAX_SMALL_ROWS = 1_000_000
 MAX_SMALL_BYTES = 256 << 20
 MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
-UNKNOWN_NAME = re.compile(r"(Catalog|Binder) Error.*(not exist|not found|not have)")  # of a view or a column
+# of a view or a column
+UNKNOWN_NAME = re.compile(r"(Catalog|Binder) Error.*(not exist|not found|not have)")
 _BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from store.reading.sandbox import serve
 serve(int(sys.argv[2]))"""
-# Threads that libraries start on import would not be locked in; the child clears its environment before it takes a query.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# Threads that libraries start on import would not be locked in; the child clears its environment
+# before it takes a query.
+_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters do not start without
 
 
@@ -51,7 +60,9 @@ class SqlTimeout(StoreError):
 
 
 class _FilesLeftOut(Exception):
-    """DuckDB could not read some files. They are left out of the next answer, which this one has to be replaced by."""
+    """DuckDB could not read some files. They are left out of the next answer, which this one has to
+    be replaced by.
+    """
 
 
 def open_run(
@@ -64,42 +75,59 @@ def open_run(
 ) -> Reader:
     """A reader of the run as it is now, or as it was at the lsn `as_of`.
 
-    `protection` is "landlock" where the kernel has it, else "filesystem". `memory_limit` is DuckDB's, as in "2GB"; by default
-    about half the machine. Files that cannot be read are left out, which `Reader.left_out` and, if `warn`, a UserWarning say.
-    Raises FormatError if `run` is no run this code can read, StoreError if `as_of` is too old.
+    `protection` is "landlock" where the kernel has it, else "filesystem". `memory_limit` is
+    DuckDB's, as in "2GB"; by default about half the machine. Files that cannot be read are left
+    out, which `Reader.left_out` and, if `warn`, a UserWarning say. Raises FormatError if `run` is
+    no run this code can read, StoreError if `as_of` is too old.
     """
     layout = mirror(RunLayout.open(Path(run)), as_of=as_of)
     if protection is None:
         protection = LANDLOCK if landlock.abi() > 0 else FILESYSTEM
-    reader = Reader(layout, as_of=as_of, protection=protection, memory_limit=memory_limit, warns=warn)
+    reader = Reader(
+        layout, as_of=as_of, protection=protection, memory_limit=memory_limit, warns=warn
+    )
     if warn and reader.left_out:
         warnings.warn(printable(reader.left_out), stacklevel=2)
     return reader
 
 
 class Reader:
-    """One snapshot of a run, fixed when it was opened, in a child process that is kept for the next query.
+    """One snapshot of a run, fixed when it was opened, in a child process that is kept for the next
+    query.
 
-    with store.open("runs/a") as reader:
+    with store.open_run("runs/a") as reader:
         table = reader.sql("SELECT task_id, avg(won::INT) FROM trajectories GROUP BY ALL")
 
-    After a time-out or a crash the next query starts a fresh child on the same snapshot. Threads may share a reader; they take
-    turns. Files of the snapshot stay on disk until `close`, as long as the run directory is writable.
+    After a time-out or a crash the next query starts a fresh child on the same snapshot. Threads
+    may share a reader; they take turns. Files of the snapshot stay on disk until `close`, as long
+    as the run directory is writable.
     """
 
-    def __init__(self, layout: RunLayout, *, as_of: int | None, protection: str, memory_limit: str | None, warns: bool) -> None:
+    def __init__(
+        self,
+        layout: RunLayout,
+        *,
+        as_of: int | None,
+        protection: str,
+        memory_limit: str | None,
+        warns: bool,
+    ) -> None:
         self.protection = protection
-        self.layout = layout  # of the files that it reads: of a run whose storage is elsewhere, this user's copy
+        # of the files that it reads: of a run whose storage is elsewhere, this user's copy
+        self.layout = layout
         self._memory_limit = memory_limit
         self._warns = warns
         self._lock = threading.Lock()
         self._child: _Child | None = None
         manifest = read_manifest(layout) if as_of is None else None
-        self._pin = Pin(layout, as_of if as_of is not None else manifest.lsn if manifest is not None else 0)
+        self._pin = Pin(
+            layout, as_of if as_of is not None else manifest.lsn if manifest is not None else 0
+        )
         weakref.finalize(self, self._pin.close)  # also of a reader that nobody closes
         self._closed = False
         self.lsn = as_of  # of the snapshot; None stays None for a run of an older format
-        self.left_out = ""  # says, in one line, which files cannot be read and are missing from every answer
+        # says, in one line, which files cannot be read and are missing from every answer
+        self.left_out = ""
         try:
             self._ready_child()
         except BaseException:
@@ -119,30 +147,48 @@ class Reader:
     ) -> pa.Table:
         """Return the whole result of one SELECT.
 
-        Values of types that Arrow does not have (UHUGEINT, BIT, TIMETZ, VARIANT, ...) come as text. `times_as_text` also
-        gives dates and times as DuckDB writes them: Python's own types have no infinity and no year 10000.
-        Raises SqlTimeout after `timeout_s`, StoreError with DuckDB's reason or the limit passed.
+        Values of types that Arrow does not have (UHUGEINT, BIT, TIMETZ, VARIANT, ...) come as text.
+        `times_as_text` also gives dates and times as DuckDB writes them: Python's own types have no
+        infinity and no year 10000. Raises SqlTimeout after `timeout_s`, StoreError with DuckDB's
+        reason or the limit passed.
         """
-        asked = {"sql": query, "max_rows": max_rows, "max_bytes": max_bytes, "cut": False, "times_as_text": times_as_text}
+        asked = {
+            "sql": query,
+            "max_rows": max_rows,
+            "max_bytes": max_bytes,
+            "cut": False,
+            "times_as_text": times_as_text,
+        }
         return self._ask(asked, timeout_s=timeout_s)[0]
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        """Return a small result as Python values, for a program that knows what its own SELECT gives.
+        """Return a small result as Python values, for a program that knows what its own SELECT
+        gives.
 
-        The run's views may be a stranger's: the result is bounded where the query is not. Raises as `sql`, and FormatError
-        for values that Python does not have.
+        The run's views may be a stranger's: the result is bounded where the query is not. Raises as
+        `sql`, and FormatError for values that Python does not have.
         """
         table = self.sql(query, max_rows=MAX_SMALL_ROWS, max_bytes=MAX_SMALL_BYTES)
         try:
             return cast(list[dict[str, Any]], table.to_pylist())
         except (ValueError, OverflowError, pa.ArrowException) as error:
-            raise FormatError(f"{self.layout.run_directory}: its views hold what no run has ({error})") from error
+            raise FormatError(
+                f"{self.layout.run_directory}: its views hold what no run has ({error})"
+            ) from error
 
     def first(
         self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S, times_as_text: bool = False
     ) -> tuple[pa.Table, bool]:
-        """Return at most the first `n_rows` rows, and whether there are more. Types and errors as in `sql`."""
-        asked = {"sql": query, "max_rows": n_rows, "max_bytes": MAX_BYTES, "cut": True, "times_as_text": times_as_text}
+        """Return at most the first `n_rows` rows, and whether there are more. Types and errors as
+        in `sql`.
+        """
+        asked = {
+            "sql": query,
+            "max_rows": n_rows,
+            "max_bytes": MAX_BYTES,
+            "cut": True,
+            "times_as_text": times_as_text,
+        }
         return self._ask(asked, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -154,12 +200,19 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _ask(self, asked: dict, *, timeout_s: float) -> tuple[pa.Table, bool]:
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise StoreError(f"timeout_s is {timeout_s}; give more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
+            raise StoreError(
+                f"timeout_s is {timeout_s}; give more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
+            )
         with self._lock:
             if self._closed:
                 raise StoreError("this reader is closed; open another")
@@ -168,7 +221,9 @@ class Reader:
             deadline = time.monotonic() + timeout_s
             try:
                 while True:
-                    wire.send(child.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline)
+                    wire.send(
+                        child.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline
+                    )
                     try:
                         return child.table(deadline)
                     except _FilesLeftOut as fewer:  # each time at least one more, so this ends
@@ -176,7 +231,8 @@ class Reader:
             except TimeoutError as error:
                 self._discard()
                 raise SqlTimeout(
-                    f"SQL: no result within {timeout_s:g} s; ask for less, or give it more time (timeout_s, --timeout)"
+                    f"SQL: no result within {timeout_s:g} s; ask for less, or give it more time "
+                    "(timeout_s, --timeout)"
                 ) from error
             except StoreError as error:  # the child's answer; an UnsafePathError is an OSError too
                 if self.lsn is None and UNKNOWN_NAME.search(str(error)):
@@ -187,7 +243,8 @@ class Reader:
                 why = child.why_it_died()
                 self._discard()
                 raise StoreError(f"SQL: {why}") from error
-            except BaseException:  # Ctrl-C: the answer that is under way must not meet the next question
+            # Ctrl-C: the answer that is under way must not meet the next question
+            except BaseException:
                 self._discard()
                 raise
 
@@ -199,7 +256,8 @@ class Reader:
     def _check_still_there(self) -> None:
         if not RunLayout.exists(self.layout.run_directory):
             raise StoreError(
-                f"{self.layout.run_directory} was moved or deleted since it was opened; open it again where it is now"
+                f"{self.layout.run_directory} was moved or deleted since it was opened; open it "
+                "again where it is now"
             )
 
     def _ready_child(self) -> _Child:
@@ -218,7 +276,8 @@ class Reader:
                 self._child = _Child()
             except OSError as error:
                 raise StoreError(
-                    f"SQL: no query process can be started: {error.strerror}; raise ulimit -n and -u, then retry"
+                    f"SQL: no query process can be started: {error.strerror}; raise ulimit -n and "
+                    "-u, then retry"
                 ) from error
             self.lsn, self.left_out = self._child.start(order)
         return self._child
@@ -230,7 +289,9 @@ class Reader:
 
 
 class _Child:
-    """The process and the channel to it. A socket and not pipes: no path in /proc opens a socket."""
+    """The process and the channel to it. A socket and not pipes: no path in /proc opens a
+    socket.
+    """
 
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair()
@@ -239,7 +300,8 @@ class _Child:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(path), str(theirs.fileno())],
-                env=_ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                env=_ENVIRONMENT
+                | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -250,7 +312,9 @@ class _Child:
         self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
 
     def start(self, order: dict) -> tuple[int | None, str]:
-        """Tell it what to open; the lsn it shows, if it has one, and what it cannot read. StoreError if it cannot at all."""
+        """Tell it what to open; the lsn it shows, if it has one, and what it cannot read.
+        StoreError if it cannot at all.
+        """
         try:
             deadline = time.monotonic() + START_S
             wire.send(self.channel, wire.ASK, json.dumps(order).encode(), deadline=deadline)
@@ -258,7 +322,8 @@ class _Child:
         except TimeoutError as error:
             self.end()
             raise StoreError(
-                f"SQL: the run is not open within {START_S:g} s: its open.sql asks too much, or the machine is busy; "
+                f"SQL: the run is not open within {START_S:g} s: its open.sql asks too much, or "
+                "the machine is busy; "
                 f"look at {order['run']}/open.sql, or try again later"
             ) from error
         except (EOFError, OSError) as error:
@@ -272,7 +337,9 @@ class _Child:
         return ready["lsn"], ready["left_out"]
 
     def table(self, deadline: float) -> tuple[pa.Table, bool]:
-        """The answer to the question that was sent, and whether it was cut. EOFError, TimeoutError, the child's StoreError."""
+        """The answer to the question that was sent, and whether it was cut. EOFError, TimeoutError,
+        the child's StoreError.
+        """
         parts: list[pa.Table] = []
         while True:
             kind, content = wire.receive(self.channel, deadline=deadline)
@@ -308,4 +375,6 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 def _error(content: bytearray) -> StoreError:
     answer = json.loads(content)
     kind = getattr(errors, answer["type"], None)
-    return (kind if isinstance(kind, type) and issubclass(kind, StoreError) else StoreError)(answer["message"])
+    return (kind if isinstance(kind, type) and issubclass(kind, StoreError) else StoreError)(
+        answer["message"]
+    )

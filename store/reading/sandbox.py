@@ -1,16 +1,21 @@
-"""The child process in which users' SQL runs: it first gives up the right to do harm, then takes queries one by one.
+"""The child process in which users' SQL runs: it first gives up the right to do harm, then takes
+queries one by one.
 
-What a statement does is never guessed from its text: a COPY may hide in a CTE. Two protections, the first where there is one:
+What a statement does is never guessed from its text: a COPY may hide in a CTE. Two protections, the
+first where there is one:
 
-landlock    the kernel refuses this process every write, every read outside the run directory (but a few facts about the
+landlock    the kernel refuses this process every write, every read outside the run directory (but a
+few facts about the
             machine that DuckDB needs, see MACHINE) and TCP. It holds whatever DuckDB does, so also against its faults.
-filesystem  DuckDB's file system is switched off; it reads through a Python one that has no write and does not leave the run.
+filesystem  DuckDB's file system is switched off; it reads through a Python one that has no write
+and does not leave the run.
             Other systems and old kernels. It holds as long as DuckDB keeps to it. Scans are slower.
 
-In both: no environment, no files of size, no core dumps, an end with the parent's, a memory limit, and DuckDB set to neither
-load extensions nor spill nor let its settings be changed. All of it holds before the run's own open.sql is executed, which is
-a stranger's text as a query is: a run that came from a stranger can be opened. The parent ends a child that does not open in
-time. The first lines of a statement are looked at only for a clearer error.
+In both: no environment, no files of size, no core dumps, an end with the parent's, a memory limit,
+and DuckDB set to neither load extensions nor spill nor let its settings be changed. All of it holds
+before the run's own open.sql is executed, which is a stranger's text as a query is: a run that came
+from a stranger can be opened. The parent ends a child that does not open in time. The first lines
+of a statement are looked at only for a clearer error.
 """
 
 from __future__ import annotations
@@ -47,13 +52,17 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 LANDLOCK, FILESYSTEM = "landlock", "filesystem"
-MACHINE = ("/proc/self/cgroup", "/sys/fs/cgroup")  # how much memory there is; DuckDB aborts if these exist but are closed
+# how much memory there is; DuckDB aborts if these exist but are closed
+MACHINE = ("/proc/self/cgroup", "/sys/fs/cgroup")
 READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
-SHARE_OF_DEFAULT_MEMORY = 0.6  # DuckDB takes 80% of the machine unasked; a run may be training beside it
-MEMORY_BESIDE_DUCKDB = 2 << 30  # bytes: the interpreter, Arrow batches and what DuckDB does not count
+# DuckDB takes 80% of the machine unasked; a run may be training beside it
+SHARE_OF_DEFAULT_MEMORY = 0.6
+# bytes: the interpreter, Arrow batches and what DuckDB does not count
+MEMORY_BESIDE_DUCKDB = 2 << 30
 BATCH_ROWS = 16_384
 CONNECT_TRIES = 5
-MAX_CACHED_FILES = 2_000  # footers that are kept in memory: 70 KB a file, more than most small files hold
+# footers that are kept in memory: 70 KB a file, more than most small files hold
+MAX_CACHED_FILES = 2_000
 SETTINGS = (
     "temp_directory = ''",
     "max_temp_directory_size = '0B'",
@@ -65,16 +74,22 @@ SETTINGS = (
     "python_scan_all_frames = false",
     "enable_progress_bar = false",
 )
-# Types that Arrow cannot carry: their values would come out as another value, or as bytes that nobody can read.
-NOT_FOR_ARROW = frozenset({"bit", "bignum", "geometry", "time with time zone", "type", "uhugeint", "variant"})
-# Types whose text only DuckDB knows: infinities, years before 1 and after 9999, 24:00:00, nanoseconds.
+# Types that Arrow cannot carry: their values would come out as another value, or as bytes that
+# nobody can read.
+NOT_FOR_ARROW = frozenset(
+    {"bit", "bignum", "geometry", "time with time zone", "type", "uhugeint", "variant"}
+)
+# Types whose text only DuckDB knows: infinities, years before 1 and after 9999, 24:00:00,
+# nanoseconds.
 TEMPORAL = frozenset({"date", "interval", "time", "time_ns"})
 TIMESTAMP = "timestamp"  # how the names of all of its kinds begin
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(descriptor: int) -> None:
-    """The life of the child: `descriptor` is a socket, its first message says what to open, each further one is a query."""
+    """The life of the child: `descriptor` is a socket, its first message says what to open, each
+    further one is a query.
+    """
     channel = socket.socket(fileno=descriptor)
     try:
         _, content = wire.receive(channel)
@@ -97,7 +112,9 @@ def serve(descriptor: int) -> None:
 
 
 def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
-    """Consumes the parent's messages; unblocked by each, and by the parent's end, which also ends a query that runs."""
+    """Consumes the parent's messages; unblocked by each, and by the parent's end, which also ends a
+    query that runs.
+    """
     try:
         while True:
             asked.put(wire.receive(channel)[1])
@@ -116,22 +133,34 @@ class _Opened:
 
 
 def _open(order: dict) -> _Opened:
-    """Open the run within all limits: no text of the run is executed before they hold and are locked."""
+    """Open the run within all limits: no text of the run is executed before they hold and are
+    locked.
+    """
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"]))
     if order["home"] is not None:  # the parent has fetched what is stored elsewhere
         layout = dataclasses.replace(layout, home=Path(order["home"]))
     files = _read_only_files(layout) if order["protection"] == FILESYSTEM else None
-    sys.path.clear()  # whoever would import more now hears that it is not there, which is expected, not that it is closed
+    # whoever would import more now hears that it is not there, which is expected, not that it is
+    # closed
+    sys.path.clear()
     if files is None:
-        landlock.restrict([layout.root, layout.run_directory, *(Path(path) for path in MACHINE if os.path.exists(path))])
+        landlock.restrict(
+            [
+                layout.root,
+                layout.run_directory,
+                *(Path(path) for path in MACHINE if os.path.exists(path)),
+            ]
+        )
 
     prefix = "" if files is None else f"{files.protocol}://"
 
     def limited() -> duckdb.DuckDBPyConnection:
         connection = duckdb.connect()
-        _lock_settings(connection, layout, files=files, prefix=prefix, memory_limit=order["memory_limit"])
+        _lock_settings(
+            connection, layout, files=files, prefix=prefix, memory_limit=order["memory_limit"]
+        )
         return connection
 
     connection, lsn = _connect(layout, order["lsn"], limited, prefix=prefix)
@@ -147,8 +176,8 @@ def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
 def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
     """No files, no core dumps, first to go when memory runs out, and no life after the parent's.
 
-    The kernel's signal comes at the end of the *thread* that started the child, so only a main thread asks for it; the end
-    of the channel tells the rest.
+    The kernel's signal comes at the end of the *thread* that started the child, so only a main
+    thread asks for it; the end of the channel tells the rest.
     """
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -163,11 +192,17 @@ def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
 
 
 def _connect(
-    layout: RunLayout, lsn: int | None, limited: Callable[[], duckdb.DuckDBPyConnection], *, prefix: str
+    layout: RunLayout,
+    lsn: int | None,
+    limited: Callable[[], duckdb.DuckDBPyConnection],
+    *,
+    prefix: str,
 ) -> tuple[duckdb.DuckDBPyConnection, int | None]:
-    """Return the run's views at `lsn`, by default now, and the lsn they show; None for a run of an older format.
+    """Return the run's views at `lsn`, by default now, and the lsn they show; None for a run of an
+    older format.
 
-    The manifest serves if it is the same before and after; where it changes faster than it is read, the catalog does.
+    The manifest serves if it is the same before and after; where it changes faster than it is read,
+    the catalog does.
     """
     for _ in range(CONNECT_TRIES):
         before = read_manifest(layout)
@@ -195,7 +230,9 @@ def _lock_settings(
     memory_limit: str | None,
 ) -> None:
     if memory_limit is None:
-        size, unit = connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0].split()
+        size, unit = (
+            connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0].split()
+        )
         memory_limit = f"{float(size) * SHARE_OF_DEFAULT_MEMORY:.1f} {unit}"
     if files is not None:
         connection.register_filesystem(files)
@@ -204,7 +241,8 @@ def _lock_settings(
     few = manifest is not None and len(manifest.segments) <= MAX_CACHED_FILES
     settings = [
         *SETTINGS,
-        f"parquet_metadata_cache = {str(few).lower()}",  # files never change; saves much of a small query over many
+        # files never change; saves much of a small query over many
+        f"parquet_metadata_cache = {str(few).lower()}",
         f"threads = {threads}",
         f"memory_limit = {sql_literal(memory_limit)}",
         f"allowed_directories = [{sql_literal(f'{prefix}{layout.root}')}]",
@@ -214,9 +252,15 @@ def _lock_settings(
     ]
     for setting in settings:
         connection.execute(f"SET {setting}")
-    limit_bytes = _bytes(connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0]) + MEMORY_BESIDE_DUCKDB
-    allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]  # whoever set a lower limit, with ulimit, keeps it
-    limit_bytes = limit_bytes if allowed_bytes == resource.RLIM_INFINITY else min(limit_bytes, allowed_bytes)
+    limit_bytes = (
+        _bytes(connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0])
+        + MEMORY_BESIDE_DUCKDB
+    )
+    # whoever set a lower limit, with ulimit, keeps it
+    allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit_bytes = (
+        limit_bytes if allowed_bytes == resource.RLIM_INFINITY else min(limit_bytes, allowed_bytes)
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
@@ -230,7 +274,9 @@ def _bytes(text: str) -> int:
 
 
 def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked: dict) -> None:
-    """Sends the rows and END. StoreError for what is not one query, and if there are more than `max_rows` or `max_bytes`."""
+    """Sends the rows and END. StoreError for what is not one query, and if there are more than
+    `max_rows` or `max_bytes`.
+    """
     sql = asked["sql"]
     _check_one_query(sql)
     connection.execute("BEGIN TRANSACTION READ ONLY")
@@ -252,17 +298,22 @@ def _check_one_query(sql: str) -> None:
     except ValueError:  # a type that DuckDB has and its Python package does not know
         reads = False
     if not reads:
-        raise StoreError("SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN")
+        raise StoreError(
+            "SQL: ask one query that only reads; begin with SELECT, FROM, WITH, DESCRIBE or EXPLAIN"
+        )
 
 
-def _for_arrow(relation: duckdb.DuckDBPyRelation, *, times_as_text: bool) -> duckdb.DuckDBPyRelation:
+def _for_arrow(
+    relation: duckdb.DuckDBPyRelation, *, times_as_text: bool
+) -> duckdb.DuckDBPyRelation:
     """Return the relation with values that Arrow cannot carry as DuckDB's text."""
     casts = [_cast(kind, times_as_text=times_as_text) for kind in relation.types]
     if not any(casts):
         return relation
     columns = []
     for place, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
-        value = f"#{place}" if kind is None else f"#{place}::{kind}"  # by place: names may be there twice
+        # by place: names may be there twice
+        value = f"#{place}" if kind is None else f"#{place}::{kind}"
         columns.append(f"{value} AS {sql_identifier(name)}")
     return relation.project(", ".join(columns))
 
@@ -284,11 +335,16 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
     children = [(name, child) for name, child in kind.children if isinstance(child, DuckDBPyType)]
     inner = [_cast(child, times_as_text=times_as_text) for _, child in children]
     if family == "union":  # its members cannot be cast one by one
-        nested = any(str(child.id) in ("list", "array", "struct", "tuple", "map") for _, child in children)
+        nested = any(
+            str(child.id) in ("list", "array", "struct", "tuple", "map") for _, child in children
+        )
         return "VARCHAR" if any(inner) or (times_as_text and nested) else None
     if not any(inner):
         return None
-    types = [str(child) if cast is None else cast for (_, child), cast in zip(children, inner, strict=True)]
+    types = [
+        str(child) if cast is None else cast
+        for (_, child), cast in zip(children, inner, strict=True)
+    ]
     if family == "map" and inner[0] and "VARIANT" in str(children[0][1]):
         return "VARCHAR"  # 1 and '1' are two keys with one text: DuckDB ends over them
     if family == "list":
@@ -296,23 +352,34 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
     if family == "array":
         return f"{types[0]}[{dict(kind.children)['size']}]"
     if family == "struct":
-        fields = (f"{sql_identifier(name)} {type_}" for (name, _), type_ in zip(children, types, strict=True))
+        fields = (
+            f"{sql_identifier(name)} {type_}"
+            for (name, _), type_ in zip(children, types, strict=True)
+        )
         return f"STRUCT({', '.join(fields)})"
     return f"{family.upper()}({', '.join(types)})"
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:
-    """Each batch as a small Arrow stream of its own, the first without rows. Whether there are more than were sent."""
+    """Each batch as a small Arrow stream of its own, the first without rows. Whether there are more
+    than were sent.
+    """
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
     _send_batch(channel, batches.schema, None)
     n_rows = n_bytes = 0
     for batch in batches:
         n_bytes += batch.nbytes
         if n_bytes > max_bytes:
-            raise StoreError(f"SQL: the result is over {max_bytes:,} bytes; ask for fewer columns or rows, or raise max_bytes")
+            raise StoreError(
+                f"SQL: the result is over {max_bytes:,} bytes; ask for fewer columns or rows, or "
+                "raise max_bytes"
+            )
         if n_rows + batch.num_rows > max_rows:
             if not asked["cut"]:
-                raise StoreError(f"SQL: the result has more than {max_rows:,} rows; aggregate, add LIMIT or raise max_rows")
+                raise StoreError(
+                    f"SQL: the result has more than {max_rows:,} rows; aggregate, add LIMIT or "
+                    "raise max_rows"
+                )
             _send_batch(channel, batch.schema, batch.slice(0, max_rows - n_rows))
             return True
         n_rows += batch.num_rows
@@ -329,22 +396,31 @@ def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch
 
 
 def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
-    """Say why there is no answer: an error, or files that were left out since, so that asking again helps."""
-    if isinstance(error, duckdb.Error) and leave_out_unreadable(run.connection, error, prefix=run.prefix):
+    """Say why there is no answer: an error, or files that were left out since, so that asking again
+    helps.
+    """
+    if isinstance(error, duckdb.Error) and leave_out_unreadable(
+        run.connection, error, prefix=run.prefix
+    ):
         wire.send(channel, wire.LEFT_OUT, json.dumps(left_out(run.connection, run.layout)).encode())
     else:
         _send_error(channel, error)
 
 
 def _send_error(channel: socket.socket, error: Exception) -> None:
-    """Send it in one line; of an error inside the read-only file system only the last of its traceback."""
+    """Send it in one line; of an error inside the read-only file system only the last of its
+    traceback.
+    """
     lines = str(error).strip().splitlines() or [""]
     text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
-    if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's advice is settings that are locked
-        text = (
-            "SQL: the query needs more memory than it may have; ask for fewer columns or groups at once, or raise memory_limit"
-        )
+    # DuckDB's advice is settings that are locked
+    if isinstance(error, duckdb.OutOfMemoryException):
+        text = "SQL: the query needs more memory than it may have; ask for fewer columns or groups at once, or raise memory_limit"
     elif not isinstance(error, StoreError):
-        text = f"SQL: {text}" if isinstance(error, duckdb.Error) else f"SQL: {type(error).__name__}: {text}"
+        text = (
+            f"SQL: {text}"
+            if isinstance(error, duckdb.Error)
+            else f"SQL: {type(error).__name__}: {text}"
+        )
     message = {"type": type(error).__name__, "message": text[:SHOWN_CHARACTERS]}
     wire.send(channel, wire.ERROR, json.dumps(message).encode())

@@ -1,6 +1,7 @@
 """Messages between a reader and its child process: one byte of kind, eight of length, the content.
 
-Nothing that comes from a query is ever taken for a kind or a length, so no result can pretend to be another message.
+Nothing that comes from a query is ever taken for a kind or a length, so no result can pretend to be
+another message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ ASK, READY, ROWS, END, ERROR, LEFT_OUT = b"A", b"R", b"D", b"E", b"X", b"L"
 _HEAD = struct.Struct("<cQ")
 
 
-def send(connection: socket.socket, kind: bytes, content: bytes | memoryview, *, deadline: float | None = None) -> None:
+def send(
+    connection: socket.socket,
+    kind: bytes,
+    content: bytes | memoryview,
+    *,
+    deadline: float | None = None,
+) -> None:
     """OSError if the other side is gone; TimeoutError after `deadline`, a time.monotonic()."""
     for part in (_HEAD.pack(kind, len(content)), content):
         _allow_until(connection, deadline)
@@ -21,7 +28,9 @@ def send(connection: socket.socket, kind: bytes, content: bytes | memoryview, *,
 
 
 def receive(connection: socket.socket, *, deadline: float | None = None) -> tuple[bytes, bytearray]:
-    """The next message. EOFError or OSError if the other side is gone; TimeoutError after `deadline`."""
+    """The next message. EOFError or OSError if the other side is gone; TimeoutError after
+    `deadline`.
+    """
     kind, length = _HEAD.unpack(_receive_bytes(connection, _HEAD.size, deadline))
     return kind, _receive_bytes(connection, length, deadline)
 

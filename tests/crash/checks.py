@@ -1,4 +1,6 @@
-"""What must be true of a run after any crash, and what two runs that ended the same way have in common."""
+"""What must be true of a run after any crash, and what two runs that ended the same way have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import Any
 
 from store import Catalog, RunLayout, StoreError, export
 from store.hashing import file_digest
+from store.maintenance.fsck import CONTENTS, NAMES, check
 from store.reading.manifest import read_manifest
 from store.reading.query import connect
-from store.upkeep.fsck import CONTENTS, NAMES, check
 
 Line = dict[str, Any]  # of a diary
 EndState = dict[str, list[tuple[Any, ...]]]
@@ -56,7 +58,8 @@ def read_diary(path: Path) -> list[Line]:
 
 
 def broken_promises(root: Path, diary: Sequence[Line], *, thorough: bool) -> list[str]:
-    """Opens the run that a crash left and recovers it; what is lost, doubled or torn, [] if nothing is.
+    """Opens the run that a crash left and recovers it; what is lost, doubled or torn, [] if nothing
+    is.
 
     `thorough` asks the views and all levels of fsck too, which takes ten times as long.
     """
@@ -67,8 +70,16 @@ def broken_promises(root: Path, diary: Sequence[Line], *, thorough: bool) -> lis
         broken = _shown_to_readers(layout, diary)
         with Catalog.open(layout) as catalog:
             manifest_lsn = export(catalog, layout)
-            broken += [] if catalog.epoch > _largest(diary, "recovery", "epoch") else [f"epoch {catalog.epoch} twice"]
-        broken += [] if manifest_lsn >= _largest(diary, "manifest", "lsn") else [f"the catalog is back at lsn {manifest_lsn}"]
+            broken += (
+                []
+                if catalog.epoch > _largest(diary, "recovery", "epoch")
+                else [f"epoch {catalog.epoch} twice"]
+            )
+        broken += (
+            []
+            if manifest_lsn >= _largest(diary, "manifest", "lsn")
+            else [f"the catalog is back at lsn {manifest_lsn}"]
+        )
         broken += _in_catalog(layout, diary)
         broken += [
             f"fsck: {finding}"
@@ -87,12 +98,21 @@ def end_state(root: Path) -> EndState:
 
 
 def _shown_to_readers(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
-    """The manifest as it was left, before anybody recovers: no older than promised, and what it names is there."""
+    """The manifest as it was left, before anybody recovers: no older than promised, and what it
+    names is there.
+    """
     manifest = read_manifest(layout)
     if manifest is None:
         return ["the manifest is gone"] if _largest(diary, "manifest", "lsn") else []
-    named = [*manifest.segments, *(part.path for parts in manifest.tables.values() for part in parts)]
-    broken = [f"the manifest names {path}, which is gone" for path in named if not layout.storage.exists(path)]
+    named = [
+        *manifest.segments,
+        *(part.path for parts in manifest.tables.values() for part in parts),
+    ]
+    broken = [
+        f"the manifest names {path}, which is gone"
+        for path in named
+        if not layout.storage.exists(path)
+    ]
     if manifest.lsn < _largest(diary, "manifest", "lsn"):
         broken.append(f"the manifest is back at lsn {manifest.lsn}")
     return broken
@@ -102,15 +122,21 @@ def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
     with closing(sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)) as connection:
         broken = []
         for (what, name), query in KEPT.items():
-            promised = {value for line in diary if line.get("done") == what for value in _values(line[name])}
+            promised = {
+                value for line in diary if line.get("done") == what for value in _values(line[name])
+            }
             lost = promised.difference(_column(connection, query)) if promised else set()
             broken += [f"{what}: {name} {value} is lost" for value in sorted(lost)]
         for what, query in ONCE.items():
             broken += [
-                f"{what} {value} is there {n} times" for value, n in Counter(_column(connection, query)).items() if n > 1
+                f"{what} {value} is there {n} times"
+                for value, n in Counter(_column(connection, query)).items()
+                if n > 1
             ]
         broken += _not_settled_any_more(connection, diary)
-        for path, digest in connection.execute("SELECT path, digest FROM segment WHERE removed_us IS NULL"):
+        for path, digest in connection.execute(
+            "SELECT path, digest FROM segment WHERE removed_us IS NULL"
+        ):
             there = layout.storage.exists(path)
             if not there or file_digest(layout.storage.read(path)) != digest:
                 broken.append(f"{path} is committed, but {'torn' if there else 'gone'}")
@@ -144,11 +170,16 @@ def _not_settled_any_more(connection: sqlite3.Connection, diary: Sequence[Line])
 
 def _in_views(layout: RunLayout) -> list[str]:
     with closing(connect(layout)) as connection:
-        doubled = connection.execute("SELECT traj_uid, step_index FROM steps GROUP BY ALL HAVING count(*) > 1").fetchall()
-        partial = connection.execute(
-            "SELECT traj_uid FROM steps GROUP BY traj_uid HAVING count(*) <> any_value(episode_steps)"
+        doubled = connection.execute(
+            "SELECT traj_uid, step_index FROM steps GROUP BY ALL HAVING count(*) > 1"
         ).fetchall()
-        (steps,) = connection.execute("SELECT coalesce(sum(n_steps), 0) FROM trajectories").fetchone() or (None,)
+        partial = connection.execute(
+            "SELECT traj_uid FROM steps GROUP BY traj_uid HAVING count(*) <> "
+            "any_value(episode_steps)"
+        ).fetchall()
+        (steps,) = connection.execute(
+            "SELECT coalesce(sum(n_steps), 0) FROM trajectories"
+        ).fetchone() or (None,)
     with closing(sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)) as connection:
         (counted,) = connection.execute(
             """SELECT coalesce(sum(t.n_steps), 0) FROM trajectory t JOIN segment s USING (segment_id)
@@ -157,7 +188,9 @@ def _in_views(layout: RunLayout) -> list[str]:
     broken = [f"row {row} is shown more than once" for row in doubled] + [
         f"trajectory {row} is shown in part" for row in partial
     ]
-    return broken + ([] if steps == counted else [f"the views show {steps} steps, the catalog counts {counted}"])
+    return broken + (
+        [] if steps == counted else [f"the views show {steps} steps, the catalog counts {counted}"]
+    )
 
 
 def _column(connection: sqlite3.Connection, query: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """Commands that change a run or make a directory from one, killed at any call and given again.
 
-Each has a world to work in, itself as a function of that directory, and what must be true when it was killed, when it was
-given again, and of what it only reads.
+Each has a world to work in, itself as a function of that directory, and what must be true when it
+was killed, when it was given again, and of what it only reads.
 """
 
 from __future__ import annotations
@@ -15,32 +15,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from store import Catalog, RunLayout, StoreError, export, forked, write_open_sql
-from store.__main__ import main
+from cli.store_main import main
+from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.errors import FormatError
-from store.exchange import import_selection
-from store.forked import UNFINISHED, fork
+from store.exchange import fork as forked
+from store.exchange.datasets import import_selection
+from store.exchange.fork import UNFINISHED, fork
 from store.hashing import file_digest
+from store.maintenance.fsck import CONTENTS, check
 from store.reading.reader import open_run
-from store.upkeep.fsck import CONTENTS, check
 from tests.crash import tracer
 from tests.crash.checks import ONCE, EndState, Line, end_state
 from tests.crash.guards import change_a_byte
 from tests.crash.lab import Failed
 from tests.crash.workload import Diary
-from tests.store_damage import a_file, an_export, ask, edit
-from tests.store_runs import fingerprint, make_run
+from tests.support.store_damage import a_file, an_export, ask, edit
+from tests.support.store_runs import fingerprint, make_run
 
 STEP = 1  # the checkpoint that is forked
 READERS = "readers/"  # pins of killed readers may stay in it
-WRITTEN_AT_A_START = ("open_sql_missing", "manifest_missing")  # findings in a fork that was not started yet
-WORDS_OF_A_REMEDY = ("python -m store", "export it again", "choose another", "give the command again")
+# findings in a fork that was not started yet
+WRITTEN_AT_A_START = ("open_sql_missing", "manifest_missing")
+WORDS_OF_A_REMEDY = (
+    "python -m store",
+    "export it again",
+    "choose another",
+    "give the command again",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
     prepare: Callable[[Path], object]  # makes what it works on
-    act: Callable[[Path], None]  # the command, as a user gives it; given again it begins anew or goes on
+    # the command, as a user gives it; given again it begins anew or goes on
+    act: Callable[[Path], None]
     unchanged: str  # a directory of the world that it only reads; "" if there is none
     after_kill: Callable[[Path], list[str]]  # what is wrong with what a kill left
     result: Callable[[Path], RunLayout]  # the run that it changed or made
@@ -102,12 +110,14 @@ def repair(world: Path) -> None:
 
 
 def rebuild(world: Path) -> None:
-    """Rebuild the catalog; a kill at the very end leaves a whole one, which only --force replaces."""
+    """Rebuild the catalog; a kill at the very end leaves a whole one, which only --force
+    replaces.
+    """
     said("rebuild", "--force", world / "run")
 
 
 def make_fork(world: Path) -> None:
-    """Fork the run unless that is done, and export the fork, as `train.py --fork` does."""
+    """Fork the run unless that is done, and export the fork, as `cli/train.py --fork` does."""
     made = world / "made"
     if not RunLayout.exists(made):
         fork(run_of(world), made, learner_step=STEP, config_yaml="a: 2\n")
@@ -122,7 +132,9 @@ def take_in(world: Path) -> None:
 
 
 def write_dataset(world: Path) -> None:
-    """Export the run, unless that is done. Parts that a killed export left are removed first, as the refusal says."""
+    """Export the run, unless that is done. Parts that a killed export left are removed first, as
+    the refusal says.
+    """
     dest = world / "dataset"
     if (dest / "dataset.json").exists():
         return
@@ -158,7 +170,9 @@ def opens(world: Path) -> list[str]:
 
 
 def no_half_fork(world: Path) -> list[str]:
-    """The fork is whole or not there; the directory that it is made in is refused as a run, or whole too."""
+    """The fork is whole or not there; the directory that it is made in is refused as a run, or
+    whole too.
+    """
     made, broken = world / "made", []
     for place in (made, made.with_name(made.name + UNFINISHED)):
         if not RunLayout.exists(place):
@@ -170,7 +184,9 @@ def no_half_fork(world: Path) -> list[str]:
         else:
             lines = _errors(layout) if layout.catalog.is_file() else ["there is no catalog"]
             broken += [
-                f"{place.name} opens, and {line}" for line in lines if not any(code in line for code in WRITTEN_AT_A_START)
+                f"{place.name} opens, and {line}"
+                for line in lines
+                if not any(code in line for code in WRITTEN_AT_A_START)
             ]
     return broken
 
@@ -203,8 +219,16 @@ def taken_in(world: Path) -> RunLayout:
 
 
 COMMANDS = {
-    "repair": Command(prepare=make_damaged_run, act=repair, unchanged="", after_kill=opens, result=run_of),
-    "rebuild": Command(prepare=make_lost_catalog, act=rebuild, unchanged="", after_kill=refused_or_whole, result=run_of),
+    "repair": Command(
+        prepare=make_damaged_run, act=repair, unchanged="", after_kill=opens, result=run_of
+    ),
+    "rebuild": Command(
+        prepare=make_lost_catalog,
+        act=rebuild,
+        unchanged="",
+        after_kill=refused_or_whole,
+        result=run_of,
+    ),
     "fork": Command(
         prepare=make_forkable_run,
         act=make_fork,
@@ -212,7 +236,9 @@ COMMANDS = {
         after_kill=no_half_fork,
         result=lambda world: RunLayout.open(world / "made"),
     ),
-    "import": Command(prepare=make_dataset, act=take_in, unchanged="dataset", after_kill=opens, result=run_of),
+    "import": Command(
+        prepare=make_dataset, act=take_in, unchanged="dataset", after_kill=opens, result=run_of
+    ),
     "export": Command(
         prepare=lambda world: make_run(world / "run"),
         act=write_dataset,
@@ -232,7 +258,12 @@ def fork_once(root: str, diary_path: str) -> None:
     """Fork the run, for a recording that loses power."""
     diary = Diary(Path(diary_path))
     diary.phase("fork")
-    fork(RunLayout.open(Path(root)), Path(root).with_name("made"), learner_step=STEP, config_yaml="a: 2\n")
+    fork(
+        RunLayout.open(Path(root)),
+        Path(root).with_name("made"),
+        learner_step=STEP,
+        config_yaml="a: 2\n",
+    )
     diary.done("fork")
 
 
@@ -248,9 +279,13 @@ def copy_once(root: str, diary_path: str) -> None:
 
 
 def forked_whole(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """A fork that was announced is there after a power cut, and whole; `thorough` makes no difference."""
+    """A fork that was announced is there after a power cut, and whole; `thorough` makes no
+    difference.
+    """
     announced = any(line.get("done") == "fork" for line in diary)
-    return no_half_fork(base) + (["the fork is gone"] if announced and not RunLayout.exists(base / "made") else [])
+    return no_half_fork(base) + (
+        ["the fork is gone"] if announced and not RunLayout.exists(base / "made") else []
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,8 +318,12 @@ def undisturbed(name: str, directory: Path) -> Undisturbed:
     )
 
 
-def kill_and_give_again(name: str, directory: Path, kill_at: int, expected: Undisturbed) -> list[str]:
-    """Kill the command at its `kill_at`-th call, look, give it again, and compare the end with the undisturbed one."""
+def kill_and_give_again(
+    name: str, directory: Path, kill_at: int, expected: Undisturbed
+) -> list[str]:
+    """Kill the command at its `kill_at`-th call, look, give it again, and compare the end with the
+    undisturbed one.
+    """
     command, world = COMMANDS[name], directory / f"{name}-{kill_at}"
     shutil.copytree(directory / "world", world)
     try:
@@ -297,11 +336,17 @@ def kill_and_give_again(name: str, directory: Path, kill_at: int, expected: Undi
             return [*broken, f"given again it failed: {again.error or again.status}"]
         if command.unchanged and _files(world / command.unchanged) != expected.files:
             broken.append(f"{command.unchanged}/ was changed")
-        broken += [f"file {digest} is lost" for digest in expected.kept - _segment_digests(world / "run")]
+        broken += [
+            f"file {digest} is lost" for digest in expected.kept - _segment_digests(world / "run")
+        ]
         layout = command.result(world)
         broken += _errors(layout) + _doubled(layout)
         end = end_state(layout.root)
-        return broken + [f"the end differs in {table}" for table, rows in expected.end.items() if rows != end[table]]
+        return broken + [
+            f"the end differs in {table}"
+            for table, rows in expected.end.items()
+            if rows != end[table]
+        ]
     except Exception as error:  # noqa: BLE001  the border of the process: told with the number of the call
         return [f"{type(error).__name__}: {error}"]
     finally:
@@ -309,22 +354,43 @@ def kill_and_give_again(name: str, directory: Path, kill_at: int, expected: Undi
 
 
 def _files(root: Path) -> dict[str, str]:
-    return {path: digest for path, digest in fingerprint(root).items() if not path.startswith(READERS)}
+    return {
+        path: digest for path, digest in fingerprint(root).items() if not path.startswith(READERS)
+    }
 
 
 def _segment_digests(root: Path) -> frozenset[str]:
-    return frozenset(file_digest(path.read_bytes()) for path in root.rglob("*.parquet") if "export" not in path.parts)
+    return frozenset(
+        file_digest(path.read_bytes())
+        for path in root.rglob("*.parquet")
+        if "export" not in path.parts
+    )
 
 
 def _errors(layout: RunLayout) -> list[str]:
-    return [f"fsck: {finding}" for finding in check(layout, level=CONTENTS) if finding.severity == "error"]
+    return [
+        f"fsck: {finding}"
+        for finding in check(layout, level=CONTENTS)
+        if finding.severity == "error"
+    ]
 
 
 def _doubled(layout: RunLayout) -> list[str]:
-    counted = {what: Counter(value for (value,) in ask(layout, query)) for what, query in ONCE.items()}
-    return [f"{what} {value} is there {n} times" for what, values in counted.items() for value, n in values.items() if n > 1]
+    counted = {
+        what: Counter(value for (value,) in ask(layout, query)) for what, query in ONCE.items()
+    }
+    return [
+        f"{what} {value} is there {n} times"
+        for what, values in counted.items()
+        for value, n in values.items()
+        if n > 1
+    ]
 
 
 def _without_remedy(error: StoreError) -> list[str]:
     text = str(error)
-    return [] if "\n" not in text and any(words in text for words in WORDS_OF_A_REMEDY) else [f"no remedy in: {text}"]
+    return (
+        []
+        if "\n" not in text and any(words in text for words in WORDS_OF_A_REMEDY)
+        else [f"no remedy in: {text}"]
+    )

@@ -1,14 +1,18 @@
-"""A disk that loses power: from the calls a process made, what could be on it after a crash in between.
+"""A disk that loses power: from the calls a process made, what could be on it after a crash in
+between.
 
 What it assumes, which ext4, XFS and Btrfs keep or better:
-- Bytes of a file are safe once fsync of the file has returned. Before that, each sector (512 bytes; at times each page of
+- Bytes of a file are safe once fsync of the file has returned. Before that, each sector (512 bytes;
+  at times each page of
   4 KiB) holds what any of the writes since left there, or what was there before, independently of its neighbours. The
   length of the file may be any it had; what was lost of a longer file reads as zeros.
-- A name (new, linked, renamed, removed) is safe once fsync of its directory has returned, of a renamed one the directory
+- A name (new, linked, renamed, removed) is safe once fsync of its directory has returned, of a
+  renamed one the directory
   it moved to. Before that any of these changes may be missing, in any combination in which each makes sense. fsync of a
   file does not save its name.
 - A rename is one step: never both names, never neither.
-- What was safe stays so: no decayed bits (that is what digests are for), no disk that only says it has written.
+- What was safe stays so: no decayed bits (that is what digests are for), no disk that only says it
+  has written.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from pathlib import Path
 from tests.crash.tracer import FileCall
 
 SECTOR, PAGE = 512, 4096
-Tree = dict[str, bytes | None]  # path -> bytes, None for a directory; a directory comes before what is in it
+# path -> bytes, None for a directory; a directory comes before what is in it
+Tree = dict[str, bytes | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +93,9 @@ class Change:
 
 
 class Disk:
-    """Begins with what is safe already; fed with the calls of a process, in order. Says what a crash might leave."""
+    """Begins with what is safe already; fed with the calls of a process, in order. Says what a
+    crash might leave.
+    """
 
     def __init__(self, root: Path, before: Mapping[str, bytes | None]) -> None:
         self._path = f"{root}"
@@ -97,7 +104,9 @@ class Disk:
         self._changes: list[Change] = []  # since the fsync of their directories
         for path, data in before.items():
             if path != self._path:
-                self._new(path, Directory() if data is None else File(safe=data, now=bytearray(data)))
+                self._new(
+                    path, Directory() if data is None else File(safe=data, now=bytearray(data))
+                )
         for change in self._changes:
             change.apply({directory: directory.safe for directory in self._directories})
         self._changes.clear()
@@ -117,7 +126,11 @@ class Disk:
         elif call.name == "link":
             self._new(call.target, node)
         elif call.name in ("rename", "unlink"):
-            self._change(Change(self._place(call.path), self._place(call.target) if call.target else None, node))
+            self._change(
+                Change(
+                    self._place(call.path), self._place(call.target) if call.target else None, node
+                )
+            )
         elif call.name == "fsync" and isinstance(node, Directory):
             self._sync_names(node)
         elif isinstance(node, File):
@@ -126,7 +139,10 @@ class Disk:
     def everything(self) -> Tree:
         """What SIGKILL leaves."""
         names = {directory: directory.now for directory in self._directories}
-        return {path: bytes(node.now) if isinstance(node, File) else None for path, node in self._walk(names)}
+        return {
+            path: bytes(node.now) if isinstance(node, File) else None
+            for path, node in self._walk(names)
+        }
 
     def after_power_loss(self, rng: random.Random) -> Tree:
         """One of the many states a power cut can leave."""
@@ -135,7 +151,10 @@ class Disk:
         for change in self._changes:
             if rng.random() < kept:
                 change.apply(names)
-        return {path: _content(node, rng, kept=kept) if isinstance(node, File) else None for path, node in self._walk(names)}
+        return {
+            path: _content(node, rng, kept=kept) if isinstance(node, File) else None
+            for path, node in self._walk(names)
+        }
 
     def _walk(self, names: Names) -> Iterator[tuple[str, Node]]:
         waiting: list[tuple[str, Node]] = [(self._path, self._root)]
@@ -166,7 +185,9 @@ class Disk:
         change.apply({directory: directory.now for directory in self._directories})
 
     def _sync_names(self, directory: Directory) -> None:
-        """Its changes are safe, and what they build upon: a rename does not outlive the name it moved."""
+        """Its changes are safe, and what they build upon: a rename does not outlive the name it
+        moved.
+        """
         wanted, moved = {directory}, set()
         safe, waiting = [], []
         for change in reversed(self._changes):
@@ -183,7 +204,10 @@ class Disk:
 
 def read_tree(root: Path) -> Tree:
     """What is there, to begin with."""
-    return {f"{path}": path.read_bytes() if path.is_file() else None for path in [root, *sorted(root.rglob("*"))]}
+    return {
+        f"{path}": path.read_bytes() if path.is_file() else None
+        for path in [root, *sorted(root.rglob("*"))]
+    }
 
 
 def lay_out(left: Tree, *, instead_of: Path, at: Path) -> None:

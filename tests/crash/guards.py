@@ -1,4 +1,5 @@
-"""Refusals that keep a run whole, each asked for once, in a process of its own, of the store or of a mutated copy.
+"""Refusals that keep a run whole, each asked for once, in a process of its own, of the store or of
+a mutated copy.
 
 They raise AssertionError where nothing was refused. Each gets a directory of its own.
 """
@@ -23,18 +24,19 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.durable import READ_ONLY, write_once
-from store.exchange import export_selection, import_selection
+from store.atomic_write import READ_ONLY, write_once
+from store.exchange.datasets import export_selection, import_selection
+from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import rebuild
+from store.maintenance.repair import repair
 from store.reading.mirror import fetch
 from store.segments import SegmentMeta
-from store.upkeep.compact import CompactionPolicy, compact_once
-from store.upkeep.fsck import CONTENTS, check
-from store.upkeep.rebuild import rebuild
-from store.upkeep.repair import repair
-from tests.store_samples import make_step, make_trajectory, open_train_group
+from tests.support.store_samples import make_step, make_trajectory, open_train_group
 
 POLICY = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=1 << 20)
-# For each unique index and key: a second row that only it forbids. What is not named is as in the row that is there.
+# For each unique index and key: a second row that only it forbids. What is not named is as in the
+# row that is there.
 SECOND_ROWS = {
     "segment.segment_id": ("segment", {"path": "'other'"}),
     "segment.path": ("segment", {"segment_id": "'other'"}),
@@ -60,14 +62,21 @@ def refuses(error: type[Exception], act: Callable[[], object]) -> None:
     raise AssertionError(f"{error.__name__} was to be raised")
 
 
-def run_with_everything(root: str, *, storage_uri: str | None = None) -> tuple[RunLayout, SegmentMeta]:
+def run_with_everything(
+    root: str, *, storage_uri: str | None = None
+) -> tuple[RunLayout, SegmentMeta]:
     """A small run with a row in every table, and one of its segments."""
     layout = RunLayout.create(Path(root) / "run", config_yaml="a: 1\n", storage_uri=storage_uri)
     write_open_sql(layout, macros=(), max_staleness=0)
     with Catalog.open(layout) as catalog:
         group = open_train_group(catalog, 0)
         early = write_segment(layout, [make_trajectory(group, 0)], worker="w0", epoch=catalog.epoch)
-        both = write_segment(layout, [make_trajectory(group, member) for member in range(2)], worker="w0", epoch=catalog.epoch)
+        both = write_segment(
+            layout,
+            [make_trajectory(group, member) for member in range(2)],
+            worker="w0",
+            epoch=catalog.epoch,
+        )
         catalog.commit(early, epoch=catalog.epoch)
         catalog.commit(both, epoch=catalog.epoch)  # one of it is a duplicate
         catalog.record_version(version=5, path="weights/v5", digest="", learner_step=None)
@@ -88,11 +97,16 @@ def no_second_row(root: str, key: str) -> None:
     connection.create_function("now_us", 0, lambda: 0)
     columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
     values = ", ".join(changes.get(column, column) for column in columns)
-    refuses(sqlite3.IntegrityError, lambda: connection.execute(f"INSERT INTO {table} SELECT {values} FROM {table} LIMIT 1"))
+    refuses(
+        sqlite3.IntegrityError,
+        lambda: connection.execute(f"INSERT INTO {table} SELECT {values} FROM {table} LIMIT 1"),
+    )
 
 
 def stale_epochs_are_fenced(root: str) -> None:
-    """A commit with the lease of an older owner; and that owner itself, should its lock have failed."""
+    """A commit with the lease of an older owner; and that owner itself, should its lock have
+    failed.
+    """
     layout, segment = run_with_everything(root)
     with Catalog.open(layout) as old:
         refuses(FencedError, lambda: old.commit(segment, epoch=old.epoch - 1))
@@ -122,7 +136,9 @@ def fsck_notices_changed_bytes(root: str) -> None:
     layout, segment = run_with_everything(root)
     before = check(layout, level=CONTENTS)
     change_a_byte(layout.root / segment.path)
-    assert [finding.subject for finding in check(layout, level=CONTENTS) if finding not in before] == [segment.path]
+    assert [
+        finding.subject for finding in check(layout, level=CONTENTS) if finding not in before
+    ] == [segment.path]
 
 
 def fsck_notices_wrong_state_hashes(root: str) -> None:
@@ -131,9 +147,12 @@ def fsck_notices_wrong_state_hashes(root: str) -> None:
     with Catalog.open(layout) as catalog:
         group = open_train_group(catalog, 1, size=1)
         wrong = dataclasses.replace(
-            make_trajectory(group, 0), steps=(make_step(0, n_steps=1, version=0, state_hash=b"0" * 16),)
+            make_trajectory(group, 0),
+            steps=(make_step(0, n_steps=1, version=0, state_hash=b"0" * 16),),
         )
-        catalog.commit(write_segment(layout, [wrong], worker="w0", epoch=catalog.epoch), epoch=catalog.epoch)
+        catalog.commit(
+            write_segment(layout, [wrong], worker="w0", epoch=catalog.epoch), epoch=catalog.epoch
+        )
     assert "state_hash" in [finding.what for finding in check(layout, level=CONTENTS)]
 
 
@@ -150,7 +169,10 @@ def export_notices_changed_bytes(root: str) -> None:
     """In the run it copies from."""
     layout, segment = run_with_everything(root)
     change_a_byte(layout.root / segment.path)
-    refuses(DigestError, lambda: export_selection(layout.root, Path(root) / "dataset", where=None, as_of=None))
+    refuses(
+        DigestError,
+        lambda: export_selection(layout.root, Path(root) / "dataset", where=None, as_of=None),
+    )
 
 
 def fetch_notices_changed_bytes(root: str) -> None:
@@ -178,12 +200,18 @@ def repair_rescues_no_changed_bytes(root: str) -> None:
         change_a_byte(layout.root / merged.merged.path)
         change_a_byte(layout.root / early.path)
         repair(catalog, layout, check(layout, level=CONTENTS))
-        known = catalog.known_trajectories([trajectory.traj_uid for trajectory in merged.merged.trajectories])
-    assert known == {trajectory.traj_uid for trajectory in merged.merged.trajectories} - {early.trajectories[0].traj_uid}
+        known = catalog.known_trajectories(
+            [trajectory.traj_uid for trajectory in merged.merged.trajectories]
+        )
+    assert known == {trajectory.traj_uid for trajectory in merged.merged.trajectories} - {
+        early.trajectories[0].traj_uid
+    }
 
 
 def change_a_byte(path: Path) -> None:
-    """In the name of the program that wrote the file: no reader and no page checksum minds, only the digest does."""
+    """In the name of the program that wrote the file: no reader and no page checksum minds, only
+    the digest does.
+    """
     data = bytearray(path.read_bytes())
     data[data.rindex(b"parquet-cpp-arrow")] ^= 1
     path.chmod(0o644)
@@ -194,9 +222,14 @@ def names_are_taken_once(root: str) -> None:
     """run.json of another process that creates the same run; a version number after a roll-back."""
     path = Path(root) / "once"
     write_once(path, b"first", mode=READ_ONLY, beneath=path.parent)
-    refuses(FileExistsError, lambda: write_once(path, b"second", mode=READ_ONLY, beneath=path.parent))
+    refuses(
+        FileExistsError, lambda: write_once(path, b"second", mode=READ_ONLY, beneath=path.parent)
+    )
     assert path.read_bytes() == b"first" and os.listdir(root) == ["once"]
     layout, _ = run_with_everything(root)
     with Catalog.open(layout) as catalog:
         catalog.roll_back(0)
-        refuses(StoreError, lambda: catalog.record_version(version=4, path="weights/v4", digest="", learner_step=1))
+        refuses(
+            StoreError,
+            lambda: catalog.record_version(version=4, path="weights/v4", digest="", learner_step=1),
+        )

@@ -1,4 +1,6 @@
-"""What the crash tests share: processes to run the workload in, recordings of it, and crashes that are simulated from them."""
+"""What the crash tests share: processes to run the workload in, recordings of it, and crashes that
+are simulated from them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.crash.tracer import FileCall, Trace
 WORKERS = 2
 WORKLOAD = "tests.crash.workload:main"
 MEMORY = Path("/dev/shm")  # crashes are simulated: nothing need reach a disk
-THOROUGH_EVERY = 20  # of the simulated crashes are also asked through the views and all levels of fsck
+# of the simulated crashes are also asked through the views and all levels of fsck
+THOROUGH_EVERY = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +58,17 @@ class Killed:
 
 
 def record_after_kill(base: Path, *, sources: Path | None = None) -> Recording:
-    """A start that is killed between making a directory and saving its name, and all of the next one.
+    """A start that is killed between making a directory and saving its name, and all of the next
+    one.
 
     SIGKILL loses nothing that was written, so both are one story to the disk.
     """
     undisturbed = [call for call in record(base.with_name("dry")).calls if call.name != "mark"]
-    made = [number for number, call in enumerate(undisturbed, start=1) if call.name == "mkdir" and "/segments/" in call.path]
+    made = [
+        number
+        for number, call in enumerate(undisturbed, start=1)
+        if call.name == "mkdir" and "/segments/" in call.path
+    ]
     killed = run_workload(base, kill_at=made[-1] + 1)
     again = record(base, sources=sources)
     return Recording(base=base, before={f"{base}": None}, calls=killed.calls + again.calls)
@@ -70,7 +78,8 @@ class Failed(Exception):
     """The traceback of a process that was to reach its end."""
 
 
-# What must be true of what a crash left in a directory, given the diary; the first crashes are looked at more thoroughly.
+# What must be true of what a crash left in a directory, given the diary; the first crashes are
+# looked at more thoroughly.
 Verify = Callable[[Path, Sequence[Line], bool], list[str]]
 
 
@@ -81,7 +90,9 @@ def the_run_is_whole(base: Path, diary: Sequence[Line], thorough: bool) -> list[
 
 @contextmanager
 def workers() -> Iterator[ProcessPoolExecutor]:
-    """Clean processes to fork from: this one may have threads. Skips, loudly, where processes cannot be traced."""
+    """Clean processes to fork from: this one may have threads. Skips, loudly, where processes
+    cannot be traced.
+    """
     with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         reason = pool.submit(tracer.why_not).result()
         if reason is not None:
@@ -92,7 +103,9 @@ def workers() -> Iterator[ProcessPoolExecutor]:
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A directory in memory, or in the usual place for temporary files."""
-    path = Path(tempfile.mkdtemp(prefix="store-crash-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
+    path = Path(
+        tempfile.mkdtemp(prefix="store-crash-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
+    )
     try:
         yield path
     finally:
@@ -123,19 +136,28 @@ def record(base: Path, *, entry: str = WORKLOAD, sources: Path | None = None) ->
 
 
 def kill_and_retry(base: Path, kills: Sequence[int], end: EndState) -> Killed:
-    """SIGKILL at the given call; for each further one start again and kill that; then once more, to the end."""
+    """SIGKILL at the given call; for each further one start again and kill that; then once more, to
+    the end.
+    """
     reached = []
     for kill_at in kills:
         trace = run_workload(base, kill_at=kill_at)
         if trace.status != -signal.SIGKILL:
-            return Killed(phases=tuple(reached), broken=(f"call {kill_at} never came: {trace.error or trace.status}",))
-        reached.append([line["phase"] for line in read_diary(diary_of(base)) if "phase" in line][-1])
+            return Killed(
+                phases=tuple(reached),
+                broken=(f"call {kill_at} never came: {trace.error or trace.status}",),
+            )
+        reached.append(
+            [line["phase"] for line in read_diary(diary_of(base)) if "phase" in line][-1]
+        )
     trace = run_workload(base, traced=False)
     broken = [f"the retry failed: {trace.error or trace.status}"] if trace.status != 0 else []
     broken += broken_promises(base / "run", read_diary(diary_of(base)), thorough=True)
     if not broken:
         reached_end = end_state(base / "run")
-        broken = [f"the end differs in {name}" for name, rows in end.items() if rows != reached_end[name]]
+        broken = [
+            f"the end differs in {name}" for name, rows in end.items() if rows != reached_end[name]
+        ]
     shutil.rmtree(base)
     return Killed(phases=tuple(reached), broken=tuple(broken))
 
@@ -163,7 +185,9 @@ def lose_power(
     until_bad: bool = False,
     verify: Verify = the_run_is_whole,
 ) -> list[Bad]:
-    """Crash after each of these numbers of calls (ascending), with what may be left then; those that broke promises."""
+    """Crash after each of these numbers of calls (ascending), with what may be left then; those
+    that broke promises.
+    """
     disk, diary, phase, bad = Disk(recording.base, recording.before), [], "", []
     calls = iter(enumerate(recording.calls, start=1))
     done = 0
@@ -182,7 +206,9 @@ def lose_power(
             broken = verify(directory / f"{number}", diary, number % THOROUGH_EVERY == 0)
             shutil.rmtree(directory / f"{number}")
             if broken:
-                bad.append(Bad(after_calls=point, seed=crash_seed, phase=phase, broken=tuple(broken)))
+                bad.append(
+                    Bad(after_calls=point, seed=crash_seed, phase=phase, broken=tuple(broken))
+                )
                 if until_bad:
                     break
     return bad

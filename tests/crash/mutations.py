@@ -1,4 +1,6 @@
-"""The store with one safeguard taken away at a time: copies of its sources with one edit, and the check that must turn red."""
+"""The store with one safeguard taken away at a time: copies of its sources with one edit, and the
+check that must turn red.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import store
 from tests.crash.guards import SECOND_ROWS
 
 ROOT = Path(store.__file__).parent.parent
-SOURCES = ("store", "learner/directories.py")  # where there are safeguards
+SOURCES = ("store", "learner/files/atomic_directory.py")  # where there are safeguards
 SCHEMA = "store/catalog/schema.sql"
 Edit = Callable[[str], str]
 
@@ -29,7 +31,9 @@ def swap(*edits: tuple[str, str]) -> Edit:
 
     def edit(source: str) -> str:
         for old, new in edits:
-            assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times; the mutation has to follow the code"
+            assert source.count(old) == 1, (
+                f"{old!r} is there {source.count(old)} times; the mutation has to follow the code"
+            )
             source = source.replace(old, new)
         return source
 
@@ -40,9 +44,13 @@ def without_key(table: str) -> Edit:
     """The table without its primary key."""
 
     def edit(source: str) -> str:
-        block = re.search(rf"CREATE TABLE IF NOT EXISTS {table} \(.*?\n\) STRICT[^;]*;", source, re.DOTALL)
+        block = re.search(
+            rf"CREATE TABLE IF NOT EXISTS {table} \(.*?\n\) STRICT[^;]*;", source, re.DOTALL
+        )
         assert block is not None, table
-        plain = re.sub(r",\s*PRIMARY KEY \([^)]*\)| PRIMARY KEY( AUTOINCREMENT)?", "", block[0]).replace(", WITHOUT ROWID", "")
+        plain = re.sub(
+            r",\s*PRIMARY KEY \([^)]*\)| PRIMARY KEY( AUTOINCREMENT)?", "", block[0]
+        ).replace(", WITHOUT ROWID", "")
         assert plain != block[0], table
         return source.replace(block[0], plain)
 
@@ -50,7 +58,9 @@ def without_key(table: str) -> Edit:
 
 
 def not_unique(index: str) -> Edit:
-    return swap((f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ", f"CREATE INDEX IF NOT EXISTS {index} "))
+    return swap(
+        (f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ", f"CREATE INDEX IF NOT EXISTS {index} ")
+    )
 
 
 FILE_SYNC = "                    os.fsync(file.fileno())\n"
@@ -59,23 +69,33 @@ DIRECTORY_SYNC = "            _sync(opened)\n"
 FULL = '_SYNCED = "PRAGMA synchronous = FULL"'
 
 DURABILITY = [
-    Mutation(name="file fsync", file="store/durable.py", edit=swap((FILE_SYNC, "")), check="power workload"),
-    Mutation(name="name fsync", file="store/durable.py", edit=swap((NAME_SYNC, "")), check="power workload"),
+    Mutation(
+        name="file fsync",
+        file="store/atomic_write.py",
+        edit=swap((FILE_SYNC, "")),
+        check="power workload",
+    ),
+    Mutation(
+        name="name fsync",
+        file="store/atomic_write.py",
+        edit=swap((NAME_SYNC, "")),
+        check="power workload",
+    ),
     Mutation(
         name="directory fsync",
-        file="store/durable.py",
+        file="store/atomic_write.py",
         edit=swap((DIRECTORY_SYNC, "")),
         check="power workload",
     ),
     Mutation(
         name="directory of one that was killed",
-        file="store/durable.py",
+        file="store/atomic_write.py",
         edit=swap(("    if directory in _SAFE_DIRECTORIES and is_there:", "    if is_there:")),
         check="power killed",
     ),
     Mutation(
         name="any directory fsync",
-        file="store/durable.py",
+        file="store/atomic_write.py",
         edit=swap(("    os.fsync(directory)\n", "    pass\n")),
         check="power workload",
     ),
@@ -105,9 +125,12 @@ DURABILITY = [
     ),
     Mutation(
         name="written in place",
-        file="store/durable.py",
+        file="store/atomic_write.py",
         edit=swap(
-            ("    _write_aside(path, data, mode=mode, beneath=beneath, show=_replace)\n", "    path.write_bytes(data)\n")
+            (
+                "    _write_aside(path, data, mode=mode, beneath=beneath, show=_replace)\n",
+                "    path.write_bytes(data)\n",
+            )
         ),
         check="power workload",
     ),
@@ -116,7 +139,8 @@ DURABILITY = [
         file="store/reading/manifest.py",
         edit=swap(
             (
-                "    write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)\n",
+                "    write_atomically(layout.manifest, data, mode=READ_WRITE, "
+                "beneath=layout.root)\n",
                 "    layout.manifest.write_bytes(data)\n",
             )
         ),
@@ -126,15 +150,26 @@ DURABILITY = [
 OTHER_DURABILITY = [
     Mutation(
         name="quarantine fsync",
-        file="store/upkeep/repair.py",
+        file="store/maintenance/repair.py",
         edit=swap(("            sync_directory(target.parent, beneath=layout.root)\n", "")),
         check="power mend",
     ),
     *(
-        Mutation(name=f"published {name}", file="learner/directories.py", edit=swap(edit), check="power publish")
+        Mutation(
+            name=f"published {name}",
+            file="learner/files/atomic_directory.py",
+            edit=swap(edit),
+            check="power publish",
+        )
         for name, edit in {
-            "bytes": ("        _fsync(path)\n", "        if path.is_dir():\n            _fsync(path)\n"),
-            "names": ("        _fsync(path)\n", "        if path.is_file():\n            _fsync(path)\n"),
+            "bytes": (
+                "        _fsync(path)\n",
+                "        if path.is_dir():\n            _fsync(path)\n",
+            ),
+            "names": (
+                "        _fsync(path)\n",
+                "        if path.is_file():\n            _fsync(path)\n",
+            ),
             "name": ("    _fsync(dest.parent)\n", ""),
             "anything": ("        os.fsync(descriptor)\n", "        pass\n"),
             "behind": ("self._thread.submit(_sync_whole, dest)", "self._thread.submit(int)"),
@@ -146,13 +181,23 @@ OTHER_DURABILITY = [
 FORKS = [
     Mutation(
         name=f"forked {name}",
-        file="store/forked.py",
+        file="store/exchange/fork.py",
         edit=swap((f"{before}{line}\n", f"{before}pass\n")),
         check=check,
     )
     for name, before, line, check in (
-        ("names", "            ", "sync_directory(Path(directory), beneath=unfinished)", "power fork"),
-        ("mark that is gone", "unlink()\n        ", "sync_directory(unfinished, beneath=unfinished)", "power fork"),
+        (
+            "names",
+            "            ",
+            "sync_directory(Path(directory), beneath=unfinished)",
+            "power fork",
+        ),
+        (
+            "mark that is gone",
+            "unlink()\n        ",
+            "sync_directory(unfinished, beneath=unfinished)",
+            "power fork",
+        ),
         ("name", "        ", "sync_directory(root.parent, beneath=root.parent)", "power fork"),
         ("bytes", "        ", "os.fsync(copy.fileno())", "power copy"),
     )
@@ -169,7 +214,7 @@ ATOMICITY = [
     ),
     Mutation(
         name="replaced in two transactions",
-        file="store/catalog/files.py",
+        file="store/catalog/segment_states.py",
         edit=swap(
             (
                 '    retire(tx, old, why="compacted")\n',
@@ -180,16 +225,19 @@ ATOMICITY = [
     ),
     Mutation(
         name="removed before it is said",
-        file="store/upkeep/sweep.py",
+        file="store/maintenance/sweep.py",
         edit=swap(
             ("    catalog.mark_removed(retired)\n", ""),
-            ("    return tuple(retired.values())\n", "    catalog.mark_removed(retired)\n    return tuple(retired.values())\n"),
+            (
+                "    return tuple(retired.values())\n",
+                "    catalog.mark_removed(retired)\n    return tuple(retired.values())\n",
+            ),
         ),
         check="kill sweep",
     ),
     Mutation(
         name="removed while the manifest shows it",
-        file="store/upkeep/sweep.py",
+        file="store/maintenance/sweep.py",
         edit=swap(("manifest.lsn if pinned is None else min(pinned, manifest.lsn)", "None")),
         check="kill sweep",
     ),
@@ -222,7 +270,9 @@ CHECKS = [
     Mutation(
         name="lock",
         file="store/catalog/database.py",
-        edit=swap(("        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n")),
+        edit=swap(
+            ("        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n")
+        ),
         check="one_owner",
     ),
     Mutation(
@@ -233,20 +283,36 @@ CHECKS = [
     ),
     Mutation(
         name="digest of fsck",
-        file="store/upkeep/fsck_segments.py",
-        edit=swap(("    if (digest, n_bytes) != (committed.digest, committed.n_bytes):\n", "    if False:\n")),
+        file="store/maintenance/fsck_segments.py",
+        edit=swap(
+            (
+                "    if (digest, n_bytes) != (committed.digest, committed.n_bytes):\n",
+                "    if False:\n",
+            )
+        ),
         check="fsck_notices_changed_bytes",
     ),
     Mutation(
         name="hashes of states",
-        file="store/upkeep/rows.py",
+        file="store/maintenance/segment_rows.py",
         edit=swap(("if digest != (None if text is None else state_hash(text)):", "if False:")),
         check="fsck_notices_wrong_state_hashes",
     ),
     *(
-        Mutation(name=f"digest of {name}", file=f"store/{file}", edit=swap((f"if {condition}", f"if {never}")), check=check)
+        Mutation(
+            name=f"digest of {name}",
+            file=f"store/{file}",
+            edit=swap((f"if {condition}", f"if {never}")),
+            check=check,
+        )
         for name, file, condition, never, check in (
-            ("an export", "exchange.py", "file_digest(data) != Path(path).stem:", "False:", "export_notices_changed_bytes"),
+            (
+                "an export",
+                "exchange.py",
+                "file_digest(data) != Path(path).stem:",
+                "False:",
+                "export_notices_changed_bytes",
+            ),
             (
                 "a fetch",
                 "reading/mirror.py",
@@ -254,7 +320,13 @@ CHECKS = [
                 "False:",
                 "fetch_notices_changed_bytes",
             ),
-            ("an import", "dataset.py", "file_digest(data) != part.digest:", "False:", "import_notices_changed_bytes"),
+            (
+                "an import",
+                "dataset.py",
+                "file_digest(data) != part.digest:",
+                "False:",
+                "import_notices_changed_bytes",
+            ),
             (
                 "a rebuild",
                 "upkeep/rebuild.py",
@@ -273,18 +345,19 @@ CHECKS = [
     ),
     Mutation(
         name="name that is taken",
-        file="store/durable.py",
+        file="store/atomic_write.py",
         edit=swap(
             (
                 "    os.link(aside, final, src_dir_fd",
-                "    return _replace(aside, final, directory)\n    os.link(aside, final, src_dir_fd",
+                "    return _replace(aside, final, directory)\n    os.link(aside, final, "
+                "src_dir_fd",
             )
         ),
         check="names_are_taken_once",
     ),
     Mutation(
         name="version that is not after the latest",
-        file="store/catalog/ledger.py",
+        file="store/catalog/run_records.py",
         edit=swap(("version <= latest.version:", "version == latest.version:")),
         check="names_are_taken_once",
     ),
@@ -305,7 +378,9 @@ KEYS = [
 MUTATIONS = [*DURABILITY, *OTHER_DURABILITY, *FORKS, *ATOMICITY, *CHECKS, *KEYS]
 
 
-SAFEGUARD = re.compile(r"fsync\(|sync_directory\(|digest != |digest\(data\) [!=]= |UNIQUE|PRIMARY KEY|synchronous = ")
+SAFEGUARD = re.compile(
+    r"fsync\(|sync_directory\(|digest != |digest\(data\) [!=]= |UNIQUE|PRIMARY KEY|synchronous = "
+)
 NO_SAFEGUARD = {  # lines that look like one
     "def sync_directory(directory: Path, *, beneath: Path) -> None:": "made of fsync, which is mutated",
     "def _fsync(path: Path) -> None:": "made of fsync, which is mutated",
@@ -327,13 +402,23 @@ NO_SAFEGUARD = {  # lines that look like one
 def unguarded() -> list[str]:
     """Safeguards in the sources that no mutation takes away."""
     missed = []
-    for path in (path for name in SOURCES for path in sorted([ROOT / name, *(ROOT / name).rglob("*")])):
+    for path in (
+        path for name in SOURCES for path in sorted([ROOT / name, *(ROOT / name).rglob("*")])
+    ):
         if path.suffix not in (".py", ".sql"):
             continue
         source = path.read_text()
         name = f"{path.relative_to(ROOT)}"
-        kept = [set(mutation.edit(source).splitlines()) for mutation in MUTATIONS if mutation.file == name]
+        kept = [
+            set(mutation.edit(source).splitlines())
+            for mutation in MUTATIONS
+            if mutation.file == name
+        ]
         for line in source.splitlines():
-            if SAFEGUARD.search(line) and line.strip() not in NO_SAFEGUARD and all(line in lines for lines in kept):
+            if (
+                SAFEGUARD.search(line)
+                and line.strip() not in NO_SAFEGUARD
+                and all(line in lines for lines in kept)
+            ):
                 missed.append(f"{name}: {line.strip()}")
     return missed

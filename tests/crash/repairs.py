@@ -1,7 +1,8 @@
-"""Two more things that are recorded while they work, and what must be true whenever the power goes: repairs, and publishing.
+"""Two more things that are recorded while they work, and what must be true whenever the power goes:
+repairs, and publishing.
 
-The run that is repaired has one file with a changed byte. What is damaged is set aside and never deleted; a repair that was
-cut short is done again.
+The run that is repaired has one file with a changed byte. What is damaged is set aside and never
+deleted; a repair that was cut short is done again.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from types import ModuleType
 
 import store
 from store import Catalog, RunLayout, StoreError
-from store.durable import make_directory
+from store.atomic_write import make_directory
 from store.hashing import file_digest
-from store.upkeep.fsck import CONTENTS, check
-from store.upkeep.rebuild import rebuild
-from store.upkeep.repair import repair
+from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import rebuild
+from store.maintenance.repair import repair
 from tests.crash.checks import Line
 from tests.crash.guards import change_a_byte
 from tests.crash.workload import Diary
@@ -32,7 +33,9 @@ WEIGHTS = {"model.safetensors": b"\1" * 10_000, "config.json": b"{}"}
 def damage(root: str) -> None:
     """Change a byte of the youngest file."""
     with closing(sqlite3.connect(Path(root) / "catalog.sqlite")) as connection:
-        (path,) = connection.execute("SELECT path FROM segment WHERE retired_lsn IS NULL ORDER BY lsn DESC LIMIT 1").fetchone()
+        (path,) = connection.execute(
+            "SELECT path FROM segment WHERE retired_lsn IS NULL ORDER BY lsn DESC LIMIT 1"
+        ).fetchone()
     change_a_byte(Path(root) / path)
 
 
@@ -51,7 +54,9 @@ def mend(root: str, diary_path: str) -> None:
 
 
 def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """What a crash of `mend` may leave: nothing but work to be done again. `thorough` makes no difference."""
+    """What a crash of `mend` may leave: nothing but work to be done again. `thorough` makes no
+    difference.
+    """
     layout = RunLayout.open(base / "run")
     done = {line.get("done"): line for line in diary}
     try:
@@ -61,13 +66,20 @@ def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
         elif "rebuild" not in done and diary[-1].get("phase") == "rebuild":
             broken += _lost(layout, done) if _opens(layout) else []  # refused, or whole
             rebuild(layout)
-        return broken + _lost(layout, done) + _deleted(layout, done) + [f"{finding}" for finding in _errors(layout)]
+        return (
+            broken
+            + _lost(layout, done)
+            + _deleted(layout, done)
+            + [f"{finding}" for finding in _errors(layout)]
+        )
     except (StoreError, sqlite3.Error) as error:
         return [f"{type(error).__name__}: {error}"]
 
 
 def publish(root: str, diary_path: str) -> None:
-    """As a learner does: versions, the second one twice, and checkpoints, the first one twice, which make them durable."""
+    """As a learner does: versions, the second one twice, and checkpoints, the first one twice,
+    which make them durable.
+    """
     diary = Diary(Path(diary_path))
     directories = _directories()
     behind = directories.SyncedBehind()
@@ -77,7 +89,9 @@ def publish(root: str, diary_path: str) -> None:
     for name in (*PUBLISHED[:2], PUBLISHED[1], PUBLISHED[2], *PUBLISHED[2:]):
         diary.phase(name)
         is_version = name.startswith("weights")
-        with (behind.visible_whole if is_version else directories.visible_last)(Path(root) / name) as directory:
+        with (behind.visible_whole if is_version else directories.visible_last)(
+            Path(root) / name
+        ) as directory:
             for file, data in WEIGHTS.items():
                 (directory / file).write_bytes(data)
         if is_version:
@@ -90,9 +104,12 @@ def publish(root: str, diary_path: str) -> None:
 def published(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
     """A checkpoint that has its name is whole, and so is all that a checkpoint was to make durable.
 
-    Not so what is being replaced at that moment, which nobody reads, and versions after the last checkpoint.
+    Not so what is being replaced at that moment, which nobody reads, and versions after the last
+    checkpoint.
     """
-    durable = {name for line in diary for name in line.get("names", ())} - {line.get("phase") for line in diary[-1:]}
+    durable = {name for line in diary for name in line.get("names", ())} - {
+        line.get("phase") for line in diary[-1:]
+    }
     broken = []
     for name in PUBLISHED:
         path = base / "run" / name
@@ -127,9 +144,11 @@ def _deleted(layout: RunLayout, done: Done) -> list[str]:
     there = {file_digest(path.read_bytes()) for path in layout.quarantine.glob("*.parquet")}
     wanted = done["found"]["digests"] if "found" in done else []
     replaced = "rebuild" in done and not (layout.quarantine / layout.catalog.name).is_file()
-    return [f"the damaged file {digest} is not in quarantine" for digest in wanted if digest not in there] + (
-        ["the old catalog is not in quarantine"] if replaced else []
-    )
+    return [
+        f"the damaged file {digest} is not in quarantine"
+        for digest in wanted
+        if digest not in there
+    ] + (["the old catalog is not in quarantine"] if replaced else [])
 
 
 def _errors(layout: RunLayout) -> list[store.upkeep.finding.Finding]:
@@ -142,7 +161,9 @@ def _trajectories(layout: RunLayout) -> set[str]:
 
 
 def _directories() -> ModuleType:
-    """learner/directories.py beside this store; from its package it would come with torch, which takes seconds."""
+    """learner/files/atomic_directory.py beside this store; from its package it would come with
+    torch, which takes seconds.
+    """
     path = Path(store.__file__).parent.parent / "learner" / "directories.py"
     spec = importlib.util.spec_from_file_location("directories", path)
     assert spec is not None and spec.loader is not None

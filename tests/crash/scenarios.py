@@ -1,4 +1,6 @@
-"""What is done to a store, mutated or not, and how it turns out: recordings that lose power, kills, single refusals."""
+"""What is done to a store, mutated or not, and how it turns out: recordings that lose power, kills,
+single refusals.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ SEED = 40_000
 # What a safeguard may turn into: anything else means that the mutation did not even run.
 RED = ("AssertionError", "store.errors.", "sqlite3.")
 
-# What power is lost in: what is recorded, what must be true afterwards, and how often; unmutated all are survived.
+# What power is lost in: what is recorded, what must be true afterwards, and how often; unmutated
+# all are survived.
 RECORDED: dict[str, tuple[str, Verify, int]] = {
     "workload": (WORKLOAD, the_run_is_whole, 80),
     "killed": (WORKLOAD, the_run_is_whole, 10),
@@ -59,7 +62,8 @@ def recording_of(what: str, base: Path, *, sources: Path | None = None) -> Recor
 def verdict(number: int | None, check: str, directory: Path) -> str:
     """Why the check is red for the store with that mutation, or without any; "" if it is green.
 
-    A check is "power" and what is recorded, "kill" and a phase of the workload, or a function of guards.py and its argument.
+    A check is "power" and what is recorded, "kill" and a phase of the workload, or a function of
+    guards.py and its argument.
     """
     directory.mkdir()
     sources = directory / "sources"
@@ -67,7 +71,8 @@ def verdict(number: int | None, check: str, directory: Path) -> str:
     try:
         return _verdict(sources, check, directory)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)  # in /dev/shm, and a killed process may still be writing byte code
+        # in /dev/shm, and a killed process may still be writing byte code
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _verdict(sources: Path, check: str, directory: Path) -> str:
@@ -101,7 +106,9 @@ def _after_kills(base: Path, sources: Path, *, phase: str) -> list[Bad]:
     recording = record(base, sources=sources)
     numbers = calls_of(phase, recording)
     if phase == "manifest":  # it is torn for two calls only
-        numbers = [number for number in numbers if "manifest.json" in recording.calls[number - 1].path]
+        numbers = [
+            number for number in numbers if "manifest.json" in recording.calls[number - 1].path
+        ]
     return kill_anywhere(recording, random.Random(SEED).sample(numbers, min(KILLS, len(numbers))))
 
 

@@ -1,9 +1,11 @@
-"""Runs a function in a process of its own under ptrace: records its file-system calls with their data, or kills it at one.
+"""Runs a function in a process of its own under ptrace: records its file-system calls with their
+data, or kills it at one.
 
-ptrace through ctypes, because strace is missing on many laptops and CI images, and preloading a library needs a compiler.
-Every call of the process is seen, SQLite's too; a seccomp filter lets it stop at file-system calls only, a seventh of all.
-PTRACE_GET_SYSCALL_INFO (Linux 5.3) makes it the same on every machine but for the numbers of the calls. Where tracing is
-not permitted, `why_not()` says so and the tests are skipped with that reason.
+ptrace through ctypes, because strace is missing on many laptops and CI images, and preloading a
+library needs a compiler. Every call of the process is seen, SQLite's too; a seccomp filter lets it
+stop at file-system calls only, a seventh of all. PTRACE_GET_SYSCALL_INFO (Linux 5.3) makes it the
+same on every machine but for the numbers of the calls. Where tracing is not permitted, `why_not()`
+says so and the tests are skipped with that reason.
 """
 
 from __future__ import annotations
@@ -21,23 +23,50 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# What a call does to files -> its number. A call of the last kind would not be understood: it is an error, not overlooked.
+# What a call does to files -> its number. A call of the last kind would not be understood: it is an
+# error, not overlooked.
 NUMBERS: dict[str, dict[str, tuple[int, ...]]] = {
     "x86_64": {
-        **{"open": (2,), "openat": (257,), "close": (3,), "write": (1,), "pwrite64": (18,), "fsync": (74, 75)},
-        **{"ftruncate": (77,), "rename": (82,), "renameat": (264, 316), "link": (86,), "linkat": (265,), "unlink": (87,)},
+        **{
+            "open": (2,),
+            "openat": (257,),
+            "close": (3,),
+            "write": (1,),
+            "pwrite64": (18,),
+            "fsync": (74, 75),
+        },
+        **{
+            "ftruncate": (77,),
+            "rename": (82,),
+            "renameat": (264, 316),
+            "link": (86,),
+            "linkat": (265,),
+            "unlink": (87,),
+        },
         **{"unlinkat": (263,), "mkdir": (83,), "mkdirat": (258,), "rmdir": (84,)},
         "unknown": (20, 40, 76, 85, 88, 266, 285, 296, 326, 328, 437),
     },
     "aarch64": {
-        **{"openat": (56,), "close": (57,), "write": (64,), "pwrite64": (68,), "fsync": (82, 83), "ftruncate": (46,)},
+        **{
+            "openat": (56,),
+            "close": (57,),
+            "write": (64,),
+            "pwrite64": (68,),
+            "fsync": (82, 83),
+            "ftruncate": (46,),
+        },
         **{"renameat": (38, 276), "linkat": (37,), "unlinkat": (35,), "mkdirat": (34,)},
         "unknown": (36, 45, 47, 66, 70, 71, 285, 287, 437),
     },
 }
-NAME_OF = {number: name for name, numbers in NUMBERS.get(platform.machine(), {}).items() for number in numbers}
+NAME_OF = {
+    number: name
+    for name, numbers in NUMBERS.get(platform.machine(), {}).items()
+    for number in numbers
+}
 TRACEME, CONT, SYSCALL, SETOPTIONS, GET_SYSCALL_INFO = 0, 7, 24, 0x4200, 0x420E
-# Mark exits; follow fork, vfork, clone; see exec, which would be a SIGTRAP; stop by seccomp; die with the tracer.
+# Mark exits; follow fork, vfork, clone; see exec, which would be a SIGTRAP; stop by seccomp; die
+# with the tracer.
 OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000
 SECCOMP_EVENT = 7
 EXIT_STOP = signal.SIGTRAP | 0x80
@@ -53,7 +82,9 @@ LIBC.ptrace.restype = ctypes.c_long
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileCall:
-    """One call that changed, or makes durable, something beneath the watched directory. `mark`: the function's own remarks."""
+    """One call that changed, or makes durable, something beneath the watched directory. `mark`: the
+    function's own remarks.
+    """
 
     name: str  # open, close, write, fsync, truncate, rename, link, unlink, mkdir, mark
     path: str
@@ -89,26 +120,36 @@ def run(
     marks: Path | None = None,
     kill_at: int | None = None,
 ) -> Trace:
-    """Run `module:function` in a forked process, with its store imported from `sources` if given, and wait for it.
+    """Run `module:function` in a forked process, with its store imported from `sources` if given,
+    and wait for it.
 
-    With `watched` it is traced; a file `marks` that it appends to is recorded among the calls. `kill_at` counts from 1
-    the calls beneath `watched`: that one does not happen any more, SIGKILL comes first.
+    With `watched` it is traced; a file `marks` that it appends to is recorded among the calls.
+    `kill_at` counts from 1 the calls beneath `watched`: that one does not happen any more, SIGKILL
+    comes first.
     """
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _be_the_child(entry, arguments, sources=sources, traced=watched is not None, errors=writable)
+        _be_the_child(
+            entry, arguments, sources=sources, traced=watched is not None, errors=writable
+        )
     os.close(writable)
     tracee = None
     if watched is not None:
-        tracee = _Tracee(pid=pid, memory=-1, watched=f"{watched}", marks=f"{marks}", kill_at=kill_at)
+        tracee = _Tracee(
+            pid=pid, memory=-1, watched=f"{watched}", marks=f"{marks}", kill_at=kill_at
+        )
     try:
         status = _wait(pid, tracee)
     except BaseException:
         _end(pid)
         raise
     with open(readable) as errors:
-        return Trace(status=status, error=errors.read(), calls=tuple(tracee.calls) if tracee is not None else ())
+        return Trace(
+            status=status,
+            error=errors.read(),
+            calls=tuple(tracee.calls) if tracee is not None else (),
+        )
 
 
 def why_not() -> str | None:
@@ -122,12 +163,16 @@ def why_not() -> str | None:
     return f"ptrace does not work here, no system call was seen: {trace.error.strip().rpartition(chr(10))[2] or trace.status}"
 
 
-def _be_the_child(entry: str, arguments: tuple[object, ...], *, sources: Path | None, traced: bool, errors: int) -> None:
+def _be_the_child(
+    entry: str, arguments: tuple[object, ...], *, sources: Path | None, traced: bool, errors: int
+) -> None:
     code = 1
     try:
         signal.alarm(DEADLINE_S)
         if sources is not None:
-            for loaded in [name for name in sys.modules if name.partition(".")[0] in ("store", "tests")]:
+            for loaded in [
+                name for name in sys.modules if name.partition(".")[0] in ("store", "tests")
+            ]:
                 del sys.modules[loaded]
             sys.path.insert(0, f"{sources}")
         module, _, name = entry.partition(":")
@@ -146,10 +191,14 @@ def _be_the_child(entry: str, arguments: tuple[object, ...], *, sources: Path | 
 
 
 def _stop_at_file_calls() -> None:
-    """A BPF program: load the number of the call; if it is one of ours jump to TRACE, else ALLOW."""
+    """A BPF program: load the number of the call; if it is one of ours jump to TRACE, else
+    ALLOW.
+    """
     tests = [(0x15, len(NAME_OF) - index, 0, number) for index, number in enumerate(NAME_OF)]
     program = [(0x20, 0, 0, 0), *tests, (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x7FF00000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
+    code = ctypes.create_string_buffer(
+        b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    )
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
     LIBC.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
     if LIBC.prctl(SET_SECCOMP, FILTER_MODE, header, 0, 0) != 0:
@@ -183,7 +232,9 @@ def _wait(pid: int, tracee: _Tracee | None) -> int:
 
 
 def _end(pid: int) -> None:
-    """Kill a process that nobody follows any more. Left stopped, it would be waited for by the next run, for ever."""
+    """Kill a process that nobody follows any more. Left stopped, it would be waited for by the next
+    run, for ever.
+    """
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -191,7 +242,9 @@ def _end(pid: int) -> None:
 
 
 def _on_entry(tracee: _Tracee, thread: int) -> bool:
-    """Whether it is a call to be recorded when it has succeeded. Those of its own children are let through: they only read."""
+    """Whether it is a call to be recorded when it has succeeded. Those of its own children are let
+    through: they only read.
+    """
     if not os.path.exists(f"/proc/{tracee.pid}/task/{thread}"):
         return False
     number, *arguments = struct.unpack_from("=Q6q", _syscall_info(thread), 24)
@@ -228,23 +281,40 @@ def _understand(tracee: _Tracee, name: str, a: list[int]) -> FileCall | None:
             return FileCall(name="mark", path="", data=os.pread(tracee.memory, a[2], a[1]))
         if not _is_watched(tracee, path):
             return None
-        assert name != "unknown", f"{path} was changed by a system call that the tracer does not know; teach it"
+        assert name != "unknown", (
+            f"{path} was changed by a system call that the tracer does not know; teach it"
+        )
         if name in ("write", "pwrite64"):
             offset = a[3] if name == "pwrite64" else _descriptor_info(tracee, a[0])[0]
-            return FileCall(name="write", path=path, offset=offset, data=os.pread(tracee.memory, a[2], a[1]))
+            return FileCall(
+                name="write", path=path, offset=offset, data=os.pread(tracee.memory, a[2], a[1])
+            )
         if name == "close":
-            return FileCall(name=name, path=path) if _descriptor_info(tracee, a[0])[1] & os.O_ACCMODE else None
-        return FileCall(name="truncate", path=path, offset=a[1]) if name == "ftruncate" else FileCall(name=name, path=path)
-    if name in ("rename", "link", "open", "unlink", "mkdir", "rmdir"):  # without a directory; the same from here on
+            return (
+                FileCall(name=name, path=path)
+                if _descriptor_info(tracee, a[0])[1] & os.O_ACCMODE
+                else None
+            )
+        return (
+            FileCall(name="truncate", path=path, offset=a[1])
+            if name == "ftruncate"
+            else FileCall(name=name, path=path)
+        )
+    # without a directory; the same from here on
+    if name in ("rename", "link", "open", "unlink", "mkdir", "rmdir"):
         a = [CWD, a[0], CWD, *a[1:]] if name in ("rename", "link") else [CWD, *a]
     path = _path_at(tracee, a[0], a[1])
-    target = _path_at(tracee, a[2], a[3]) if name in ("rename", "renameat", "link", "linkat") else ""
+    target = (
+        _path_at(tracee, a[2], a[3]) if name in ("rename", "renameat", "link", "linkat") else ""
+    )
     if not _is_watched(tracee, path) and not (target and _is_watched(tracee, target)):
         return None
     if name in ("open", "openat"):
         changes = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_RDWR
         return FileCall(name="open", path=path, offset=a[2]) if a[2] & changes else None
-    return FileCall(name="unlink" if name == "rmdir" else name.removesuffix("at"), path=path, target=target)
+    return FileCall(
+        name="unlink" if name == "rmdir" else name.removesuffix("at"), path=path, target=target
+    )
 
 
 def _is_watched(tracee: _Tracee, path: str) -> bool:
@@ -260,7 +330,10 @@ def _path_of(tracee: _Tracee, descriptor: int) -> str:
 
 def _descriptor_info(tracee: _Tracee, descriptor: int) -> tuple[int, int]:
     """Its position and flags."""
-    lines = dict(line.split(":") for line in Path(f"/proc/{tracee.pid}/fdinfo/{descriptor}").read_text().splitlines()[:2])
+    lines = dict(
+        line.split(":")
+        for line in Path(f"/proc/{tracee.pid}/fdinfo/{descriptor}").read_text().splitlines()[:2]
+    )
     return int(lines["pos"]), int(lines["flags"], 8)
 
 
@@ -270,6 +343,11 @@ def _path_at(tracee: _Tracee, directory: int, address: int) -> str:
     if b"\0" not in data:
         data += os.pread(tracee.memory, PATH_BYTES, address + page_rest)
     path = data.partition(b"\0")[0].decode()
-    directory = ctypes.c_int(directory).value  # an int in a register of 64 bits: -100 may be 4294967196 there
-    here = "" if path.startswith("/") else os.readlink(f"/proc/{tracee.pid}/{'cwd' if directory == CWD else f'fd/{directory}'}")
+    # an int in a register of 64 bits: -100 may be 4294967196 there
+    directory = ctypes.c_int(directory).value
+    here = (
+        ""
+        if path.startswith("/")
+        else os.readlink(f"/proc/{tracee.pid}/{'cwd' if directory == CWD else f'fd/{directory}'}")
+    )
     return os.path.normpath(os.path.join(here, path))

@@ -1,7 +1,8 @@
 """A small run of the store from start to end, in a process that tests kill or record.
 
-Deterministic and repeatable: started again it recovers, asks for everything once more and reaches the same end. What it was
-told is done it appends to a file outside the run, one JSON line each: what must be there after any crash.
+Deterministic and repeatable: started again it recovers, asks for everything once more and reaches
+the same end. What it was told is done it appends to a file outside the run, one JSON line each:
+what must be there after any crash.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ import uuid
 from contextlib import nullcontext
 from pathlib import Path
 
-from store import Catalog, GroupRecord, RunLayout, export, now_us, read_segment, write_open_sql, write_segment
-from store.durable import make_directory
+from store import (
+    Catalog,
+    GroupRecord,
+    RunLayout,
+    export,
+    now_us,
+    read_segment,
+    write_open_sql,
+    write_segment,
+)
+from store.atomic_write import make_directory
+from store.maintenance import sweep
+from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.retention import expire_old
 from store.reading import manifest
-from store.upkeep import sweep
-from store.upkeep.compact import CompactionPolicy, compact_once
-from store.upkeep.retention import expire_old
-from tests.store_samples import make_trajectory
+from tests.support.store_samples import make_trajectory
 
 RUN_ID = uuid.UUID(int=7)
 GROUPS_PER_STEP = 2
@@ -49,12 +59,15 @@ class Diary:
 
 def main(root: str, diary_path: str) -> None:
     """All rounds, by two owners after each other: the second one recovers."""
-    sweep.ORPHAN_GRACE_S = manifest.GRACE_S = 0.0  # nobody else has this run open, and what is removed can be lost
+    # nobody else has this run open, and what is removed can be lost
+    sweep.ORPHAN_GRACE_S = manifest.GRACE_S = 0.0
     uuid.uuid4 = lambda: RUN_ID  # so that all uids are the same in each run
     diary = Diary(Path(diary_path))
     diary.phase("create")
     exists = RunLayout.exists(Path(root))
-    layout = RunLayout.open(Path(root)) if exists else RunLayout.create(Path(root), config_yaml="a: 1\n")
+    layout = (
+        RunLayout.open(Path(root)) if exists else RunLayout.create(Path(root), config_yaml="a: 1\n")
+    )
     if not layout.open_sql.exists():
         write_open_sql(layout, macros=(), max_staleness=NO_BOUND)
     diary.done("create")
@@ -74,7 +87,8 @@ def own(layout: RunLayout, diary: Diary, *, rounds: int) -> None:
         catalog.roll_back(step)
         diary.done("recovery", epoch=catalog.epoch, step=step)
         show(layout, catalog, diary)
-        while (latest := catalog.latest_version()) is None or latest.version < 1:  # the samples need two to start with
+        # the samples need two to start with
+        while (latest := catalog.latest_version()) is None or latest.version < 1:
             publish(catalog, diary, learner_step=None)
         for number in range(rounds):
             play(layout, catalog, diary, number=number)
@@ -89,30 +103,55 @@ def play(layout: RunLayout, catalog: Catalog, diary: Diary, *, number: int) -> N
     diary.phase("open")
     with catalog.at_once():  # no promise yet: it is one when readers are shown it
         large, small = (
-            catalog.open_group(ordinal=ordinal, task_id=f"task-{ordinal}", split="train", size=size, purpose_version=None)
+            catalog.open_group(
+                ordinal=ordinal,
+                task_id=f"task-{ordinal}",
+                split="train",
+                size=size,
+                purpose_version=None,
+            )
             for ordinal, size in ((GROUPS_PER_STEP * number, 3), (GROUPS_PER_STEP * number + 1, 2))
         )
-        trial = catalog.open_group(ordinal=number, task_id="trial", split="heldout", size=1, purpose_version=0)
+        trial = catalog.open_group(
+            ordinal=number, task_id="trial", split="heldout", size=1, purpose_version=0
+        )
     show(layout, catalog, diary)
     diary.done("open", groups=[group.group_uid.hex() for group in (large, small, trial)])
     write_and_commit(layout, catalog, diary, members=[(large, 0)], version=number, worker="w0")
     mixed = [(large, 0), (large, 1), (large, 2)]  # the first one is known by now
     write_and_commit(layout, catalog, diary, members=mixed, version=number, worker="w1")
-    write_and_commit(layout, catalog, diary, members=[(small, 0), (small, 1), (trial, 0)], version=number, worker="w0")
-    write_and_commit(layout, catalog, diary, members=[(small, 1), (small, 0)], version=number, worker="w2")
+    write_and_commit(
+        layout,
+        catalog,
+        diary,
+        members=[(small, 0), (small, 1), (trial, 0)],
+        version=number,
+        worker="w0",
+    )
+    write_and_commit(
+        layout, catalog, diary, members=[(small, 1), (small, 0)], version=number, worker="w2"
+    )
 
 
 def write_and_commit(
-    layout: RunLayout, catalog: Catalog, diary: Diary, *, members: list[tuple[GroupRecord, int]], version: int, worker: str
+    layout: RunLayout,
+    catalog: Catalog,
+    diary: Diary,
+    *,
+    members: list[tuple[GroupRecord, int]],
+    version: int,
+    worker: str,
 ) -> None:
     """A file and its commit, which is retried although it was acknowledged."""
     diary.phase("write")
     trajectories = [
-        make_trajectory(group, member, version=version, n_steps=1 + (group.ordinal + member) % 3) for group, member in members
+        make_trajectory(group, member, version=version, n_steps=1 + (group.ordinal + member) % 3)
+        for group, member in members
     ]
     segment = write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch)
     diary.phase("commit")
-    with catalog.synced_together() if worker == "w0" else nullcontext():  # as of several workers at once
+    # as of several workers at once
+    with catalog.synced_together() if worker == "w0" else nullcontext():
         with catalog.at_once():
             catalog.heartbeats({worker: None})
         catalog.commit(segment, epoch=catalog.epoch)
@@ -126,7 +165,9 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     if step <= catalog.learner_step():
         return
     diary.phase("claim")
-    batch = catalog.claim(n_groups=GROUPS_PER_STEP, current_version=step - 1, max_staleness=NO_BOUND)
+    batch = catalog.claim(
+        n_groups=GROUPS_PER_STEP, current_version=step - 1, max_staleness=NO_BOUND
+    )
     assert batch is not None
     groups = [group.group_uid.hex() for group in batch.groups]
     diary.done("claim", batch=batch.batch_id, groups=groups)
@@ -136,16 +177,22 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     latest = catalog.latest_version()
     assert latest is not None
     no_signal = {batch.groups[0].group_uid: "alike"} if step % 2 else {}
-    catalog.settle(batch.batch_id, learner_step=step, no_signal=no_signal, version_in=latest.version)
+    catalog.settle(
+        batch.batch_id, learner_step=step, no_signal=no_signal, version_in=latest.version
+    )
     diary.done("settle", batch=batch.batch_id, step=step)
     diary.phase("ledger")
     publish(catalog, diary, learner_step=step)
-    catalog.record_metrics(learner_step=step, policy_version=latest.version, values={"loss": 1.0 / step})
+    catalog.record_metrics(
+        learner_step=step, policy_version=latest.version, values={"loss": 1.0 / step}
+    )
     diary.done("metrics", step=step)
     if step % CHECKPOINT_EVERY == 0:
         checkpoint = layout.checkpoint_dir(step)
         make_directory(checkpoint, beneath=layout.root)
-        catalog.record_checkpoint(learner_step=step, path=layout.relative(checkpoint), version=latest.version + 1)
+        catalog.record_checkpoint(
+            learner_step=step, path=layout.relative(checkpoint), version=latest.version + 1
+        )
         diary.done("checkpoint", step=step)
 
 
@@ -153,23 +200,32 @@ def publish(catalog: Catalog, diary: Diary, *, learner_step: int | None) -> None
     """The next version; the number of one that was rolled back is not free again."""
     latest = catalog.latest_version()
     version = 0 if latest is None else latest.version + 1
-    catalog.record_version(version=version, path=f"weights/v{version}", digest=f"{version:032x}", learner_step=learner_step)
+    catalog.record_version(
+        version=version,
+        path=f"weights/v{version}",
+        digest=f"{version:032x}",
+        learner_step=learner_step,
+    )
     diary.done("version", version=version)
 
 
 def keep_up(layout: RunLayout, catalog: Catalog, diary: Diary, *, opened_us: int) -> None:
-    """Compaction, retention of what the first learner steps consumed, and removal of files that nobody needs."""
+    """Compaction, retention of what the first learner steps consumed, and removal of files that
+    nobody needs.
+    """
     diary.phase("compaction")
     while compact_once(catalog, layout, policy=POLICY, skip=()) is not None:
         diary.done("compaction")
     diary.phase("retention")
     newest = catalog.latest_version()
     assert newest is not None
-    # What the first rounds sampled was written by versions up to EXPIRED_ROUNDS; how many came since depends on the crashes.
+    # What the first rounds sampled was written by versions up to EXPIRED_ROUNDS; how many came
+    # since depends on the crashes.
     expire_old(catalog, layout, keep_days=None, keep_versions=newest.version - EXPIRED_ROUNDS)
     diary.done("retention")
     diary.phase("sweep")
-    sweep.sweep_retired(catalog, layout, window_s=0.0)  # nothing leaves the disk that the manifest still names
+    # nothing leaves the disk that the manifest still names
+    sweep.sweep_retired(catalog, layout, window_s=0.0)
     show(layout, catalog, diary)
     diary.phase("sweep")
     sweep.sweep_retired(catalog, layout, window_s=0.0)

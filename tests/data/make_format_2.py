@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.store_runs import make_run
+from tests.support.store_runs import make_run
 
 if __name__ == "__main__":
     make_run(Path(sys.argv[1]))

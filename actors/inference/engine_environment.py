@@ -1,0 +1,144 @@
+"""The environment variables that an engine process starts with: quiet, offline, on its own
+cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from configs import ActorsConfig
+
+# the directory of those by which an engine is talked to; a short name
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
+# vLLM obeys it only where the model has a process of its own; else we do
+ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def engine_fault(actors: ActorsConfig) -> str:
+    """Return why the installed vLLM has no engine as `actors.gpus_per_worker` asks for, in one
+    line; "" if it has one.
+
+    vLLM's CUDA build has no CPU engine: it would start on GPU 0, which nobody counted. Its CPU
+    build has no other.
+    """
+    is_cpu_build, asked = _is_cpu_build(), f"actors.gpus_per_worker={actors.gpus_per_worker:g}"
+    if is_cpu_build and actors.gpus_per_worker:
+        return (
+            f"{asked} asks for an engine on a GPU, and the vLLM installed here is the CPU build; "
+            "set it to 0, or set up again: "
+            "make setup EXTRA=cuda VENV=.venv-cuda"
+        )
+    if not is_cpu_build and not actors.gpus_per_worker:
+        return (
+            f"{asked} asks for a CPU engine, and the vLLM installed here is the CUDA build, which "
+            "has none; share a GPU: "
+            "actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5, or set up again: make setup "
+            "EXTRA=cpu VENV=.venv-cpu"
+        )
+    return ""
+
+
+def _is_cpu_build() -> bool:
+    """Return whether vLLM is its CPU build, as vLLM itself finds out: by the name or version of its
+    distribution.
+    """
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return True  # only "vllm-cpu" brings the module under another name
+
+
+def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+    """Return the variables that an engine is started with. Raises ValueError if vLLM's build has no
+    such engine.
+    """
+    if fault := engine_fault(actors):
+        raise ValueError(fault)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_config_path = log_path.with_suffix(".logging.json")
+    log_config_path.write_text(json.dumps(_log_config(log_path)))
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_CONFIG_PATH": str(log_config_path),
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if actors.gpus_per_worker:
+        return variables
+    cores = engine_cores(actors.cpu_cores)
+    return variables | {
+        # else a CPU engine adds a third process, for the model
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # vLLM compiles the rank of a sampled token with a C++ compiler at the first request, 17 s;
+        # nobody asks for it.
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(len(cores)),
+        ENGINE_CORES: ",".join(map(str, cores)),
+    }
+
+
+def engine_cores(cpu_cores: str) -> list[int]:
+    """ "0,2-3" -> [0, 2, 3]; "auto" -> all that this process may use but the last, which stays free
+    for others.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if cpu_cores == "auto":
+        return allowed[:-1] or allowed
+    cores: list[int] = []
+    for part in cpu_cores.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(
+                f'actors.cpu_cores={cpu_cores!r} is not a list of cores; write "auto", "0" or "0,2-3"'
+            )
+        cores.extend(range(int(first), int(last or first) + 1))
+    if not set(cores) <= set(allowed):
+        raise ValueError(
+            f"actors.cpu_cores={cpu_cores!r} names cores that are not there; this process has "
+            f"{allowed}"
+        )
+    return cores
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a process to be started, then take back these and those that vLLM sets
+    (LD_PRELOAD, ...).
+
+    Environment processes started later from this one must not inherit them.
+    """
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _log_config(log_path: Path) -> dict[str, object]:
+    """For logging.config.dictConfig, in this process and in the engine's."""
+    quiet = {
+        "vllm.v1.core": "WARNING",  # three lines for every change of weights
+        # "failed to load" what has no weights, or has tied ones
+        "vllm.model_executor.model_loader.reload": "ERROR",
+    }
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "line": {"format": "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"}
+        },
+        "handlers": {
+            "file": {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "line"}
+        },
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}}
+        | {name: {"level": level} for name, level in quiet.items()},
+    }

@@ -1,0 +1,190 @@
+"""How `vllm_policy.py` has vLLM started, asked and stopped: what is chosen here, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.inference.vllm_images import image_arguments
+from configs import ActorsConfig
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+STOP_PATIENCE_S = 10.0
+# Arguments that images change.
+TEXT_ARGUMENTS = {
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": "actors.inference.vllm_weight_loader.WorkerExtension",
+}
+# prompt tokens of one forward pass; more only adds to the time until the first token
+CPU_BATCH_TOKENS = 8192
+# An engine's own words for memory of a GPU that another process still has: at its start, while it
+# loads, while it measures.
+NO_MEMORY = re.compile("Free memory on device|out of memory|Error in memory profiling")
+RAISED = re.compile(r"\b(\w*(?:Error|Exception)): (.+)")  # the last line of a traceback
+
+
+class EngineLostError(RuntimeError):
+    """The engine is gone, or was stopped because it may hold a mixture of weights. Start a new
+    policy.
+    """
+
+
+class EngineStartError(EngineLostError):
+    """The engine did not start; the message has its own error, from its log."""
+
+
+class EngineMemoryError(EngineStartError):
+    """The engine found too little free memory: a killed process may not have given back its own
+    yet.
+    """
+
+
+@contextlib.contextmanager
+def start_failures(log_path: Path) -> Iterator[None]:
+    """Raise an EngineStartError with the engine's own error in place of vLLM's, which says to look
+    above.
+
+    An engine is a process of its own, and its error is in its log only.
+    """
+    before = log_path.stat().st_size if log_path.exists() else 0
+    try:
+        yield
+    except RuntimeError as error:
+        text = log_path.read_bytes()[before:].decode(errors="replace") if log_path.exists() else ""
+        raised = [
+            found for found in RAISED.findall(text) if "initialization failed" not in found[1]
+        ]
+        cause = ": ".join(raised[-1]) if raised else f"{type(error).__name__}: {error}"
+        kind = EngineMemoryError if NO_MEMORY.search(f"{cause} {error}") else EngineStartError
+        raise kind(f"the vLLM engine did not start: {cause}; its log is {log_path}") from error
+
+
+@contextlib.contextmanager
+def engine_call() -> Iterator[None]:
+    """Raise EngineLostError for an error of a call to the engine, with the engine's own words.
+
+    An engine that failed once, for example because it had no memory, may fail again or answer
+    wrongly. A refused argument (ValueError, TypeError) is the caller's fault and passes unchanged.
+    """
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except (EngineLostError, VLLMClientError, ValueError, TypeError):
+        raise
+    except EngineDeadError as error:
+        raise EngineLostError(
+            "the vLLM engine process died; start a new policy. Its log has the reason"
+        ) from error
+    except Exception as error:  # process border: the engine's errors arrive as bare Exception
+        raise EngineLostError(
+            f"a call to the vLLM engine failed; start a new policy. Cause: {error}"
+        ) from error
+
+
+def engine_args(
+    *, model_path: Path, dtype: str, actors: ActorsConfig, max_requests: int
+) -> AsyncEngineArgs:
+    from vllm import AsyncEngineArgs
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return AsyncEngineArgs(
+        model=str(model_path),
+        dtype=dtype,
+        max_model_len=actors.max_model_tokens,
+        max_num_seqs=max_requests,
+        # after temperature, as sampled; raw ones would bias every ratio
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **(TEXT_ARGUMENTS | image_arguments(model_path)),
+        **placement(actors),
+    )
+
+
+def placement(actors: ActorsConfig) -> dict[str, Any]:
+    """Return the engine arguments that say where it computes and how much memory it takes."""
+    arguments: dict[str, Any]
+    if actors.gpus_per_worker:
+        arguments = {
+            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
+            # What must be free at the start: after a kill, memory of the engine before this one may
+            # not be yet.
+            "gpu_memory_utilization": actors.gpu_memory_utilization
+            * min(1.0, actors.gpus_per_worker),
+        }
+        if actors.gpus_per_worker < 1:
+            # vLLM would measure what is left for its cache, and take for its own what another
+            # process allocates meanwhile.
+            arguments["kv_cache_memory_bytes"] = int(actors.kv_cache_gib * 2**30)
+    else:
+        arguments = {
+            "kv_cache_memory_bytes": int(actors.kv_cache_gib * 2**30),
+            # A seeded request whose prompt is prefilled in two pieces kills a CPU engine: "CPU
+            # Generator does not use offset". A batch must then hold at least one whole prompt.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
+            "enforce_eager": True,  # compiling takes longer than a small model gains
+            # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
+            "block_size": 32,
+        }
+    if actors.gpus_per_worker <= 1:
+        # scheduler and model in one process: one fewer to die
+        arguments["distributed_executor_backend"] = "uni"
+    return arguments
+
+
+def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
+    """vLLM's own shutdown may return before a slow engine process is gone."""
+    llm.shutdown()
+    # vLLM calls it again at exit, which ends in a traceback
+    llm.shutdown = lambda timeout=None: None
+    for process in processes:
+        process.join(STOP_PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+class Preemptions:
+    """Counts them as the engine reports them: `logger` makes what vLLM calls a stat logger, which
+    has nothing else to do.
+    """
+
+    def __init__(self) -> None:
+        self._n = 0
+
+    def logger(self, config: object, engine_index: int = 0) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        preemptions = self
+
+        class Counter(StatLoggerBase):
+            def __init__(self) -> None: ...
+
+            def record(
+                self,
+                scheduler_stats: Any,
+                iteration_stats: Any,
+                mm_cache_stats: Any = None,
+                engine_idx: int = 0,
+            ) -> None:
+                if iteration_stats is not None:
+                    preemptions._n += iteration_stats.num_preempted_reqs
+
+            def log_engine_initialized(self) -> None: ...
+
+        return Counter()
+
+    def taken(self) -> int:
+        n, self._n = self._n, 0
+        return n

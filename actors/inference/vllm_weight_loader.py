@@ -1,0 +1,250 @@
+"""vLLM's pluggable weight transfer, by file or as the learner sent them; runs inside the engine
+process.
+
+    stage(path)                opens the files and reads them once, in a thread, for their digest; generation goes on
+    stage_received(digest)     or takes what has come from the learner directly (`weight_broadcast.py`)
+    start_weight_update()      layers go back to the layout of a checkpoint
+    receive_weights(path)      the tensors that were staged are loaded, layer by layer
+    finish_weight_update()     layers take the layout of the kernels again, in the memory they had before
+
+vLLM's own engines need GPUs on both sides; a file needs nothing but a disk that both can see, and
+is the durable version too. The engine process imports this module because `worker_extension_cls`
+names `WorkerExtension`, before it looks the engine up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from actors.inference.broadcast_receiver import Receiver
+from actors.inference.engine_environment import ENGINE_CORES, engine_cores
+from actors.inference.fork_server import PR_SET_PDEATHSIG
+from actors.inference.weight_files import RECEIVED, WeightFileError, weight_files
+from store import files_digest
+
+BACKEND = "safetensors_file"
+# Errors of the engine's process, not of the file it reads: out of memory, or of open files.
+PROCESS_FAULTS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+# a tiny model's files are read in less: spares a call, which waits for the engine's next step
+STAGE_AT_ONCE_S = 0.003
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """A file needs no set-up, and who sends may come and go: see `join_broadcast`."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    path: str  # a .safetensors file, or a directory of them, or RECEIVED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """Files that are open, so that what is loaded is what was looked at, also if they are removed
+    in between; or what came.
+    """
+
+    path: str
+    digest: str
+    tensors: Iterable[tuple[str, torch.Tensor]]
+
+
+class WorkerExtension:
+    """vLLM makes this a base of its worker: its methods can be called by name from the other
+    process.
+    """
+
+    weight_transfer_engine: FileWeightTransferEngine  # the worker's
+
+    def stage_weights(self, path: str) -> tuple[str, str] | None:
+        return self.weight_transfer_engine.stage(path)
+
+    def staged_weights(self) -> tuple[str, str] | None:
+        return self.weight_transfer_engine.staged()
+
+    def join_broadcast(self, address: str) -> None:
+        self.weight_transfer_engine.join_broadcast(address)
+
+    def stage_received(self, digest: str) -> dict[str, list[int]] | None:
+        return self.weight_transfer_engine.stage_received(digest)
+
+
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """One per worker process of an engine; each reads the whole file and keeps its part."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-weights")
+        self._staging: Future[Staged] | None = None
+        self._receiver: Receiver | None = None
+        die_with_parent()
+        if device.type == "cpu":
+            keep_freed_memory()
+        if ENGINE_CORES in os.environ:
+            bind_to(engine_cores(os.environ[ENGINE_CORES]))
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        pass
+
+    def stage(self, path: str) -> tuple[str, str] | None:
+        """Begins to read `path`; the answer is that of `staged`, for small files already the final
+        one.
+        """
+        self._release()
+        self._staging = self._reader.submit(_stage, path)
+        wait([self._staging], timeout=STAGE_AT_ONCE_S)
+        return self.staged()
+
+    def staged(self) -> tuple[str, str] | None:
+        """None while the files are being read; then their digest and "", or "" and why they cannot
+        be read.
+
+        An error of this process is raised: the files may be whole, and this engine cannot load
+        them.
+        """
+        assert self._staging is not None, "stage first"
+        if not self._staging.done():
+            return None
+        try:
+            return self._staging.result().digest, ""
+        except (OSError, SafetensorError, WeightFileError) as error:
+            if _is_process_fault(error):
+                raise
+            return "", str(error)
+
+    def join_broadcast(self, address: str) -> None:
+        """From now on the learner sends its weights here too; again, if touch with it was lost."""
+        if self._receiver is None or self._receiver.address != address or self._receiver.is_lost:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = Receiver(address)
+
+    def stage_received(self, digest: str) -> dict[str, list[int]] | None:
+        """None while weights are on their way; then the shapes of those with this digest, none if
+        they did not come whole.
+        """
+        if self._receiver is None:
+            return {}
+        if self._receiver.is_busy:
+            return None
+        received = self._receiver.take(digest)
+        if received is None:
+            return {}
+        staged = Staged(path=RECEIVED, digest=digest, tensors=received.tensors())
+        self._staging = self._reader.submit(lambda: staged)
+        return received.shapes()
+
+    def _release(self) -> None:
+        if self._receiver is not None:
+            self._receiver.release()
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        assert self._staging is not None, "stage first"
+        staged, self._staging = self._staging.result(), None  # closes the files afterwards
+        assert staged.path == update_info.path, f"staged {staged.path}, not {update_info.path}"
+        self.model.load_weights(staged.tensors)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # An output layer tied to the embedding receives nothing of its own, so vLLM leaves it as it
+        # is; but on CPU it computes with a packed copy made at the first load. Without this it
+        # would go on with the old weights.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+        self._release()  # not before: vLLM reads what a padded layer received only now
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent is gone, however that happened.
+
+    An orphaned engine would keep its cores and memory, and nobody could reach it. The kernel
+    watches the parent's *thread* that started us: start engines from a thread that lives as long as
+    they should. An engine from a fork server is that one's child, which ends with the worker
+    (`engine_loaded.py`).
+    """
+    owner = multiprocessing.parent_process()
+    if owner is None:
+        return  # not started by another Python process: nobody to follow
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if not owner.is_alive():  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_freed_memory() -> None:
+    """Ask malloc to reuse large blocks instead of giving them back to the kernel. CPU engines only.
+
+    A load makes and frees copies of every layer, and new pages are a quarter of what that costs:
+    measured with 135M parameters in float32, 330 ms instead of 450, for some 500 MB more memory.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def bind_to(cores: Sequence[int]) -> None:
+    """Keep all threads of this process, and those they start later, on these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def _is_process_fault(error: Exception) -> bool:
+    """Return whether `error` is one of PROCESS_FAULTS; safetensors passes it on as text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in PROCESS_FAULTS
+    return any(os.strerror(code) in str(error) for code in PROCESS_FAULTS)
+
+
+def _stage(path: str) -> Staged:
+    paths = weight_files(Path(path))
+    files = [safe_open(file, framework="pt") for file in paths]
+    return Staged(path=path, digest=files_digest(paths), tensors=_tensors(files))
+
+
+def _tensors(files: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, file.get_tensor(name)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:  # a second import would be an error
+    WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)

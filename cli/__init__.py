@@ -1,0 +1,1 @@
+"""The `gigpo` program: one module per command."""

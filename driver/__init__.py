@@ -1,0 +1,1 @@
+"""The driver starts, watches, restarts and stops the processes of a run."""

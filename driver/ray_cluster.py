@@ -1,0 +1,191 @@
+"""The Ray that a run's processes live in: a private one, or a cluster that somebody has started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.node
+import ray._private.utils
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray.exceptions import AuthenticationError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors import ENGINE_SOCKETS
+from configs import ConfigError
+from driver.run_control import RUN_MARK
+from driver.shutdown import stop_held_back
+from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
+
+# Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the
+# scaler of a cloud's machines, the reader of logs (log_to_driver=False), the dashboard, which is
+# there also without its pages. `ray.init` has no option that leaves them out.
+NEEDLESS = ("start_monitor", "start_log_monitor", "start_api_server")
+DRIVER_DIRECTORY = "ASYNC_GIGPO_DIRECTORY"  # working directory of the driver
+# the driver takes this variable as a number of attempts
+JOIN_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
+# each takes up to 36 s; Ray's default, 20, would take 12 minutes to say that nobody answers
+FEW_ATTEMPTS = "2"
+AUTHENTICATION_HINT = (
+    "set RAY_AUTH_MODE=token on every node and for this command, and give each the cluster's "
+    "token, "
+    "as RAY_AUTH_TOKEN or in ~/.ray/auth_token"
+)
+
+
+@contextmanager
+def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
+    """Joins the cluster that RAY_ADDRESS names, else starts a private one and removes everything of
+    it at the end.
+
+    `processes` is how many will be asked of it first; a private one has begun to start them when
+    this returns, all at once.
+
+    A private one has a directory that no other user can enter, with Ray's and vLLM's sockets, and a
+    token of its own: without it nobody gets an answer at Ray's ports.
+
+    All its processes carry RUN_MARK, by which `driver/run_control.py` knows them. A process that
+    asks for no GPU sees none. A stop that comes while Ray starts is heard when it is up: it prints
+    pages of errors if it is left half started.
+
+    Raises ConfigError if the cluster cannot be joined.
+    """
+    variables = {RUN_MARK: str(Path(run_dir).resolve())} | RAY_HIDES_GPUS
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        with stop_held_back(), _as_we_need_it():
+            _join(variables)
+        yield
+        return
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray's default, 15, would starve a run on a busy machine
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # else as many as there are cores
+    os.environ.update(variables | {"RAY_worker_maximum_startup_concurrency": str(processes)})
+    directory = None
+    token = ExitStack()
+    try:
+        with stop_held_back(), _as_we_need_it():
+            # Made before Ray starts, as that may be interrupted.
+            directory = make_ray_directory(Path(run_dir))
+            os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its sockets there
+            token.enter_context(ray_token(directory))
+            ray.init(
+                # as many are started beforehand; no part of a run asks for CPUs
+                num_cpus=processes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                configure_logging=False,
+                # Ray lets everybody write there (0777), so not in `directory` itself
+                _temp_dir=str(directory / "ray"),
+            )
+        yield
+    finally:
+        # A signal that comes now waits for the end: half a clean-up would leave processes and
+        # files.
+        with stop_held_back():
+            ray.shutdown()
+            token.close()
+            os.environ.pop(ENGINE_SOCKETS, None)
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def on_the_drivers_node() -> NodeAffinitySchedulingStrategy:
+    """Return the scheduling strategy of an actor that needs files of the driver's node.
+
+    Ray starts an actor without resource demands on a random node. Only one that is pinned with
+    `soft=False` never runs anywhere else.
+    """
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _join(variables: dict[str, str]) -> None:
+    """Join the cluster that RAY_ADDRESS names, or keep the connection that this process has.
+
+    Every process of the run gets `variables`, and starts in the driver's working directory. A
+    connection that is there keeps the variables that it was made with.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS={address} joins through Ray Client, whose driver is outside the cluster "
+            "and "
+            "cannot own a run's catalog; start the command on a node of the cluster with "
+            "RAY_ADDRESS=auto, or with `ray job submit`"
+        )
+    # Ray starts a process where `ray start` was called: a relative path means something else there.
+    environment = variables | {DRIVER_DIRECTORY: str(Path.cwd())}
+    sets_attempts = JOIN_ATTEMPTS not in os.environ
+    if sets_attempts:
+        os.environ[JOIN_ATTEMPTS] = FEW_ATTEMPTS
+    try:
+        ray.init(
+            ignore_reinit_error=True,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment, "worker_process_setup_hook": _enter_directory},
+        )
+    except (AuthenticationError, RuntimeError, ConnectionError) as error:
+        raise ConfigError(_why_not_joined(address, error)) from error
+    finally:
+        if sets_attempts:
+            del os.environ[JOIN_ATTEMPTS]
+
+
+def _enter_directory() -> None:
+    """Enter the driver's working directory, in a process of a joined cluster.
+
+    Does nothing on a node that lacks the directory. An actor there that reads a relative path fails
+    with an error that names the path.
+    """
+    directory = Path(os.environ[DRIVER_DIRECTORY])
+    if directory.is_dir():
+        os.chdir(directory)
+
+
+def _why_not_joined(address: str, error: Exception) -> str:
+    """Return one line that says why the cluster at `address` cannot be joined, and the fix."""
+    texts = [str(error), str(error.__cause__)]
+    start = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: "
+    if isinstance(error, AuthenticationError) or any("InvalidAuthToken" in text for text in texts):
+        return f"{start}its token authentication refuses this command; {AUTHENTICATION_HINT}"
+    reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    return f"{start}{reason}; check the address, and that `ray status` on this machine shows the cluster"
+
+
+@contextmanager
+def _as_we_need_it() -> Iterator[None]:
+    """Ray starts without NEEDLESS, and leaves SIGTERM, of which it would make a SystemExit, to
+    us.
+    """
+    node, utils = ray._private.node.Node, ray._private.utils
+    ours: dict[tuple[Any, str], Callable[..., None]] = {
+        (node, name): lambda self, **options: None for name in NEEDLESS
+    }
+    ours[utils, "set_sigterm_handler"] = lambda handler: None
+    theirs = {(owner, name): getattr(owner, name) for owner, name in ours}
+    try:
+        for (owner, name), function in ours.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in theirs.items():
+            setattr(owner, name, function)
+
+
+def gpus_of_this_machine() -> int:
+    """Return how many GPUs a Ray started here would have. Starts nothing."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    there: int = manager.get_current_node_num_accelerators()
+    return there if visible is None else min(there, len(visible))
+
+
+def available_gpus() -> int:
+    return int(ray.cluster_resources().get("GPU", 0))

@@ -1,0 +1,179 @@
+"""Writes a run's metrics as TensorBoard files: each row of the metrics table once, at its learner
+step.
+
+    with tensorboard_files(layout, say) as curves:
+        session.train(curves.beside(progress.show))      # at every look writes what is new
+
+The table is the truth, the files are a picture of it. A start writes them anew, and so does a
+roll-back: then they show what the table shows, whatever was killed when. Files that cannot be
+written never end a run. Only the `tensorboard` package is imported, and not before the first row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from coordinator import Status
+from store import Metric, RunLayout, metrics_since
+
+DIRECTORY = "tensorboard"
+EVENT_FILES = "events.out.tfevents.*"  # the names that TensorBoard reads
+UNFINISHED = "unfinished"  # being written, not read by TensorBoard: a killed start leaves it
+
+_number = itertools.count()
+
+
+@contextmanager
+def tensorboard_files(layout: RunLayout, say: Callable[[str], None]) -> Iterator[Curves]:
+    """Give the curves of a run. At the end, add the metrics that its processes recorded while they
+    stopped.
+    """
+    curves = Curves(layout, say)
+    try:
+        try:
+            yield curves
+        except BaseException:
+            curves.follow_a_last_time()
+            raise
+        if curves.follows:
+            curves.follow()
+    finally:
+        curves.close()
+
+
+class Curves:
+    """The TensorBoard files of one run, written by the one process that drives it."""
+
+    def __init__(self, layout: RunLayout, say: Callable[[str], None]) -> None:
+        self.layout, self.say = layout, say
+        self.directory = layout.root / DIRECTORY
+        self.follows = False  # the catalog was read once, so its owner has opened it
+        self._lsn = 0  # of the catalog: metrics up to here are written
+        self._file: BinaryIO | None = None
+        self._failed = False  # the files could not be written: this start writes no more of them
+
+    def follow(self) -> None:
+        """Write the new metrics. Raises StoreError if they cannot be read.
+
+        If they cannot be written, say so once and write no more.
+        """
+        if self._failed:
+            return
+        changes = metrics_since(self.layout, self._lsn)
+        self.follows = True
+        file = self._file if changes.is_append else None
+        if file is None and self._lsn:
+            changes = metrics_since(self.layout, 0)
+        try:
+            if file is not None:
+                _write_metrics(file, changes.rows)
+            elif changes.rows or not changes.is_append:
+                self._begin_anew(changes.rows)
+        except OSError as error:
+            self._give_up(error)
+        self._lsn = changes.lsn
+
+    def follow_a_last_time(self) -> None:
+        """Write the new metrics beside an error that ends the run. That error is the one to
+        show.
+        """
+        if not self.follows:
+            return
+        try:
+            self.follow()
+        except Exception as error:  # noqa: BLE001  # nothing may take the place of the error in flight
+            self.say(f"{self.directory} lacks the last metrics: {' '.join(str(error).split())}")
+
+    def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
+        """Return a `show` that also follows the metrics."""
+
+        def show_and_follow(status: Status) -> None:
+            show(status)
+            self.follow()
+
+        return show_and_follow
+
+    def close(self) -> None:
+        """Close the file. Idempotent. If its last bytes cannot be written, say so once."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()  # closes it also where it raises
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Say once that the files cannot be written, and write no more of them."""
+        if self._failed:
+            return
+        self._failed = True
+        self.say(
+            f"{self.directory} cannot be written: {error.strerror or error}; no more curves are "
+            "written in this start. "
+            "The store has all metrics, and the next start writes the files anew"
+        )
+        self.close()
+
+    def _begin_anew(self, rows: Sequence[Metric]) -> None:
+        """Put one file with these rows in the place of all files. A kill at any moment leaves the
+        old or the new.
+        """
+        self.close()
+        self.directory.mkdir(exist_ok=True)
+        old = list(self.directory.glob(EVENT_FILES))
+        unfinished = self.directory / UNFINISHED
+        self._file = unfinished.open("wb")
+        _write_head(self._file)
+        _write_metrics(self._file, rows)
+        now_s, host, number = int(time.time()), socket.gethostname(), next(_number)
+        name = EVENT_FILES.replace("*", f"{now_s:010d}.{host}.{os.getpid()}.{number:06d}")
+        unfinished.rename(self.directory / name)
+        for path in old:
+            # Emptied first and removed at the next such moment: an open TensorBoard never goes on
+            # behind a missing file.
+            if path.stat().st_size:
+                os.truncate(path, 0)
+            else:
+                path.unlink()
+
+
+def _write_head(file: BinaryIO) -> None:
+    """Write what an event file begins with, and that whatever was shown before it is void."""
+    # here: it takes 0.2 s, and a run that fails has no use
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    now_s = time.time()
+    _write(file, Event(wall_time=now_s, file_version="brain.Event:2").SerializeToString())
+    # A TensorBoard that is open forgets values of the files that were here: those from learner step
+    # 0 on.
+    start = SessionLog(status=SessionLog.START)
+    _write(file, Event(wall_time=now_s, step=0, session_log=start).SerializeToString())
+    file.flush()
+
+
+def _write_metrics(file: BinaryIO, rows: Sequence[Metric]) -> None:
+    """Write one event for each learner step. `rows` are ordered by learner step."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    for learner_step, some in itertools.groupby(rows, key=lambda row: row.learner_step):
+        of_step = list(some)
+        summary = Summary(
+            value=[Summary.Value(tag=row.name, simple_value=row.value) for row in of_step]
+        )
+        event = Event(wall_time=of_step[0].at_us / 1e6, step=learner_step, summary=summary)
+        _write(file, event.SerializeToString())
+    file.flush()
+
+
+def _write(file: BinaryIO, record: bytes) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    RecordWriter(file).write(record)

@@ -1,0 +1,194 @@
+"""TextWorld: real Inform 7 games, made by this project on the first call and played through
+TextWorld's own engine.
+
+The agent reads what the game prints, without banner and status line, and chooses among the commands
+TextWorld lists. A command that is not on that list is not sent to the game: the state stays, the
+step counts, `valid` is False.
+
+Options: `cache_dir` (str), `seed` (base seed of the games), `train_games`, `heldout_games`, `rooms`
+(at most), `things` (of no use, lying about).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from envs.base import Observation, Task, Transition
+from envs.options import OptionsError, check_options, check_split, whole_number
+from envs.textworld.games import ROOMS, ensure_compiled, treasures
+
+# No delivery needs them, and listed they would double the length of every prompt. Said outright
+# they still work.
+UNLISTED_VERBS = ("close", "drop", "examine", "inventory", "look")
+NOTHING_HAPPENS = "Nothing happens."
+# TextWorld ends each reply with a prompt and a status line, `>     -= Attic =-0/3`.
+STATUS_LINE = re.compile(r"^>\s*-=\s*(?P<room>.+?)\s*=-[-\d/]*\s*\Z", re.MULTILINE)
+ROOM_TITLE = re.compile(r"-=\s*.+?\s*=-")
+GAME_NAME = re.compile(r"[0-9a-f]{32}\.z8")
+WIN_NOTICE = "*** The End ***"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    cache_dir: Path
+    seed: int
+    train_games: int
+    heldout_games: int
+    rooms: int
+    things: int
+
+
+class TextWorldEnv:
+    """One process plays one game at a time; a game already open is kept, so the members of a group
+    share the load.
+    """
+
+    makes_tasks = True
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._cache_dir = _parse(options).cache_dir
+        self._game = None
+        self._game_path = ""
+        self._is_over = True
+        self._objective = ""
+        self._room = ""
+        self._commands: tuple[str, ...] = ()
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        check_split(split)
+        parsed = _parse(options)
+        counts = {"train": parsed.train_games, "heldout": parsed.heldout_games}
+        drawn = treasures(split=split, seed=parsed.seed, rooms=parsed.rooms, things=parsed.things)
+        games = list(islice(drawn, counts[split]))
+        paths = ensure_compiled([game for _, game in games], cache_dir=parsed.cache_dir)
+        return [
+            Task(
+                id=f"treasure-{split}-{seed}-r{parsed.rooms}t{parsed.things}",
+                env_name="textworld",
+                split=split,
+                seed=seed,
+                data={"game_path": str(path.resolve()), "objective": game.objective},
+            )
+            for (seed, game), path in zip(games, paths, strict=True)
+        ]
+
+    def reset(self, task: Task) -> Observation:
+        path = _game_file(self._cache_dir, task)
+        if path != self._game_path:
+            self.close()
+            self._game = _open_game(path)
+            self._game_path = path
+        assert self._game is not None
+        state = self._game.reset()
+        self._is_over = False
+        self._objective = task.data["objective"]
+        return self._observe(state)
+
+    def step(self, action: str) -> Transition:
+        if self._is_over or self._game is None:
+            raise ValueError("the episode is over: call reset(task) before step")
+        is_valid = action in self._commands
+        won = False
+        if is_valid:
+            state, _, _ = self._game.step(action)
+            won = bool(state.won)
+            observation = self._observe(state)
+        else:
+            observation = self._observation(NOTHING_HAPPENS)
+        self._is_over = won
+        return Transition(
+            observation=observation,
+            reward=1.0 if won else 0.0,
+            terminated=won,
+            truncated=False,  # the step limit is the runner's
+            won=won,
+            valid=is_valid,
+        )
+
+    def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+        self._game = None
+        self._game_path = ""
+        self._is_over = True
+
+    def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]  # textworld.GameState; no types there
+        status = STATUS_LINE.search(state.feedback)
+        if status is not None:
+            self._room = status["room"]
+        self._commands = tuple(state.admissible_commands)
+        return self._observation(_shorten(state.feedback))
+
+    def _observation(self, text: str) -> Observation:
+        listed = tuple(
+            command for command in self._commands if command.split()[0] not in UNLISTED_VERBS
+        )
+        # Where the player is and what can be done. Not the last reply: two ways into a state lead
+        # to one state.
+        anchor = f"{self._room}: {', '.join(listed)}"
+        return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
+
+
+def _game_file(cache_dir: Path, task: Task) -> str:
+    """Return the path of the task's game in the folder of games. Raises ValueError if it would be a
+    file elsewhere.
+
+    Only the name is taken from the task: a game is code for TextWorld's interpreter, and the folder
+    may have been moved.
+    """
+    path = cache_dir.resolve() / Path(task.data["game_path"]).name
+    # TextWorld reads what it knows of the game from the .json beside it.
+    is_link = any(file.is_symlink() for file in (path, path.with_suffix(".json")))
+    if not GAME_NAME.fullmatch(path.name) or is_link:
+        raise ValueError(
+            f"{path} is no game of {cache_dir}; ask for the tasks again, which makes it anew"
+        )
+    return str(path)
+
+
+def _shorten(feedback: str) -> str:
+    """What the game says, on one line, without banner, objective, room title, status line and end
+    notice.
+    """
+    text = STATUS_LINE.sub("", feedback).split(WIN_NOTICE)[0]
+    # The first reply opens with the banner and the objective; the room's title is where the game
+    # itself begins.
+    title = ROOM_TITLE.search(text)
+    if title is not None:
+        text = text[title.end() :]
+    return " ".join(text.split())
+
+
+def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environment; no types there
+    # here, because it costs 0.7 s and the coordinator only needs the list of tasks
+    import textworld
+
+    logging.getLogger("textworld").setLevel(logging.WARNING)
+    if not Path(path).is_file():
+        raise ValueError(
+            f"game file {path!r} is not there; ask for the tasks again, which makes it anew"
+        )
+    with warnings.catch_warnings():
+        # the interpreter warns that it does not know this game, which is new by design
+        warnings.simplefilter("ignore")
+        return textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True))
+
+
+def _parse(options: Mapping[str, object]) -> _Options:
+    # least values
+    numbers = {"seed": 0, "train_games": 1, "heldout_games": 1, "rooms": 2, "things": 1}
+    check_options("textworld", options, ("cache_dir", *numbers))
+    values = {
+        name: whole_number("textworld", name, options[name], least=least)
+        for name, least in numbers.items()
+    }
+    if values["rooms"] > len(ROOMS):
+        raise OptionsError(f"textworld option rooms={values['rooms']} must be at most {len(ROOMS)}")
+    return _Options(cache_dir=Path(str(options["cache_dir"])), **values)

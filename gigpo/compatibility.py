@@ -1,0 +1,128 @@
+"""Which losses and corrections go together. What does not is refused with the reason and the way
+out, before anything runs.
+
+    check_combination(policy, corrections, proximal="none")
+
+A combination is refused if it means nothing, or if one part of it could never change a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from gigpo.corrections import Correction, SequenceMask, SequenceTis, TokenIcepop, TokenTis
+from gigpo.losses import Loss, PpoClip
+
+_WEIGHTS: Final = ("token_tis", "sequence_tis")
+_TOKEN_LEVEL: Final = (*_WEIGHTS, "token_icepop", "m2po")
+# Why a loss takes no factors of single tokens; masks of whole sequences go with all of them.
+_BOUNDED_ALREADY: Final = {
+    "cispo": "it clips the weight rho itself, so that no token loses its gradient",
+    "dppo_tv": "it weighs by rho and masks single tokens itself (ratio_cap caps the weight)",
+    "gspo": "its ratio is the sequence's, which factors of single tokens would take apart",
+    "sapo": "its gate bounds the weight rho itself",
+    "topr": "it bounds the weight rho by 1 itself",
+}
+
+
+def check_combination(policy: Loss, corrections: tuple[Correction, ...], *, proximal: str) -> None:
+    """Raises ValueError, in one line that begins with the setting to change. `proximal` is one of
+    PROXIMAL_POLICIES.
+    """
+    _check_with_loss(policy, corrections)
+    _check_with_each_other(corrections)
+    if proximal != "none" and policy.name != "ppo_clip":
+        raise ValueError(
+            f"proximal={proximal!r} with {policy.name}: only ppo_clip has a trust region that can "
+            "be moved off the policy that "
+            "sampled (decoupled PPO); use proximal=none, or ppo_clip"
+        )
+    if isinstance(policy, PpoClip) and proximal == "none":
+        _check_beyond_clip(policy, corrections)
+
+
+def _check_with_loss(policy: Loss, corrections: tuple[Correction, ...]) -> None:
+    names = [correction.name for correction in corrections]
+    if names and policy.name == "behaviour_cloning":
+        raise ValueError(
+            f"corrections={names} with behaviour_cloning: it wants every recorded token whatever "
+            "pi thinks of it, so there "
+            "is nothing to correct; use corrections=[]"
+        )
+    for name in names:
+        if name in _TOKEN_LEVEL and policy.name in _BOUNDED_ALREADY:
+            raise ValueError(
+                f"corrections={names}: {name} on top of {policy.name}: "
+                f"{_BOUNDED_ALREADY[policy.name]}; leave {name} out, or "
+                "use ppo_clip or reinforce"
+            )
+
+
+def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
+    names = [correction.name for correction in corrections]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"corrections={names}: {name} twice; the narrower one alone does the same"
+            )
+    if all(name in names for name in _WEIGHTS):
+        raise ValueError(
+            f"corrections={names}: token_tis and sequence_tis each set the whole weight of a "
+            "token; keep one (token_tis)"
+        )
+    if "sequence_mask" in names and "geometric_mask" in names:
+        raise ValueError(
+            f"corrections={names}: both masks bound the same sum of log ratios, one whole and one "
+            "per token, so which of them "
+            "acts would depend on the response's length; keep one (geometric_mask)"
+        )
+    found = {correction.name: correction for correction in corrections}
+    tis, icepop = found.get("token_tis"), found.get("token_icepop")
+    if (
+        isinstance(tis, TokenTis)
+        and isinstance(icepop, TokenIcepop)
+        and icepop.icepop_high <= tis.tis_cap
+    ):
+        raise ValueError(
+            f"corrections={names}: token_icepop drops what is above "
+            f"icepop_high={icepop.icepop_high:g}, so "
+            f"tis_cap={tis.tis_cap:g} would never act; leave token_tis out, or set tis_cap below "
+            "icepop_high"
+        )
+    sequence_tis, mask = found.get("sequence_tis"), found.get("sequence_mask")
+    # Equal is verl's decoupled_seq_is_rs, where the weight is X itself.
+    if (
+        isinstance(sequence_tis, SequenceTis)
+        and isinstance(mask, SequenceMask)
+        and mask.sequence_high < sequence_tis.tis_cap
+    ):
+        raise ValueError(
+            f"corrections={names}: sequence_mask drops what is above "
+            f"sequence_high={mask.sequence_high:g}, so "
+            f"tis_cap={sequence_tis.tis_cap:g} would never act; set tis_cap to at most "
+            "sequence_high"
+        )
+
+
+def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> None:
+    """Around mu, ppo_clip gives no gradient to rho > 1 + clip_high where A > 0, nor to rho >
+    dual_clip where A < 0: a bound above both changes the loss's value and nothing that is learnt.
+    (tis_cap = math.inf says "no cap", and is let through.)"""
+    beyond = max(policy.dual_clip, 1.0 + policy.clip_high)
+    for correction in corrections:
+        if isinstance(correction, TokenTis):
+            name, bound = "tis_cap", correction.tis_cap
+        elif isinstance(correction, TokenIcepop) and correction.icepop_low == 0.0:
+            name, bound = "icepop_high", correction.icepop_high
+        else:
+            continue
+        if beyond <= bound < math.inf:
+            raise ValueError(
+                f"corrections={[each.name for each in corrections]}: ppo_clip leaves no gradient "
+                "above "
+                f"dual_clip={policy.dual_clip:g} where A < 0, nor above 1 + "
+                f"clip_high={1.0 + policy.clip_high:g} where A > 0, "
+                f"so {name}={bound:g} would never act; set it below {beyond:g}, or leave "
+                f"{correction.name} out"
+            )

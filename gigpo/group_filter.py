@@ -1,0 +1,88 @@
+"""Dynamic sampling: which groups are left out because nothing can be learnt from them, and why.
+
+silent = groups_without_signal(compute_advantages(steps, settings), signal="rewards")
+# {group_uid: "8 trajectories, all returned 0, they differ in penalties only"}
+
+What the episodes of a group have to differ in, for it to be trained on:
+
+none        nothing: no group is silent. The scripts of GiGPO's authors filter nothing: KL and
+entropy hold for every step
+advantages  anything: a group is silent if every one of its advantages is 0. Penalties count
+rewards     what they earned, penalties not counted: their undiscounted returns, or, where the
+estimator has a step term, the
+            discounted returns from some state on (won sooner, won later)
+returns     their undiscounted returns, penalties not counted: DAPO (arXiv 2503.14476), also "GiGPO
+dynamic"
+
+Under `rewards` and `returns` differences that rounding can make (queries/trajectories.sql) are
+none, and a lone trajectory has nothing to differ from. A group whose advantages are all 0 is silent
+under any but `none`. The baseline of reinforce_pp is the batch and not the group, so there a group
+that won every time has a signal that only `advantages` sees.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+SIGNALS: Final = ("advantages", "rewards", "returns", "none")
+
+
+def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, str]:
+    """The silent groups, each with the reason. In: compute_advantages' table. Out: group_uid -> a
+    line for people.
+
+    Raises ValueError for an unknown `signal`.
+    """
+    if signal not in SIGNALS:
+        raise ValueError(f"signal={signal!r} is unknown; it is one of {', '.join(SIGNALS)}")
+    if signal == "none":
+        return {}
+    coded = advantages["group_uid"].combine_chunks().dictionary_encode()
+    uids, group = coded.dictionary, coded.indices.to_numpy()
+    advantage = advantages["advantage"].to_numpy()
+    has_advantage = _any(advantage != 0.0, group, len(uids))
+    if signal == "advantages":
+        earned = has_advantage
+    else:
+        columns = (
+            ("episodes_differ", "steps_differ") if signal == "rewards" else ("episodes_differ",)
+        )
+        earned = _any(
+            np.logical_or.reduce([advantages[name].to_numpy() for name in columns]),
+            group,
+            len(uids),
+        )
+    n_trajectories = np.bincount(
+        group[advantages["step_index"].to_numpy() == 0], minlength=len(uids)
+    )
+    lone = (n_trajectories == 1) & (signal != "advantages")
+    silent = np.flatnonzero(~earned | ~has_advantage | lone)
+    if not len(silent):
+        return {}
+    first = np.unique(group, return_index=True)[1]  # row of each group
+    differs = _any(advantage != advantage[first][group], group, len(uids))
+    penalties_only = differs & advantages["has_penalties"].to_numpy()[first]
+    episode_return = advantages["episode_return"].to_numpy()[first]
+    reasons = {}
+    for number in silent:
+        if lone[number]:
+            reason = "nothing to compare it with"
+        elif signal == "advantages" or earned[number]:
+            reason = "no advantage differs from 0"
+        elif signal == "rewards" and penalties_only[number]:
+            reason = f"all returned {episode_return[number]:g}, they differ in penalties only"
+        else:
+            reason = f"all returned {episode_return[number]:g}"
+        n = n_trajectories[number]
+        reasons[uids[number].as_py()] = (
+            f"{n} {'trajectory' if n == 1 else 'trajectories'}, {reason}"
+        )
+    return reasons
+
+
+def _any(flag: np.ndarray, group: np.ndarray, n_groups: int) -> np.ndarray:
+    """bool per group: whether one of its rows has the flag."""
+    return np.bincount(group[flag], minlength=n_groups) > 0

@@ -1,0 +1,264 @@
+"""Causal attention within each of several sequences that lie end to end, for any transformers model
+that lets one choose.
+
+    use_packed_attention(causal_lm)
+    hidden_TH = packed_hidden(causal_lm, input_ids_T, position_ids_T, bounds_S1)
+
+transformers hands the keyword `sequences` down to each layer's attention, also when a checkpointed
+layer is computed again; no state is kept between. On a GPU in bf16 or fp16 one kernel takes all
+sequences; else each is a call of an ordinary one, which pays neither for padding nor for pairs of
+tokens of different sequences. (On a CPU, one call for all of like length, padded, took a tenth to a
+third longer; one for neighbours of equal length gained only where all are equal, 3 to 15 %.)
+
+Letters: S sequences, T tokens together, L of one, A attention heads, D size of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+PACKED = "packed"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of the variable-length kernel
+KERNEL_HEAD_SIZE = 256  # at most, a multiple of 8, and one for queries, keys and values
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Rotary embeddings whose angles depend on the longest sequence of the forward pass: the others
+# would feel it.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+SAME = 0.01  # relative distance of two results of one function, in bf16
+MIXED = "computes two equal sequences unequally when packed into one, so tokens pass between them"
+# What some models give their attention besides; computing without it would be another function,
+# without a word.
+NOT_COMPUTED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedSequences:
+    """Where the sequences of one forward pass lie: on the device for a kernel, as numbers for a
+    loop.
+    """
+
+    bounds_S1: torch.Tensor  # int32, cumulative, from 0 to T
+    lengths: list[int]  # of the S sequences
+    compared: bool = False  # whether each layer compares its kernel with one sequence after another
+
+
+def use_packed_attention(causal_lm: PreTrainedModel) -> None:
+    """From now on the model computes packed sequences, and nothing else; its weights must be
+    loaded.
+
+    Raises ValueError where tokens reach others by more than attention, or where the model's
+    attention is not what we compute.
+    """
+    name = f"model.path: {type(causal_lm).__name__}"
+    # a vision model's tower keeps its own attention, which knows images apart
+    decoder = causal_lm.get_decoder()
+    others = set(getattr(decoder.config, "layer_types", None) or ()) - LAYER_TYPES
+    if causal_lm.is_backend_compatible() and not causal_lm._is_stateful and not others:
+        decoder.set_attn_implementation(PACKED)
+    if decoder.config._attn_implementation != PACKED:
+        layers = f" (its layers: {', '.join(sorted(others))})" if others else ""
+        raise ValueError(
+            f"{name}{layers} passes tokens on by more than attention that can be replaced, so "
+            "sequences packed "
+            "into one would mix; use a decoder with softmax attention, such as a Llama, Mistral, "
+            "Qwen2 or Qwen3"
+        )
+    for module in causal_lm.modules():
+        rope = getattr(module, "rope_type", None)
+        for kind in rope.values() if isinstance(rope, dict) else (rope,):
+            if kind in LENGTH_DEPENDENT_ROPE:
+                raise ValueError(
+                    f"{name} with rope_type {kind!r} turns by the longest sequence of a pass, so "
+                    "sequences "
+                    "packed into one would change each other; set a fixed rope_type such as 'yarn' "
+                    "in its config.json"
+                )
+    if not _stay_apart(causal_lm):
+        raise ValueError(f"{name} {MIXED}")
+
+
+def _stay_apart(causal_lm: PreTrainedModel) -> bool:
+    """One pass over the same two tokens twice, as two sequences: what differs has come across."""
+    was_training = causal_lm.training
+    causal_lm.eval()
+    ids_T, bounds_S1 = (
+        torch.tensor([0, 1, 0, 1], device=causal_lm.device),
+        torch.tensor([0, 2, 4], device=causal_lm.device),
+    )
+    with torch.no_grad():
+        hidden_TH = packed_hidden(causal_lm, ids_T, ids_T, bounds_S1.int()).float()
+    causal_lm.train(was_training)
+    return are_same(hidden_TH[:2], hidden_TH[2:])
+
+
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two results of one function are equal to rounding in bf16."""
+    one, other = one.float(), other.float()
+    return one.shape == other.shape and bool((one - other).norm() <= SAME * other.norm())
+
+
+def packed_hidden(
+    causal_lm: PreTrainedModel,
+    input_ids_T: torch.Tensor,
+    position_ids_T: torch.Tensor,
+    bounds_S1: torch.Tensor,
+    *,
+    embedded: Mapping[str, torch.Tensor] | None = None,
+    compared: bool = False,
+    **to_layers: torch.Tensor,
+) -> torch.Tensor:
+    """[T, H], the decoder's last hidden states. Its layers get the keywords `to_layers`, see
+    `last_layer.py`.
+
+    `embedded` are embeddings and positions in place of the ids and theirs, see `vision.py`. With
+    `compared` a layer whose kernel gives another result than one sequence after another raises
+    ValueError.
+    """
+    # Once per forward pass and not per layer: reading the lengths waits for the device.
+    lengths = bounds_S1.diff().tolist()
+    sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths, compared=compared)
+    inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
+    return causal_lm.get_decoder()(
+        **(inputs if embedded is None else embedded),
+        sequences=sequences,
+        use_cache=False,
+        **to_layers,
+    ).last_hidden_state.squeeze(0)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query_1ATD: torch.Tensor,
+    key_1ATD: torch.Tensor,
+    value_1ATD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    sequences: PackedSequences | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' interface; returns [1, T, A, D], with D as the values
+    have it.
+
+    Keys and values may have fewer heads, a divisor of the queries', and values another head size,
+    as in latent attention.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            f"model.path: {type(module).__name__} masks tokens by a rule of its own, which would "
+            "be left out here"
+        )
+    if sequences is None:
+        raise ValueError(
+            f"{type(module).__name__} was not told its sequences; `packed_hidden` does, unless its "
+            "model drops keywords"
+        )
+    asked = [name for name in NOT_COMPUTED if others.get(name) is not None]
+    if asked:
+        raise ValueError(
+            f"model.path: {type(module).__name__} uses {asked[0]}, which packed attention does not "
+            "compute"
+        )
+    heads = (query_1ATD, key_1ATD, value_1ATD)
+    if not _kernel_takes(query_1ATD, value_1ATD):
+        return _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window), None
+    out_1TAD = _by_kernel(heads, sequences, scaling=scaling, sliding_window=sliding_window)
+    if sequences.compared:
+        looped_1TAD = _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window)
+        if not are_same(out_1TAD, looped_1TAD):
+            raise ValueError(
+                f"model.path: the variable-length kernel of torch {torch.__version__} on "
+                f"{query_1ATD.device} computes "
+                f"{type(module).__name__} unlike one sequence after another; update torch, or set "
+                "model.dtype=float32, "
+                "which uses no kernel"
+            )
+    return out_1TAD, None
+
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query_1ATD, key_1ATD, value_1ATD
+
+
+def _by_kernel(
+    heads: Heads, sequences: PackedSequences, *, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """[1, T, A, D] of all sequences at once, by the variable-length kernel of a GPU."""
+    longest = max(sequences.lengths)
+    grouped = heads[0].shape[1] != heads[1].shape[1]
+    out_TAD: torch.Tensor = varlen_attn(
+        *(heads_1ATD[0].transpose(0, 1) for heads_1ATD in heads),
+        sequences.bounds_S1,
+        sequences.bounds_S1,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        # torch 2.11 takes grouped heads without being told.
+        **({"enable_gqa": grouped} if _is_told_of_groups(varlen_attn) else {}),
+    )
+    return out_TAD.unsqueeze(0)
+
+
+@functools.cache
+def _is_told_of_groups(kernel: Callable[..., object]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def _by_sequence(
+    heads: Heads, sequences: PackedSequences, *, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """[1, T, A, D], one sequence after another, by torch's ordinary attention."""
+    grouped = heads[0].shape[1] != heads[1].shape[1]
+    outs_1LAD = []
+    parts = (heads_1ATD.split(sequences.lengths, dim=2) for heads_1ATD in heads)
+    for query_1ALD, key_1ALD, value_1ALD in zip(*parts, strict=True):
+        seen_LL = _window(query_1ALD, sliding_window)
+        out_1ALD = scaled_dot_product_attention(
+            query_1ALD,
+            key_1ALD,
+            value_1ALD,
+            seen_LL,
+            is_causal=seen_LL is None,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        outs_1LAD.append(out_1ALD.transpose(1, 2))
+    return torch.cat(outs_1LAD, dim=1)
+
+
+def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:
+    """Whether the variable-length kernel computes these; keys are of the queries' size. What it
+    does not, the loop does.
+    """
+    head_size = query_1ATD.shape[-1]
+    fits = (
+        head_size <= KERNEL_HEAD_SIZE and head_size % 8 == 0 and value_1ATD.shape[-1] == head_size
+    )
+    return query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES and fits
+
+
+def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tensor | None:
+    """Which tokens each one sees, None for all before it. Three tokens, a window of 2: 100 110
+    011.
+    """
+    n_tokens = query_1ALD.shape[2]
+    if sliding_window is None or n_tokens <= sliding_window:
+        return None
+    return (
+        torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=query_1ALD.device)
+        .tril()
+        .triu(1 - sliding_window)
+    )
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,120 @@
+"""A base policy without a hub: a tokenizer trained on game text and a small Qwen2 with random
+weights.
+
+    tokenizer = train_tokenizer(texts, vocabulary_size=1024)
+    make_tiny_model(run_dir / "base", tokenizer, config.model.tiny, seed=0)
+
+transformers and vLLM load the directory like any other; what it cannot do yet, cloning teaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from configs import TinyModelConfig
+from learner.files.atomic_directory import visible_last
+
+PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
+CONTROL_TOKENS = (PAD, EOS, USER, ASSISTANT)  # left out when an answer is decoded
+# one token each, and text: the parser reads them
+ANSWER_TOKENS = ("<think>", "</think>", "<action>", "</action>")
+N_BYTES = 256  # byte-level BPE knows each byte, so any text can be encoded and decoded without loss
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+HEAD_SIZES = (32, 64, 128)  # those of vLLM's attention kernels that fit small models
+# of the hidden size; a gated layer has three matrices, so 6 h^2 beside the attention's 4 h^2
+FEED_FORWARD_FACTOR = 2
+MAX_POSITIONS = 4096
+# Hidden sizes of one or two hundred train faster from a wider start than the 0.02 made for
+# thousands: 128 ** -0.5 / 2.
+INITIALIZER_RANGE = 0.04
+
+
+def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over `texts`, with control and answer tokens; decode(encode(text)) == text for
+    any text.
+
+    The vocabulary is smaller than asked where `texts` have too few pairs to merge; `len(tokenizer)`
+    says.
+    """
+    added = len(CONTROL_TOKENS) + len(ANSWER_TOKENS)
+    if vocabulary_size < N_BYTES + added:
+        raise ValueError(
+            f"vocabulary_size={vocabulary_size} is too small: {N_BYTES} bytes and {added} added "
+            "tokens need "
+            f"at least {N_BYTES + added}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size - len(ANSWER_TOKENS),
+        special_tokens=[AddedToken(token, special=True) for token in CONTROL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # Added after the training, whose own list would make them control tokens that decoding leaves
+    # out.
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in ANSWER_TOKENS]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,  # it would drop the space before a full stop
+    )
+
+
+def make_tiny_model(
+    dest: Path, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, *, seed: int
+) -> None:
+    """Writes a complete model directory: Qwen2 with random weights from `seed`, tied embeddings,
+    float32.
+    """
+    head_size, remainder = divmod(config.hidden_size, config.heads)
+    if remainder or head_size not in HEAD_SIZES:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} over heads={config.heads} gives head size "
+            f"{config.hidden_size / config.heads:g}; choose them so that it is one of {HEAD_SIZES}"
+        )
+    model_config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=FEED_FORWARD_FACTOR * config.hidden_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(model_config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    disable_progress_bar()  # one file of a few MB
+    with visible_last(dest) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)

@@ -1,0 +1,195 @@
+"""Vision models in the learner: their class, the names of their weights, and images in a packed
+forward pass.
+
+    vision = load_vision(path)                                    # None: a model of text alone
+    packed = vision.packed(causal_lm, batch)                      # keywords of `attention.packed_hidden`
+    names = names_to_publish(path, policy, learner)               # as the base model's files have them
+
+A vision tower turns an image's patches into one vector for each of its tokens, which takes the
+place of that token's embedding. Positions have three parts, time, height and width: equal for text,
+the place in the image for an image's tokens, and text after an image goes on behind the largest.
+All of a micro-batch's images go through the tower together; its attention keeps them apart. So
+packing rows, and cutting an update into micro-batches, changes nothing.
+
+Letters as in `batch.py`; I images, P patches of all of them, D numbers each, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedModel
+
+from configs import VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
+from learner.data.micro_batch import MicroBatch
+from learner.distributed.deepspeed_setup import PARTITIONED
+
+# Name of a parameter -> in files written before transformers had one scheme for all vision models,
+# as those of Qwen2.5-VL.
+OLDER_PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+
+
+class Vision:
+    """Made by `load_vision`."""
+
+    def __init__(self, processor: Any, *, image_token_id: int, merge_size: int) -> None:
+        self._processor, self._image_token_id, self._merge_size = (
+            processor,
+            image_token_id,
+            merge_size,
+        )
+
+    def packed(self, causal_lm: PreTrainedModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Embeddings [1, T, H] and positions [3, 1, T] of a micro-batch, on the model's device.
+
+        They depend on every parameter of the tower, also without an image, so that ranks exchange
+        the same gradients. Raises ValueError for a sequence whose image tokens are not as many as
+        its images have.
+        """
+        embedded_1TH = causal_lm.get_input_embeddings()(batch.input_ids_T.unsqueeze(0))
+        images = [image for images in batch.images_S for image in images]
+        if not images:
+            positions_31T = batch.position_ids_T.expand(3, 1, -1)
+            return {
+                "inputs_embeds": embedded_1TH + nothing_of(causal_lm, embedded_1TH),
+                "position_ids": positions_31T,
+            }
+        values = self._processor(images=images, return_tensors="pt")
+        grid_I3 = values["image_grid_thw"].numpy() // [1, self._merge_size, self._merge_size]
+        positions_31T, is_image_T = self._places(batch, grid_I3)
+        seen = causal_lm.base_model.get_image_features(
+            values["pixel_values"].to(causal_lm.device),
+            values["image_grid_thw"].to(causal_lm.device),
+            return_dict=True,
+        )
+        seen_KH = torch.cat(list(seen.pooler_output)).to(embedded_1TH.dtype)
+        is_image_1T1 = is_image_T.to(batch.input_ids_T.device)[None, :, None]
+        return {
+            "inputs_embeds": embedded_1TH.masked_scatter(is_image_1T1, seen_KH),
+            "position_ids": positions_31T,
+        }
+
+    def _places(
+        self, batch: MicroBatch, grid_I3: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(positions [3, 1, T], which tokens are of images [T])."""
+        is_pad_T, bounds = (
+            (batch.input_ids_T == self._image_token_id).cpu().numpy(),
+            batch.bounds_S1.tolist(),
+        )
+        parts, first = [], 0
+        for start, end, images in zip(bounds[:-1], bounds[1:], batch.images_S, strict=True):
+            parts.append(places(is_pad_T[start:end], grid_I3[first : first + len(images)]))
+            first += len(images)
+        positions_3T, is_image_T = (
+            np.concatenate(part, axis=-1) for part in zip(*parts, strict=True)
+        )
+        return torch.from_numpy(positions_3T).unsqueeze(1).to(
+            batch.input_ids_T.device
+        ), torch.from_numpy(is_image_T)
+
+
+def places(
+    is_pad_L: NDArray[np.bool_], grids_I3: Sequence[Sequence[int]] | NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """([3, L] time, height and width of each token, [L] whether it is an image's) of one sequence.
+
+    `is_pad_L`: it is the image token. `grids_I3`: tokens of each image in the three directions. Two
+    words, an image of 2 x 3 tokens, one word: the image begins at 2, the word goes on behind its
+    largest part.
+
+        time      0 1   2 2 2 2 2 2   5
+        height    0 1   2 2 2 3 3 3   5
+        width     0 1   2 3 4 2 3 4   5
+
+    Images come first: an image token behind the last of them is one that the policy sampled, a word
+    without a meaning, as the engine takes it too. Raises ValueError where an image has not its
+    tokens.
+    """
+    parts, at, next_position = [], 0, 0
+    is_image_L = np.zeros_like(is_pad_L)
+    for grid in grids_I3:
+        n_tokens = int(np.prod(grid))
+        n_before = int(np.argmax(is_pad_L[at:])) if is_pad_L[at:].any() else len(is_pad_L) - at
+        parts.append(np.tile(next_position + np.arange(n_before), (3, 1)))
+        at, next_position = at + n_before, next_position + n_before
+        if is_pad_L[at : at + n_tokens].sum() < n_tokens:
+            raise ValueError(
+                f"an image of {n_tokens} tokens has fewer in its row; was it played with another "
+                "processor?"
+            )
+        is_image_L[at : at + n_tokens] = True
+        parts.append(next_position + np.indices(tuple(int(n) for n in grid)).reshape(3, -1))
+        at, next_position = at + n_tokens, next_position + int(max(grid))
+    parts.append(np.tile(next_position + np.arange(len(is_pad_L) - at), (3, 1)))
+    return np.concatenate(parts, axis=1), is_image_L
+
+
+def nothing_of(causal_lm: PreTrainedModel, like: torch.Tensor) -> torch.Tensor:
+    """0, with a gradient of 0 for every parameter of the tower that is trained."""
+    trained = [
+        parameter
+        for parameter in causal_lm.base_model.visual.parameters()
+        if parameter.requires_grad
+    ]
+    return sum((parameter.sum() * 0.0 for parameter in trained), like.new_zeros(())).to(like.dtype)
+
+
+def load_vision(path: Path) -> Vision | None:
+    """Of the processor in a model's directory, always on PIL, as the actors have it
+    (`actors/prompting/images.py`).
+    """
+    if model_type(str(path)) not in VISION_MODEL_TYPES:
+        return None
+    # a model's own code never runs here
+    from_files = {"local_files_only": True, "trust_remote_code": False}
+    config: Any = loaded(
+        "configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files)
+    )
+    processor = loaded(
+        "image processor",
+        path,
+        lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **from_files),
+    )
+    return Vision(processor, image_token_id=config.image_token_id, merge_size=processor.merge_size)
+
+
+def names_to_publish(path: Path, policy: Any, learner: LearnerConfig) -> Mapping[str, str]:
+    """Of parameters whose name in the files of `path`, from which an engine took them, is another.
+    Of a `PolicyModel`.
+
+    Raises ValueError for a vision model with ZeRO 3, where a rank without images would wait for
+    ever for the tower's parts.
+    """
+    if policy.vision is None:
+        return {}
+    if learner.zero_stage == PARTITIONED:
+        raise ValueError(
+            f"learner.zero_stage={PARTITIONED} with a vision model is not supported; use 1 or 2"
+        )
+    return checkpoint_names(path, policy.causal_lm.state_dict())
+
+
+def checkpoint_names(path: Path, names: Iterable[str]) -> Mapping[str, str]:
+    """Of each of a model's names the one in the files of `path`, whence an engine took them; where
+    there is none, itself.
+    """
+    present: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            present |= set(tensors.keys())
+    found = {}
+    for name in names:
+        older = (
+            old + name.removeprefix(new) for new, old in OLDER_PREFIXES if name.startswith(new)
+        )
+        found[name] = (
+            name if name in present else next((other for other in older if other in present), name)
+        )
+    return found

@@ -1,0 +1,219 @@
+"""python -m learner export RUN [--version N | --checkpoint STEP] [--adapter] DEST: a run's policy
+for other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+import configs
+import store
+from learner.checkpointing.checkpoint import (
+    check_parameters,
+    check_whole,
+    read_content,
+    saved_tensors,
+)
+from learner.distributed.optimizer_state import MASTER, trainable
+from learner.files.atomic_directory import UNFINISHED_SUFFIX, visible_last
+from learner.model.lora import add_adapters, merged, write_adapter
+from learner.model.policy_model import load_policy
+from learner.model.vision import checkpoint_names
+from learner.publishing.base_model import base_model
+from learner.publishing.publish import weight_files, write_weights
+from printable import printable
+from store import RunLayout, VersionRecord, check_trusted, files_digest, local_directory
+
+
+class ExportError(ValueError):
+    """What was asked for cannot be exported; the message says why, and what can."""
+
+
+def run(options: argparse.Namespace) -> int:
+    layout = RunLayout.open(options.run_dir)
+    if options.dest.exists():
+        raise ExportError(f"{options.dest} exists; choose another directory, or remove it")
+    if options.adapter:
+        learner_step = find_checkpoint(layout, options)
+        digest = export_adapter(layout, learner_step, options.dest)
+        what = f"the adapters after learner step {learner_step}"
+    elif options.checkpoint is not None:
+        digest = export_checkpoint(layout, options.checkpoint, options.dest)
+        what = f"the checkpoint after learner step {options.checkpoint}"
+    else:
+        version = find_version(layout, options.version)
+        digest = export_version(layout, version, options.dest)
+        what = f"version {version.version}, of learner step {version.learner_step}"
+    print(printable(f"{options.dest}: {what} of {layout.root}; digest {digest}"))
+    return 0
+
+
+def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
+    """The published version of that number, the newest for None. Raises ExportError naming those
+    whose files are there.
+    """
+    versions = {version.version: version for version in _versions(layout)}
+    there = _whose_files_are_there(layout, versions.values())
+    if number is None and there:
+        return there[-1]
+    if number is not None and versions.get(number) in there:
+        return versions[number]
+    asked = "its newest version" if number is None else f"version {number}"
+    gone = "has been removed" if number in versions else "was never published"
+    raise ExportError(f"{asked} of {layout.root} {gone}; {_what_there_is(layout, there)}")
+
+
+def find_checkpoint(layout: RunLayout, options: argparse.Namespace) -> int:
+    """The learner step of the checkpoint whose adapters are wanted. Raises ExportError naming those
+    that are there.
+    """
+    if options.version is not None:
+        raise ExportError(
+            f"--version {options.version} was published with its adapters merged; give "
+            "--checkpoint STEP instead"
+        )
+    if options.checkpoint is not None:
+        return int(options.checkpoint)
+    with store.open_run(layout.root, warn=False) as reader:
+        rows = reader.rows(
+            "SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC"
+        )
+    there = [
+        int(row["learner_step"])
+        for row in rows
+        if layout.checkpoint_dir(row["learner_step"]).is_dir()
+    ]
+    if not there:
+        raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
+    return there[0]
+
+
+def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
+    """Copies a published directory, whose digest must be the published one; returns it. Raises
+    ExportError, StoreError.
+    """
+    try:
+        with _all_or_nothing(dest), visible_last(dest) as unfinished:
+            source = local_directory(layout, version.path)
+            # version 0 of an evaluation: a model that lies outside of the run
+            if source.is_symlink():
+                check_trusted(layout.root)
+            for path in source.iterdir():
+                if path.name != "complete.json":  # which only says that it was fetched whole
+                    shutil.copyfile(path, unfinished / path.name)
+            digest = files_digest(weight_files(unfinished))
+            if digest != version.digest:
+                raise ExportError(
+                    f"{source} has digest {digest}, published was {version.digest}: it was changed "
+                    "or cut; "
+                    "export another version, or a checkpoint"
+                )
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"version {version.version} was removed while it was copied; ask for a newer one"
+        ) from error
+    return digest
+
+
+def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
+    """Writes the weights of a checkpoint over the base model's; returns their digest. Raises
+    ExportError, CheckpointError.
+    """
+    model, base = _restored(layout, learner_step)
+    with _all_or_nothing(dest):
+        as_merged = (name.replace(".base_layer.", ".") for name in model.state_dict())
+        names = checkpoint_names(base, as_merged)
+        return write_weights(
+            ((names.get(name, name), tensor) for name, tensor in merged(model)),
+            dest,
+            source_dir=base,
+        )
+
+
+def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
+    """Writes a peft adapter directory; returns the digest of its weights. Raises ExportError,
+    CheckpointError.
+    """
+    if not configs.from_yaml(layout.info.config_yaml).model.lora_rank:
+        raise ExportError(
+            f"{layout.root} has model.lora_rank=0: there are no adapters; leave out --adapter"
+        )
+    model, _ = _restored(layout, learner_step)
+    with _all_or_nothing(dest):
+        write_adapter(model, dest)
+    return files_digest(weight_files(dest))
+
+
+def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Path]:
+    """The model of a checkpoint, with its adapters if it has some, and the base model's
+    directory.
+    """
+    source = layout.checkpoint_dir(learner_step)
+    if not source.is_dir():
+        there = _whose_files_are_there(layout, _versions(layout))
+        raise ExportError(
+            f"{layout.root} has no checkpoint of learner step {learner_step}; "
+            f"{_what_there_is(layout, there)}"
+        )
+    config = configs.from_yaml(layout.info.config_yaml)
+    content = read_content(source)
+    check_whole(source, content)
+    # an adapter names it, for readers that are elsewhere
+    base = base_model(layout, config).resolve()
+    disable_progress_bar()  # the answer is one line
+    model = load_policy(
+        base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0
+    ).causal_lm
+    if config.model.lora_rank:
+        add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+    parameters = trainable(model)
+    check_parameters(source, content.parameters, parameters)
+    saved = saved_tensors(source, content)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved(name, MASTER))
+    return model, base
+
+
+def _versions(layout: RunLayout) -> list[VersionRecord]:
+    """All that were ever published, oldest first."""
+    with store.open_run(layout.root, warn=False) as reader:
+        rows = reader.rows(
+            "SELECT version, path, digest, learner_step FROM versions ORDER BY version"
+        )
+    return [VersionRecord(**row) for row in rows]
+
+
+def _whose_files_are_there(
+    layout: RunLayout, versions: Iterable[VersionRecord]
+) -> list[VersionRecord]:
+    return [version for version in versions if layout.storage.exists(f"{version.path}/config.json")]
+
+
+def _what_there_is(layout: RunLayout, there: list[VersionRecord]) -> str:
+    numbers = [str(version.version) for version in there]
+    names = (
+        [path.name for path in sorted(layout.checkpoints.iterdir())]
+        if layout.checkpoints.is_dir()
+        else []
+    )
+    steps = [str(int(match[1])) for name in names if (match := re.fullmatch(r"step(\d+)", name))]
+    return f"there are versions {', '.join(numbers) or '(none)'} and checkpoints of learner steps {', '.join(steps) or '(none)'}"
+
+
+@contextmanager
+def _all_or_nothing(dest: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(dest.with_name(dest.name + UNFINISHED_SUFFIX), ignore_errors=True)
+        raise

@@ -1,0 +1,322 @@
+"""Are dropped trajectories different from the trained ones? In length, reward and task, with a
+permutation test.
+
+Dropped is a training group that is stale, no_signal or abandoned now, whatever was played of it,
+and surplus: what a group with spare members had too many of. Groups that are still to be played or
+trained on, held-out ones and imported ones are neither.
+
+Unfinished training episodes, a kind for each reason, are compared with the trained members of their
+own groups. They are measured by how far they got before they were given up, so their whole lengths
+are at least that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from store.bias.permutation_test import (
+    Difference,
+    Units,
+    difference_of_tasks,
+    differences_of_means,
+    holm,
+)
+from store.catalog.records import WHY_UNFINISHED
+from store.errors import StoreError
+from store.exchange.datasets import check_condition
+from store.reading.reader import Reader, open_run
+
+QUERY_TIMEOUT_S = 3600.0
+SEED = 0
+KINDS = ("stale", "no_signal", "abandoned", "surplus")
+SURPLUS = "surplus"
+MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")
+TASKS = "tasks"
+# compared with the members of their own groups, so with the same task
+WITHIN_GROUP = (SURPLUS, *WHY_UNFINISHED)
+# What a kind differs in by definition, so there is nothing to test.
+BY_DEFINITION = {"no_signal": ("episode_return", "won"), **dict.fromkeys(WITHIN_GROUP, (TASKS,))}
+# dropped, and trained, that can be compared; fewer permutations could not tell them from chance
+MIN_GROUPS = 5
+# of policy versions: at most so many, of at least so many trained groups
+MAX_BLOCKS, GROUPS_PER_BLOCK = 10, 10
+
+# The columns a condition may use: those of `trajectories`, and those of `groups` that
+# `trajectories` does not have.
+PLAYED = """(SELECT * FROM (
+    SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
+    FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid)
+WHERE (
+{where}
+))"""
+SUMS = "count(*)::DOUBLE AS n, " + ", ".join(
+    f"sum({measure}::DOUBLE) AS {measure}" for measure in MEASURES
+)
+VALUES = ", ".join(f"{measure}::DOUBLE AS {measure}" for measure in MEASURES)
+GROUPS = """SELECT state, any_value(task_id) AS task, min(version_min) AS version, {sums} FROM {played}
+WHERE split = 'train' AND state IN ('trained', 'stale', 'no_signal', 'abandoned')
+GROUP BY group_uid, state ORDER BY group_uid"""
+# Every surplus trajectory, and beside those of trained groups the members that were trained on.
+MEMBERS = """WITH played AS {played},
+surplus AS (SELECT group_uid, regexp_extract(reason, '^imported from surplus of group ([0-9a-f-]+)$', 1) AS of_group
+            FROM groups WHERE split = 'imported' AND reason LIKE 'imported from surplus of group %'),
+members AS (
+    SELECT of_group, true AS dropped, p.* FROM played AS p JOIN surplus USING (group_uid)
+    UNION ALL BY NAME
+    SELECT group_uid::VARCHAR AS of_group, false AS dropped, * FROM played
+    WHERE split = 'train' AND state = 'trained' AND group_uid::VARCHAR IN (SELECT of_group FROM surplus))
+SELECT dense_rank() OVER (ORDER BY of_group) - 1 AS of_group, dropped, task_id AS task, 1::DOUBLE AS n,
+       {values}
+FROM members ORDER BY of_group, dropped, traj_uid"""
+# Unfinished training episodes, and with `why` null the members of their groups that were trained
+# on.
+UNFINISHED = """WITH played AS {played},
+given_up AS (SELECT why, group_uid, task_id AS task, n_steps, n_response_tokens FROM unfinished
+             WHERE split = 'train' AND n_steps IS NOT NULL
+             AND ({all_groups} OR group_uid IN (SELECT group_uid FROM played))),
+members AS (SELECT NULL AS why, group_uid, task_id AS task, n_steps, n_response_tokens FROM played
+            WHERE split = 'train' AND state = 'trained' AND group_uid IN (SELECT group_uid FROM given_up))
+SELECT why, group_uid::VARCHAR AS of_group, task, 1::DOUBLE AS n, n_steps::DOUBLE AS n_steps,
+       n_response_tokens::DOUBLE AS n_response_tokens
+FROM (FROM given_up UNION ALL BY NAME FROM members) ORDER BY ALL"""
+HAS_UNFINISHED = "SELECT count(*) > 0 AS there FROM duckdb_views() WHERE view_name = 'unfinished'"
+N_GROUPS = "SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """The trajectories of one way of being dropped, or of the trained groups."""
+
+    name: str
+    n_groups: int  # with a trajectory here
+    n_trajectories: int
+    # of MEASURES, per trajectory; of unfinished episodes the first two; none without one
+    means: tuple[float, ...]
+    n_tasks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A measure of one kind against the trained trajectories of about the same policy versions.
+
+    Surplus and unfinished episodes are compared with those of their own groups.
+    """
+
+    kind: str
+    measure: str  # of MEASURES, or TASKS: shares of the task that differs most
+    difference: Difference
+    task: str | None
+    # by Holm, for the number of comparisons of the report; None where it is so by definition
+    p_corrected: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasReport:
+    lsn: int | None
+    kinds: tuple[Kind, ...]  # the trained first
+    comparisons: tuple[Comparison, ...]
+    not_compared: dict[str, str]  # kind → why
+    n_unseen: dict[str, int]  # kind → its groups that have no trajectory here
+
+
+def bias_report(run: Path, *, as_of: int | None, where: str | None) -> BiasReport:
+    """Of the trajectories for which `where` holds, now or at the lsn `as_of`; the run may be
+    training.
+
+    Raises StoreError for a condition that is none, and if files cannot be read: what is missing
+    could be the difference.
+    """
+    if where is not None:
+        check_condition(where)
+    with open_run(run, as_of=as_of, warn=False) as reader:
+        if reader.left_out:
+            raise StoreError(f"{reader.left_out}; what is missing could be the difference")
+        return _report(reader, where=where)
+
+
+def _report(reader: Reader, *, where: str | None) -> BiasReport:
+    played = PLAYED.format(where="true" if where is None else where)
+    groups = reader.sql(GROUPS.format(played=played, sums=SUMS), timeout_s=QUERY_TIMEOUT_S)
+    members = reader.sql(MEMBERS.format(played=played, values=VALUES), timeout_s=QUERY_TIMEOUT_S)
+    state_U = np.asarray(groups["state"].to_pylist(), dtype=object)
+    surplus = members.filter(members["dropped"])
+    kinds = [_kind("trained", groups.filter(pa.array(state_U == "trained")))]
+    comparisons: list[Comparison] = []
+    not_compared = {}
+    for name in KINDS:
+        of_kind = surplus if name == SURPLUS else groups.filter(pa.array(state_U == name))
+        kinds.append(_kind(name, of_kind))
+        tasks, units = (
+            _members_as_units(members)
+            if name == SURPLUS
+            else _groups_as_units(groups, state_U, dropped=name)
+        )
+        units = units.comparable()
+        why = _too_few(units, kinds[-1])
+        if why is None:
+            comparisons += _compare(name, units, tasks)
+        else:
+            not_compared[name] = why
+    dropped_kinds = kinds[1:-1]
+    for name, rows in _unfinished(reader, played, all_groups=where is None).items():
+        kinds.append(_kind(name, rows.filter(rows["dropped"])))
+        tasks, units = _members_as_units(rows)
+        units = units.comparable()
+        why = _too_few(units, kinds[-1])
+        if why is None:
+            comparisons += _compare(name, units, tasks)
+        else:
+            not_compared[name] = why
+    totals = dict(
+        zip(*(column.to_pylist() for column in reader.sql(N_GROUPS).columns), strict=True)
+    )
+    counted = [] if where is not None else [kinds[0], *dropped_kinds]
+    unseen = {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in counted}
+    return BiasReport(
+        lsn=reader.lsn,
+        kinds=tuple(kinds),
+        comparisons=tuple(_corrected(comparisons)),
+        not_compared=not_compared,
+        n_unseen={name: n for name, n in unseen.items() if n},
+    )
+
+
+def _unfinished(reader: Reader, played: str, *, all_groups: bool) -> dict[str, pa.Table]:
+    """Return the unfinished episodes by reason, each with the trained members of their groups;
+    `dropped` tells them apart.
+
+    A run of an older format that nobody has opened since has none.
+    """
+    if not reader.sql(HAS_UNFINISHED)["there"][0].as_py():
+        return {}
+    query = UNFINISHED.format(played=played, all_groups=str(all_groups).lower())
+    rows = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
+    why_U = np.asarray(rows["why"].to_pylist(), dtype=object)
+    is_member_U = np.array([why is None for why in why_U], bool)
+    group_U = np.asarray(rows["of_group"].combine_chunks().dictionary_encode().indices)
+    rows = rows.set_column(
+        rows.column_names.index("of_group"), "of_group", pa.array(group_U, pa.int64())
+    )
+    found = {}
+    for why in WHY_UNFINISHED:
+        dropped_U = why_U == why
+        if dropped_U.any():
+            members_U = is_member_U & np.isin(group_U, group_U[dropped_U])
+            marked = rows.append_column("dropped", pa.array(dropped_U))
+            found[why] = marked.filter(pa.array(dropped_U | members_U))
+    return found
+
+
+def _measures(rows: pa.Table) -> list[str]:
+    """Return the MEASURES that these rows have: an unfinished episode has no return."""
+    return [measure for measure in MEASURES if measure in rows.column_names]
+
+
+def _kind(name: str, rows: pa.Table) -> Kind:
+    """In: a row per group, or per trajectory of surplus, or per unfinished episode."""
+    n = int(np.sum(rows["n"].to_numpy()))
+    means = (
+        tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in _measures(rows))
+        if n
+        else ()
+    )
+    n_groups = len(rows["of_group"].unique()) if "of_group" in rows.column_names else len(rows)
+    return Kind(
+        name=name,
+        n_groups=n_groups,
+        n_trajectories=n,
+        means=means,
+        n_tasks=len(rows["task"].unique()),
+    )
+
+
+def _groups_as_units(
+    groups: pa.Table, state_U: np.ndarray, *, dropped: str
+) -> tuple[list[str], Units]:
+    """Groups against trained ones of about the same policy versions: else what a policy learnt
+    meanwhile would be found.
+    """
+    trained_U = state_U == "trained"
+    version_U = groups["version"].to_numpy()
+    n_blocks = max(1, min(MAX_BLOCKS, int(trained_U.sum()) // GROUPS_PER_BLOCK))
+    ordered = np.sort(version_U[trained_U])
+    edges = np.unique(ordered[np.arange(1, n_blocks) * len(ordered) // n_blocks])
+    rows_U = np.flatnonzero(trained_U | (state_U == dropped))
+    stratum_U = np.searchsorted(edges, version_U[rows_U], side="right")
+    return _units(
+        groups.take(pa.array(rows_U)), stratum_U=stratum_U, dropped_U=state_U[rows_U] == dropped
+    )
+
+
+def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:
+    """Surplus, or unfinished episodes, against the members of the very group."""
+    dropped_U = np.asarray(members["dropped"].to_pylist(), bool)
+    return _units(members, stratum_U=members["of_group"].to_numpy(), dropped_U=dropped_U)
+
+
+def _units(
+    rows: pa.Table, *, stratum_U: np.ndarray, dropped_U: np.ndarray
+) -> tuple[list[str], Units]:
+    """And what each code of `task_U` stands for."""
+    coded = rows["task"].combine_chunks().dictionary_encode()
+    units = Units(
+        stratum_U=np.asarray(stratum_U, np.int64),
+        dropped_U=dropped_U,
+        sizes_U=rows["n"].to_numpy(),
+        sums_UM=np.stack([rows[measure].to_numpy() for measure in _measures(rows)], axis=1),
+        task_U=coded.indices.to_numpy().astype(np.int64),
+    )
+    return coded.dictionary.to_pylist(), units
+
+
+def _too_few(units: Units, kind: Kind) -> str | None:
+    if not kind.n_trajectories:
+        return "none"
+    n_dropped, n_kept = int(units.dropped_U.sum()), int((~units.dropped_U).sum())
+    if kind.name in WITHIN_GROUP:
+        n_dropped = n_kept = int(units.stratum_U.max(initial=-1)) + 1
+    if min(n_dropped, n_kept) >= MIN_GROUPS:
+        return None
+    if kind.name in WITHIN_GROUP:
+        what = SURPLUS if kind.name == SURPLUS else f"{kind.name} episodes"
+        return f"{n_dropped} trained groups have {what}, too few to compare; it takes {MIN_GROUPS}"
+    return f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes {MIN_GROUPS} of each"
+
+
+def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
+    measures = MEASURES[: units.sums_UM.shape[1]]
+    compared = dict(zip(measures, differences_of_means(units, seed=SEED), strict=True))
+    rows = [
+        Comparison(kind=kind, measure=name, difference=difference, task=None, p_corrected=None)
+        for name, difference in compared.items()
+    ]
+    if TASKS not in BY_DEFINITION.get(kind, ()):
+        task, difference = difference_of_tasks(units, seed=SEED)
+        rows.append(
+            Comparison(
+                kind=kind, measure=TASKS, difference=difference, task=tasks[task], p_corrected=None
+            )
+        )
+    return rows
+
+
+def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    tested = [row.measure not in BY_DEFINITION.get(row.kind, ()) for row in comparisons]
+    corrected = iter(
+        holm(
+            [
+                row.difference.p
+                for row, is_tested in zip(comparisons, tested, strict=True)
+                if is_tested
+            ]
+        )
+    )
+    return [
+        replace(row, p_corrected=next(corrected)) if is_tested else row
+        for row, is_tested in zip(comparisons, tested, strict=True)
+    ]

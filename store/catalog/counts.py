@@ -1,0 +1,103 @@
+"""What the catalog knows in sum: groups by state, and evaluation rounds."""
+
+from __future__ import annotations
+
+from store.catalog.database import Transaction
+from store.catalog.records import Counts, Evaluation, SuccessRate
+
+ROLLED_BACK = "the evaluated version was rolled back"  # why a round was abandoned that is no result
+
+
+def counts(tx: Transaction) -> Counts:
+    """Return the training groups by state. It costs the same in a run of any length: see
+    counts.sql.
+    """
+    rows = tx.rows(
+        "SELECT state, n_groups AS n, n_members, n_steps FROM group_count WHERE split = 'train'"
+    )
+    leased = tx.row(
+        """SELECT count(*) AS n FROM grp
+           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL AND split = 'train' AND state = 'open'""",
+        now_us=tx.now_us,
+    )
+    assert leased is not None
+    n = {row["state"]: row["n"] for row in rows}
+    return Counts(
+        open=n.get("open", 0),
+        leased=leased["n"],
+        complete=n.get("complete", 0),
+        claimed=n.get("claimed", 0),
+        trained=n.get("trained", 0),
+        stale=n.get("stale", 0),
+        no_signal=n.get("no_signal", 0),
+        trajectories=sum(row["n_members"] for row in rows),
+        steps=sum(row["n_steps"] for row in rows),
+    )
+
+
+def complete_by_version(tx: Transaction) -> dict[int, int]:
+    """Oldest version -> how many complete training groups have it as theirs."""
+    rows = tx.rows(
+        "SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete' "
+        "GROUP BY version_min"
+    )
+    return {row["version_min"]: row["n"] for row in rows}
+
+
+def outstanding(tx: Transaction) -> int:
+    """Training groups handed out and not yet trained on: `counts().outstanding`, from the index
+    alone.
+    """
+    row = tx.row(
+        "SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', "
+        "'claimed')"
+    )
+    assert row is not None
+    return int(row["n"])
+
+
+def open_heldout(tx: Transaction) -> int:
+    """Held-out groups still to be played, over all evaluation rounds."""
+    row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'heldout' AND state = 'open'")
+    assert row is not None
+    return int(row["n"])
+
+
+def finished_evaluations(tx: Transaction) -> list[Evaluation]:
+    """Evaluation rounds that were played to the end and have no figure `heldout/success` under
+    their version yet.
+
+    What was rolled back is none; what was abandoned because its environment failed is left out, and
+    counted.
+    """
+    rows = tx.rows(
+        # From round to round by the index, and only into the groups of those without a figure:
+        # there are few.
+        """WITH RECURSIVE round (version) AS (
+               SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
+               UNION ALL
+               SELECT (SELECT min(purpose_version) FROM grp WHERE split = 'heldout' AND purpose_version > round.version)
+               FROM round WHERE round.version IS NOT NULL)
+           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, sum(g.n_members) AS n_trajectories,
+                  sum(g.n_won) AS n_won, sum(g.state = 'abandoned') AS n_abandoned,
+                  coalesce(max(g.version_max), v.version) AS newest_version, sum(g.return_sum) AS return_sum,
+                  sum(g.n_steps) AS n_steps
+           FROM round CROSS JOIN version v ON v.version = round.version
+           CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
+           WHERE NOT EXISTS (
+               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
+           GROUP BY round.version HAVING sum(g.state = 'open' OR g.reason = :rolled_back) = 0""",
+        rolled_back=ROLLED_BACK,
+    )
+    return [
+        Evaluation(
+            version=row["version"],
+            learner_step=row["learner_step"],
+            success=SuccessRate(n_trajectories=row["n_trajectories"], n_won=row["n_won"]),
+            n_abandoned=row["n_abandoned"],
+            newest_version=row["newest_version"],
+            return_sum=row["return_sum"],
+            n_steps=row["n_steps"],
+        )
+        for row in rows
+    ]

@@ -1,0 +1,230 @@
+"""Segments after their commit: replaced by compaction, expired, quarantined, removed. Functions of
+one transaction each.
+
+A segment is live until it is retired; its file stays for readers of older snapshots until it is
+removed. Rows of the segment table are never deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from store.catalog.database import Transaction
+from store.catalog.records import LiveSegment
+from store.errors import StoreError
+from store.layout import SEGMENT_PATH, checked_name
+from store.segments import SegmentMeta, TrajectoryMeta
+
+# Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too,
+# but that is rare. Stored groups always: how often they are used may be raised.
+_WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"
+
+# Removed files that may hold what no other file does: what was lost was read from them, or from
+# what they were merged into.
+WANTED_BACK = """(removed_us IS NOT NULL AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (
+    SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
+    AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
+
+
+def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
+    """Every live segment, oldest first."""
+    rows = tx.rows(
+        f"""SELECT s.segment_id, s.level, s.n_bytes, s.n_steps, s.lsn, s.committed_us, s.level > 0 OR NOT EXISTS (
+                       SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
+                       WHERE t.segment_id = s.segment_id AND {_WANTED}) AS settled
+            FROM segment s WHERE s.retired_lsn IS NULL ORDER BY s.lsn, s.segment_id"""
+    )
+    return tuple(LiveSegment(**{**row, "settled": bool(row["settled"])}) for row in map(dict, rows))
+
+
+def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentMeta, ...]:
+    """The given segments, each with all its trajectories that count. StoreError for one the catalog
+    does not have.
+    """
+    metas = []
+    for segment_id in segment_ids:
+        row = tx.row("SELECT * FROM segment WHERE segment_id = :segment_id", segment_id=segment_id)
+        if row is None:
+            raise StoreError(
+                f"segment {segment_id} is not in the catalog; ask live_segments() for those that "
+                "are"
+            )
+        trajectories = tx.rows(
+            "SELECT * FROM trajectory WHERE segment_id = :segment_id ORDER BY group_uid, member",
+            segment_id=segment_id,
+        )
+        metas.append(segment_meta(dict(row), [dict(trajectory) for trajectory in trajectories]))
+    return tuple(metas)
+
+
+def segment_meta(
+    segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
+) -> SegmentMeta:
+    """A row of the segment table and rows of the trajectory table as a reader needs them."""
+    return SegmentMeta(
+        segment_id=segment["segment_id"],
+        path=segment["path"],
+        digest=segment["digest"],
+        n_steps=segment["n_steps"],
+        n_bytes=segment["n_bytes"],
+        worker=segment["worker"],
+        trajectories=tuple(
+            TrajectoryMeta(
+                **{
+                    **{name: row[name] for name in TrajectoryMeta.__slots__},
+                    "won": bool(row["won"]),
+                }
+            )
+            for row in trajectories
+        ),
+    )
+
+
+def replace_segments(
+    tx: Transaction, *, old: Collection[str], new: SegmentMeta, level: int
+) -> None:
+    """From now on the rows of the segments `old` are read from `new`. StoreError if it does not
+    hold exactly those.
+    """
+    for segment_id in old:
+        _check_live(tx, segment_id)
+    before = {
+        row["traj_uid"]
+        for segment_id in old
+        for row in tx.rows(
+            "SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id
+        )
+    }
+    if before != {trajectory.traj_uid for trajectory in new.trajectories}:
+        raise StoreError(
+            f"segment {new.path} does not hold the trajectories of the {len(old)} it replaces; "
+            "compact them again"
+        )
+    insert_segment(tx, new, epoch=tx.epoch, level=level)
+    for segment_id in old:
+        tx.run(
+            "UPDATE trajectory SET segment_id = :new WHERE segment_id = :old",
+            new=new.segment_id,
+            old=segment_id,
+        )
+    retire(tx, old, why="compacted")
+
+
+def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
+    """Readers no longer see these segments: 'compacted', 'expired' or 'quarantined'."""
+    for segment_id in segment_ids:
+        _check_live(tx, segment_id)
+        tx.run(
+            """UPDATE segment SET retired_lsn = :lsn, retired_us = :now_us, retired_why = :why
+               WHERE segment_id = :segment_id""",
+            lsn=tx.lsn,
+            now_us=tx.now_us,
+            why=why,
+            segment_id=segment_id,
+        )
+    if segment_ids:
+        tx.touch("segments", "excluded")
+
+
+def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:
+    """A file that counts from now on."""
+    tx.run(
+        """INSERT INTO segment (segment_id, path, digest, n_steps, n_bytes, worker, epoch, lsn, committed_us, level)
+           VALUES (:segment_id, :path, :digest, :n_steps, :n_bytes, :worker, :epoch, :lsn, :now_us, :level)""",
+        segment_id=segment.segment_id,
+        path=segment.path,
+        digest=segment.digest,
+        n_steps=segment.n_steps,
+        n_bytes=segment.n_bytes,
+        worker=segment.worker,
+        epoch=epoch,
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+        level=level,
+    )
+    tx.touch("segments")
+
+
+def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None) -> dict[str, str]:
+    """Segment id → path of retired files that no snapshot within the window and no pinned reader
+    needs.
+    """
+    rows = tx.rows(
+        """SELECT segment_id, path FROM segment
+           WHERE retired_lsn IS NOT NULL AND removed_us IS NULL AND retired_why <> 'quarantined'
+             AND retired_us < :before_us AND (:pinned IS NULL OR retired_lsn <= :pinned)
+           ORDER BY retired_lsn""",
+        before_us=retired_before_us,
+        pinned=pinned_lsn,
+    )
+    return {
+        row["segment_id"]: checked_name(row["path"], SEGMENT_PATH, where="the catalog")
+        for row in rows
+    }
+
+
+def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
+    """These files are about to go: snapshots from before their retirement can no longer be read."""
+    for segment_id in segment_ids:
+        tx.run(
+            "UPDATE segment SET removed_us = :now_us WHERE segment_id = :segment_id",
+            now_us=tx.now_us,
+            segment_id=segment_id,
+        )
+        tx.run(
+            """UPDATE meta SET horizon_lsn =
+                   max(horizon_lsn, (SELECT retired_lsn FROM segment WHERE segment_id = :segment_id))""",
+            segment_id=segment_id,
+        )
+
+
+def known_paths(tx: Transaction) -> frozenset[str]:
+    """Every file that must not be swept; one that is not among them was never committed, or is
+    removed.
+
+    A removed file whose trajectories were lost is wanted again, should somebody put it back.
+    """
+    return frozenset(
+        row["path"]
+        for row in tx.rows(f"SELECT path FROM segment WHERE removed_us IS NULL OR {WANTED_BACK}")
+    )
+
+
+def expirable(
+    tx: Transaction,
+    *,
+    completed_before_us: int | None,
+    below_version: int | None,
+    oldest_checkpoint: int,
+) -> tuple[str, ...]:
+    """Live segments in which no group is younger than asked, still wanted, or consumed after
+    `oldest_checkpoint`.
+
+    That is the learner step of the oldest kept checkpoint: a roll-back makes what was consumed
+    later available again.
+    """
+    rows = tx.rows(
+        f"""SELECT s.segment_id FROM segment s
+            WHERE s.retired_lsn IS NULL AND NOT EXISTS (
+                SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
+                WHERE t.segment_id = s.segment_id AND ({_WANTED}
+                    OR (:before_us IS NOT NULL AND coalesce(g.completed_us, g.opened_us) >= :before_us)
+                    OR (:below IS NOT NULL AND (t.version_max >= :below OR g.split = 'imported'))
+                    OR EXISTS (SELECT 1 FROM batch_group l JOIN batch b USING (batch_id)
+                               WHERE l.group_uid = g.group_uid AND l.live = 1 AND b.learner_step > :oldest_checkpoint)))
+            ORDER BY s.lsn""",
+        before_us=completed_before_us,
+        below=below_version,
+        oldest_checkpoint=oldest_checkpoint,
+    )
+    return tuple(row["segment_id"] for row in rows)
+
+
+def _check_live(tx: Transaction, segment_id: str) -> None:
+    row = tx.row(
+        "SELECT retired_why FROM segment WHERE segment_id = :segment_id", segment_id=segment_id
+    )
+    if row is None or row["retired_why"] is not None:
+        state = "not in the catalog" if row is None else f"already {row['retired_why']}"
+        raise StoreError(f"segment {segment_id} is {state}; choose among the live segments")

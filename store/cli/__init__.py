@@ -1,1 +1,0 @@
-"""`python -m store`: one module per command, each with `add(commands)`."""

@@ -1,0 +1,274 @@
+"""A new run that begins where another was at one of its checkpoints: the other's past, as if it had
+ended there.
+
+    layout = fork(RunLayout.open("runs/a"), Path("runs/b"), learner_step=40, config_yaml=text)
+
+Its catalog is the other's, cut at the checkpoint; what is later is not in it: no group, no version,
+no number. So versions and ordinals go on from there, and each group is as far behind the weights as
+it was then. Segments, the checkpoint and its weights are hard links, or copies where that is
+impossible. The other run is only read, and may be training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import stat
+from contextlib import closing
+from os import link as link_file  # a test stands in for it, as for a file system without hard links
+from pathlib import Path
+
+from store.atomic_write import make_directory, sync_directory
+from store.catalog.database import Transaction, is_damage
+from store.catalog.group_totals import recompute
+from store.catalog.migrate import SCHEMA, migrate
+from store.catalog.time_travel import connect_read_only
+from store.clock import now_us
+from store.errors import FormatError, StoreError
+from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name
+from store.reading.pins import Pin
+from store.untrusted.file_access import is_directory, is_file, open_file, opened_parent, walk
+
+UNFINISHED = ".unfinished"
+COMPONENT = "fork"
+# What was there at the lsn :cut, of tables without a history of their own. The order matters: files
+# outlive their rows.
+CUT = """
+INSERT OR IGNORE INTO duplicate (segment_id, traj_uid) SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
+DELETE FROM trajectory WHERE lsn > :cut;
+DELETE FROM batch_group WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut);
+DELETE FROM batch WHERE claimed_lsn > :cut;
+UPDATE batch_group SET live = 0, outcome = 'claimed'
+    WHERE batch_id IN (SELECT batch_id FROM batch WHERE trained_lsn IS NULL OR trained_lsn > :cut);
+UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL, trained_us = NULL, trained_lsn = NULL,
+                 rolled_back_lsn = min(:cut, coalesce(rolled_back_lsn, :cut))
+    WHERE trained_lsn IS NULL OR trained_lsn > :cut;
+DELETE FROM group_state WHERE lsn > :cut;
+DELETE FROM unfinished WHERE lsn > :cut;
+DELETE FROM lost_trajectory WHERE group_uid IN (SELECT group_uid FROM grp WHERE opened_lsn > :cut);
+DELETE FROM grp WHERE opened_lsn > :cut;
+UPDATE grp SET completed_lsn = NULL, completed_us = NULL WHERE completed_lsn > :cut;
+UPDATE grp SET lease_worker = NULL, lease_until_us = NULL;
+UPDATE grp SET (state, reason) = (SELECT state, reason FROM group_state s WHERE s.group_uid = grp.group_uid
+                                  ORDER BY seq DESC LIMIT 1)
+    WHERE state <> (SELECT state FROM group_state s WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1);
+DELETE FROM version WHERE lsn > :cut;
+DELETE FROM checkpoint WHERE lsn > :cut;
+UPDATE checkpoint SET live = 0 WHERE lsn <> :cut;
+DELETE FROM metric WHERE lsn > :cut;
+DELETE FROM event WHERE lsn > :cut;
+DELETE FROM component;
+DELETE FROM segment WHERE lsn > :cut AND segment_id NOT IN (SELECT segment_id FROM trajectory)
+    AND segment_id NOT IN (SELECT segment_id FROM lost_trajectory);
+UPDATE segment SET removed_us = :now_us WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
+DELETE FROM duplicate WHERE segment_id NOT IN (SELECT segment_id FROM segment WHERE retired_lsn IS NULL);
+UPDATE meta SET run_id = :run_id, horizon_lsn = lsn + 1;
+"""
+
+
+def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) -> RunLayout:
+    """The new run at `root`, where nothing may be. Raises StoreError, naming the checkpoints there
+    are, if it cannot be made.
+
+    Weights of the checkpoint's version are in it only if the other run still has them.
+    """
+    if source.info.storage_uri is not None:
+        raise StoreError(
+            f"{source.root} has its files in {source.info.storage_uri}; only a run with all of its "
+            "files here is forked"
+        )
+    if not is_file(source.catalog, root=source.root):
+        raise StoreError(
+            f"{source.catalog} is missing: the run has not begun, or python -m store rebuild "
+            f"{source.root}"
+        )
+    if root.exists():
+        raise StoreError(f"{root} exists; choose another directory for the new run")
+    unfinished = root.with_name(root.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+    info = source.info
+    try:
+        make_directory(unfinished, beneath=unfinished.parent)
+        # Until the marker is removed, RunLayout.open refuses this directory. It is there before
+        # run.json is.
+        # on disk as soon as the directories that `create` makes
+        (unfinished / UNFINISHED_FORK).touch()
+        layout = RunLayout.create(
+            unfinished,
+            config_yaml=config_yaml,
+            forked_from=f"{info.run_id}@{learner_step}",
+            ancestors=(*info.ancestors, info.run_id),
+        )
+        # the files that the catalog's copy names are not removed meanwhile
+        with closing(Pin(source, _lsn(source))):
+            version = _copy_catalog(source, layout, learner_step=learner_step)
+            _link_files(source, layout, learner_step=learner_step, version=version)
+        # The names of the links; their bytes are the other run's, and on disk.
+        for directory, _, _ in os.walk(unfinished):
+            sync_directory(Path(directory), beneath=unfinished)
+        (unfinished / UNFINISHED_FORK).unlink()
+        sync_directory(unfinished, beneath=unfinished)
+        unfinished.rename(root)
+        sync_directory(root.parent, beneath=root.parent)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, sqlite3.Error) and is_damage(error):
+            raise FormatError(
+                f"{source.catalog} cannot be read ({error}); restore it from a backup, or python "
+                f"-m store rebuild {source.root}"
+            ) from error
+        if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
+            raise StoreError(
+                f"cannot make the fork {root}: {error}; free space or fix the permissions, then "
+                "retry"
+            ) from error
+        raise
+    return RunLayout.open(root)
+
+
+def _lsn(source: RunLayout) -> int:
+    """Return the lsn of the run's catalog now. Raises FormatError if it does not say one."""
+    with closing(connect_read_only(source)) as catalog:
+        row = catalog.execute("SELECT lsn FROM meta").fetchone()
+    if row is None or not isinstance(row[0], int):
+        raise FormatError(
+            f"{source.catalog} does not say at which lsn it is; restore it from a backup, "
+            f"or python -m store rebuild {source.root}"
+        )
+    return row[0]
+
+
+def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
+    """The catalog as it was at the checkpoint; the checkpoint's version."""
+    with (
+        closing(connect_read_only(source)) as original,
+        closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
+    ):
+        original.backup(copy)
+        copy.row_factory = sqlite3.Row
+        copy.create_function("now_us", 0, now_us)
+        migrate(copy, path=layout.catalog)
+        checkpoint = _checkpoint(source, copy, learner_step=learner_step)
+        copy.execute("BEGIN IMMEDIATE")
+        for trigger in copy.execute(
+            "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
+        ).fetchall():
+            copy.execute(f"DROP TRIGGER {trigger['name']}")  # ledgers may not be cut
+        values = {"cut": checkpoint["lsn"], "run_id": layout.info.run_id, "now_us": now_us()}
+        touched = copy.execute(
+            "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > :cut", values
+        ).fetchall()
+        for statement in CUT.split(";\n"):
+            used = {name: value for name, value in values.items() if f":{name}" in statement}
+            copy.execute(statement, used)
+        copy.execute("COMMIT")
+        copy.executescript(SCHEMA.read_text())  # the triggers again
+        copy.execute("BEGIN IMMEDIATE")
+        lsn, epoch = copy.execute("SELECT lsn + 1, epoch FROM meta").fetchone()
+        tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
+        for row in touched:
+            recompute(tx, row["group_uid"])
+        where = f"of {source.root} at learner step {learner_step}"
+        tx.run(
+            "UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'",
+            reason=f"fork {where}",
+        )
+        tx.log(
+            component=COMPONENT,
+            what="forked",
+            detail=f"{where}, run {source.info.run_id}, version {checkpoint['version']}",
+        )
+        for name in tx.touched:
+            tx.run(
+                "INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, :lsn)", name=name, lsn=lsn
+            )
+        tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
+        tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
+        copy.execute("COMMIT")
+    return int(checkpoint["version"])
+
+
+def _checkpoint(
+    source: RunLayout, catalog: sqlite3.Connection, *, learner_step: int
+) -> sqlite3.Row:
+    rows = catalog.execute(
+        "SELECT lsn, learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY lsn"
+    ).fetchall()
+    there = {row["learner_step"]: row for row in rows if _is_there(source, row["path"])}
+    if learner_step not in there:
+        before = max((step for step in there if step < learner_step), default=None)
+        nearest = f"; the nearest before it is that of step {before}" if before is not None else ""
+        raise StoreError(
+            f"{source.root} has no checkpoint of learner step {learner_step}: there are those of "
+            f"{', '.join(map(str, sorted(there))) or 'none'}{nearest}. learner.keep_every keeps "
+            "more of them"
+        )
+    row: sqlite3.Row = there[learner_step]
+    published = catalog.execute(
+        "SELECT lsn FROM version WHERE version = ?", (row["version"],)
+    ).fetchone()
+    if published is None or published["lsn"] > row["lsn"]:
+        raise StoreError(
+            f"{source.root} was rebuilt after learner step {learner_step}: when what happened is "
+            "lost; use a later one"
+        )
+    return row
+
+
+def _is_there(source: RunLayout, path: object) -> bool:
+    name = checked_name(path, CHECKPOINT_PATH, where=str(source.catalog))
+    return is_directory(source.root / name, root=source.root)
+
+
+def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, version: int) -> None:
+    with closing(sqlite3.connect(layout.catalog)) as catalog:
+        paths = [
+            path
+            for (path,) in catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL")
+        ]
+    for path in paths:
+        name = checked_name(path, SEGMENT_PATH, where=str(source.catalog))
+        _link(source.root / name, layout.root / name, source=source, layout=layout)
+    directories = [
+        source.checkpoint_dir(learner_step),
+        source.weights_dir(version),
+        source.root / "base" / "policy",
+    ]
+    for directory in directories:
+        for file, found in walk(directory, root=source.root):
+            if stat.S_ISREG(found.st_mode):
+                _link(
+                    file, layout.root / file.relative_to(source.root), source=source, layout=layout
+                )
+
+
+def _link(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> None:
+    make_directory(dest.parent, beneath=layout.root)
+    try:
+        with (
+            opened_parent(file, root=source.root) as (theirs, name),
+            opened_parent(dest, root=layout.root) as (ours, new),
+        ):
+            # a link would be linked to, and not what it leads to
+            os.close(open_file(file, root=source.root))
+            try:
+                link_file(name, new, src_dir_fd=theirs, dst_dir_fd=ours, follow_symlinks=False)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another file system, or one without links
+                _copy(file, dest, source=source, layout=layout)
+    except FileNotFoundError:
+        raise StoreError(f"{file} was removed while it was taken over; try again") from None
+
+
+def _copy(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> None:
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with (
+        open(open_file(file, root=source.root), "rb") as original,
+        open(open_file(dest, root=layout.root, flags=new), "wb") as copy,
+    ):
+        shutil.copyfileobj(original, copy)
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(original.fileno()).st_mode))
+        copy.flush()
+        os.fsync(copy.fileno())

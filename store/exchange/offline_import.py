@@ -1,0 +1,379 @@
+"""Groups of other runs taken into a new one, to be trained on: `cli/train.py CONFIG
+source=RUN[@where]`.
+
+    take_sources(Path("runs/b"), [parse_source("runs/a@won AND n_steps < 8")], order="n_won DESC")
+
+Whole groups only: what a step is compared with is always its whole group, so a group is selected if
+any of its trajectories matches. A source is a run, which is only read and may go on training, or a
+directory that `export` wrote. First all rows are imported, as `python -m store import` does; then
+one transaction makes the groups those that the run trains on, in their order. Killed before it, the
+same call begins anew, with what is here already; after it, there is nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.catalog.catalog import Catalog
+from store.catalog.imports import ImportedGroup
+from store.catalog.offline_groups import StoredGroup
+from store.errors import FormatError, StoreError
+from store.exchange.dataset_directory import DATASET_JSON, Dataset, read_dataset, read_part
+from store.exchange.datasets import (
+    SELECT_TIMEOUT_S,
+    check_condition,
+    dataset_groups,
+    relabelled,
+    selected_rows,
+)
+from store.exchange.offline_source import WHOLE_HINT, StoredSource, TakenSource
+from store.layout import RunLayout
+from store.maintenance import segment_rows
+from store.maintenance.compact import in_group_order
+from store.reading.manifest import export
+from store.reading.reader import open_run
+from store.records import UID_TYPE
+from store.segments import decode, write_rows
+from store.storage import Storage, open_storage
+
+WORKER = "stored"  # the directory of their segments
+# the split they are taken from: held-out groups stay held out, imported ones are to be had where
+# they are from
+TRAIN = "train"
+FILE_STEPS = 2048  # rows of a segment: a batch of a few groups reads whole files
+MAX_GROUPS = 10_000_000  # of a source; what is known of them is held in memory
+# they are not in the files
+UNKNOWN_OF_DATASETS = ("ordinal", "state", "reason", "opened_at", "completed_at")
+COLUMNS = pa.schema(  # what an order may use, and `source`, `played`
+    [
+        ("group_uid", UID_TYPE),
+        *(
+            ("task_id", pa.string()),
+            ("ordinal", pa.int64()),
+            ("size", pa.int64()),
+            ("n_steps", pa.int64()),
+        ),
+        *(
+            ("n_won", pa.int64()),
+            ("return_sum", pa.float64()),
+            ("state", pa.string()),
+            ("reason", pa.string()),
+        ),
+        *(("version_min", pa.int64()), ("version_max", pa.int64())),
+        *(("opened_at", pa.timestamp("us")), ("completed_at", pa.timestamp("us"))),
+        ("members", pa.list_(UID_TYPE)),
+    ]
+)
+SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid, g.task_id, g.ordinal, g.size, g.n_steps,
+       g.n_won, g.return_sum, g.state, g.reason, g.version_min, g.version_max, g.opened_at, g.completed_at,
+       list(unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
+FROM groups AS g JOIN trajectories AS t ON t.group_uid = g.group_uid
+WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM (
+    SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
+    FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid) AS selection
+WHERE (
+{where}
+)) GROUP BY ALL ORDER BY g.completed_at, g.ordinal"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Selection:
+    source: StoredSource
+    run_id: str
+    groups: pa.Table  # COLUMNS, whole groups, in the order they were played in
+    n_incomplete: int
+    is_dataset: bool
+    tables: Iterator[pa.Table]  # all rows of `groups`, and maybe others
+
+
+def take_sources(
+    run: Path, sources: Sequence[StoredSource], *, order: str
+) -> tuple[TakenSource, ...]:
+    """The groups of all `sources` into the run, which nobody may own, ordered by the SQL `order`
+    (as after ORDER BY, over COLUMNS, `source` and `played`; empty: as they were played, source by
+    source). Nothing, if that was done already.
+
+    Raises StoreError if nothing is selected, or an SQL text or a source is none; DigestError for
+    files that were changed.
+    """
+    layout = RunLayout.open(run)
+    with Catalog.open(layout) as catalog, ExitStack() as opened:
+        taken: tuple[TakenSource, ...] = ()
+        if not catalog.stored.taken():
+            selections = [_select(source, opened) for source in sources]
+            _refuse_own(selections, layout)
+            chosen = in_order(selections, order=order)
+            for selection in selections:
+                _import(catalog, layout, selection)
+            taken = tuple(_reports(selections))
+            catalog.stored.take(chosen, detail="; ".join(map(str, taken)))
+        export(catalog, layout)
+    return taken
+
+
+def find_sources(sources: Sequence[StoredSource], *, order: str) -> None:
+    """Raises what `take_sources` would raise before it takes anything."""
+    with ExitStack() as opened:
+        in_order([_select(source, opened) for source in sources], order=order)
+
+
+def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGroup]:
+    """Every selected group once, of the first selection that has it."""
+    tables = [
+        one.groups.append_column("source", pa.array([one.run_id] * len(one.groups), pa.string()))
+        for one in selections
+    ]
+    candidates = pa.concat_tables(tables).drop_columns(["members"])
+    candidates = candidates.append_column("played", pa.array(range(len(candidates)), pa.int64()))
+    if not len(candidates):
+        places = ", ".join(map(_fault, selections))
+        raise StoreError(f"no whole training group is selected in {places}; nothing to train on")
+    # so that an order by what is unknown is refused, and not nothing
+    if order and candidates["state"].null_count:
+        candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
+    if order:
+        candidates = _sorted(candidates, order)
+    groups = dict(
+        zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True)
+    )
+    return [StoredGroup(group_uid=group_uid, source=source) for group_uid, source in groups.items()]
+
+
+def _fault(selection: _Selection) -> str:
+    """Say of a selection without whole groups what is in it."""
+    n, where = selection.n_incomplete, selection.source.where or "all"
+    hint = f"; {WHOLE_HINT}" if n and selection.is_dataset else ""
+    found = f": {n} groups, of which each lacks trajectories{hint}" if n else ""
+    return f"{selection.source.place} ({where}{found})"
+
+
+def _sorted(candidates: pa.Table, order: str) -> pa.Table:
+    """With DuckDB, which can reach nothing but the table."""
+    with duckdb.connect(
+        config={"enable_external_access": False, "lock_configuration": True}
+    ) as connection:
+        connection.register("candidates", candidates)
+        try:
+            if len(duckdb.extract_statements(f"SELECT 1 ORDER BY {order}")) != 1:
+                raise StoreError(
+                    f"the order {order!r} is not one ORDER BY; write it as after those words"
+                )
+            return connection.sql(
+                f"SELECT * FROM candidates ORDER BY {order}\n, played"
+            ).to_arrow_table()
+        except duckdb.Error as error:
+            why, unknown = (
+                " ".join(str(error).split()),
+                set(UNKNOWN_OF_DATASETS) - set(candidates.column_names),
+            )
+            without = (
+                f"; with a dataset among the sources there is no {', '.join(sorted(unknown))}"
+                if unknown
+                else ""
+            )
+            raise StoreError(
+                f"the order {order!r} cannot be used ({why}); it is SQL over a group's "
+                f"columns{without}"
+            ) from error
+
+
+def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
+    for one in selections:
+        if one.run_id == layout.info.run_id:
+            raise StoreError(
+                f"source {one.source.place!r} is this very run; train from it in a new run_dir"
+            )
+
+
+def _select(source: StoredSource, opened: ExitStack) -> _Selection:
+    if not RunLayout.exists(Path(source.place)):
+        storage = open_storage(source.place)
+        if not storage.exists(DATASET_JSON):
+            raise FormatError(
+                f"source {source.place!r} is neither a run directory nor one that `python -m store "
+                "export` wrote"
+            )
+        return _select_of_dataset(source, storage)
+    theirs = RunLayout.open(source.place)
+    # its files stay until all is read
+    reader = opened.enter_context(open_run(theirs.root, warn=False))
+    if reader.left_out:
+        raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
+    if reader.lsn is None:
+        raise FormatError(
+            f"{theirs.root} is of format 1; python -m store compact {theirs.root} upgrades it"
+        )
+    try:
+        check_condition(source.where or "true")
+        answer = reader.sql(
+            SELECTED.format(where=source.where or "true"),
+            timeout_s=SELECT_TIMEOUT_S,
+            max_rows=MAX_GROUPS,
+        )
+    except StoreError as error:
+        raise StoreError(
+            f"source {source.place}@{source.where} cannot be selected: {error}; write what follows "
+            "the @ as after WHERE, over "
+            "columns of the views trajectories and groups"
+        ) from error
+    groups, n_incomplete = _whole(answer.cast(COLUMNS))
+    tables = selected_rows(reader, pc.list_flatten(groups["members"]).combine_chunks())
+    run_id = theirs.info.run_id
+    return _Selection(
+        source=source,
+        run_id=run_id,
+        groups=groups,
+        n_incomplete=n_incomplete,
+        is_dataset=False,
+        tables=tables,
+    )
+
+
+def _select_of_dataset(source: StoredSource, storage: Storage) -> _Selection:
+    if source.where is not None:
+        raise StoreError(
+            f"source {source.place}@{source.where}: a dataset has no SQL; select when it is "
+            "exported, by --where"
+        )
+    dataset = read_dataset(storage)
+    found: dict[bytes, list[segment_rows.Played]] = {}
+    for table in _parts(storage, dataset):
+        for played in segment_rows.trajectories(_as_rows(table)):
+            if played.split == TRAIN:
+                found.setdefault(played.meta.group_uid, []).append(played)
+    sizes = {
+        group.group_uid: group.size
+        for group in dataset_groups(dataset, [one for members in found.values() for one in members])
+    }
+    records = [
+        _record(group_uid, members, size=sizes[group_uid]) for group_uid, members in found.items()
+    ]
+    groups, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
+    tables = _parts(storage, dataset)
+    return _Selection(
+        source=source,
+        run_id=dataset.run_id,
+        groups=groups,
+        n_incomplete=n_incomplete,
+        is_dataset=True,
+        tables=tables,
+    )
+
+
+def _record(
+    group_uid: bytes, members: Sequence[segment_rows.Played], *, size: int
+) -> dict[str, Any]:
+    metas = [played.meta for played in members]
+    return {
+        "group_uid": group_uid,
+        "task_id": members[0].task_id,
+        "size": size,
+        "n_steps": sum(meta.n_steps for meta in metas),
+        "n_won": sum(meta.won for meta in metas),
+        "return_sum": sum(meta.episode_return for meta in metas),
+        "version_min": min(meta.version_min for meta in metas),
+        "version_max": max(meta.version_max for meta in metas),
+        "members": [meta.traj_uid for meta in metas],
+    }
+
+
+def _parts(storage: Storage, dataset: Dataset) -> Iterator[pa.Table]:
+    for part in dataset.parts:
+        yield decode(read_part(storage, part), path=storage.locate(part.path))
+
+
+def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
+    """Those with all their trajectories, and how many there are without."""
+    whole = groups.filter(pc.equal(pc.list_value_length(groups["members"]), groups["size"]))
+    return whole, len(groups) - len(whole)
+
+
+def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
+    """All rows of the selected groups that are not here yet."""
+    groups = {
+        row["group_uid"]: ImportedGroup(**row)
+        for row in selection.groups.select(["group_uid", "task_id", "size"]).to_pylist()
+    }
+    wanted = selection.groups["group_uid"].combine_chunks()
+    for table in selection.tables:
+        for piece in _pieces(table.filter(pc.is_in(table["group_uid"], value_set=wanted))):
+            _import_piece(catalog, layout, piece, groups=groups, source=f"run {selection.run_id}")
+
+
+def _pieces(table: pa.Table) -> Iterator[pa.Table]:
+    """Slices of whole groups of at least FILE_STEPS rows, the last with what is left; none of no
+    rows.
+    """
+    if not len(table):
+        return
+    table = in_group_order([table])
+    uids = table["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
+    starts = np.flatnonzero(np.diff(uids, prepend=-1))  # of each group
+    begin = 0
+    for start in (*starts[1:], len(table)):
+        if start - begin >= FILE_STEPS or start == len(table):
+            yield table.slice(begin, start - begin)
+            begin = start
+
+
+def _import_piece(
+    catalog: Catalog,
+    layout: RunLayout,
+    table: pa.Table,
+    *,
+    groups: Mapping[bytes, ImportedGroup],
+    source: str,
+) -> None:
+    for _, detail in segment_rows.malformed(_as_rows(table)):
+        raise FormatError(f"{source}: {detail}; look at it with python -m store fsck")
+    played = segment_rows.trajectories(_as_rows(table))
+    known = catalog.known_trajectories([one.meta.traj_uid for one in played])
+    new = [one.meta for one in played if one.meta.traj_uid not in known]
+    if not new:
+        return
+    kept = table.filter(
+        pc.is_in(table["traj_uid"], value_set=pa.array([meta.traj_uid for meta in new], UID_TYPE))
+    )
+    segment = write_rows(
+        layout,
+        relabelled(kept, own=False),
+        trajectories=tuple(new),
+        worker=WORKER,
+        epoch=catalog.epoch,
+    )
+    here = [groups[group_uid] for group_uid in dict.fromkeys(meta.group_uid for meta in new)]
+    catalog.import_groups(segment=segment, groups=here, source=source, own=False)
+
+
+def _as_rows(table: pa.Table) -> segment_rows.Rows:
+    return segment_rows.Rows(
+        run_id="",
+        worker="",
+        epoch=0,
+        columns=frozenset(table.column_names),
+        table=table.select(segment_rows.COLUMNS),
+    )
+
+
+def _reports(selections: Sequence[_Selection]) -> Iterator[TakenSource]:
+    """A group in several of them counts once, as it is taken: of the first."""
+    seen: set[bytes] = set()
+    for one in selections:
+        mine = set(one.groups["group_uid"].to_pylist()) - seen
+        seen |= mine
+        yield TakenSource(
+            source=one.source,
+            run_id=one.run_id,
+            n_groups=len(mine),
+            n_incomplete=one.n_incomplete,
+            is_dataset=one.is_dataset,
+        )

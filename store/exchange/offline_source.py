@@ -1,0 +1,48 @@
+"""Name the stored groups that a run trains on, `source=RUN[@where]`, and count those that were
+found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+WHOLE_HINT = "`python -m store export --groups` exports whole groups"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredSource:
+    """A run directory, or a directory or URI that `export` wrote; and which of its trajectories
+    choose groups, None: all.
+    """
+
+    place: str
+    where: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenSource:
+    """Count of the groups that were found at a source."""
+
+    source: StoredSource
+    run_id: str
+    n_groups: int  # taken
+    n_incomplete: int  # selected, but not all of their trajectories are there
+    is_dataset: bool  # written by `export`, not a run
+
+    def __str__(self) -> str:
+        where = f" where {self.source.where}" if self.source.where else ""
+        left_out = f"; {self.n_incomplete} incomplete ones left out" if self.n_incomplete else ""
+        hint = f" ({WHOLE_HINT})" if self.n_incomplete and self.is_dataset else ""
+        return f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id}){left_out}{hint}"
+
+
+def parse_source(text: str) -> StoredSource:
+    """Split "RUN" or "RUN@where".
+
+    RUN ends at the last "@", or at the end, before which there is a directory; else at the first
+    "@".
+    """
+    parts = text.split("@")
+    n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
+    return StoredSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)

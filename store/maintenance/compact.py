@@ -1,0 +1,247 @@
+"""Compaction: many small files become a few large ones, in the background, without a reader
+noticing.
+
+Size-tiered, like an LSM tree: `fan_in` settled files of one level, oldest first, become one of the
+next level. A row is so rewritten log64(n) times, until its file is full: more than half of the file
+limit. That is 64 MiB, or 1/200 of the live bytes where that is more (beyond 12.8 GB; there a row is
+rewritten once more whenever the run has doubled). So up to 100 GB fewer than 400 files are full,
+any two others fit into one, and 500 files suffice; a larger run has one more per 512 MiB.
+
+Should there be more nevertheless, as where the learner has many groups waiting, files are merged
+that are not settled. That is safe, also for claimed and open groups: a trajectory is committed
+whole and never written again, the rest of an open group goes to other files, and whoever was told
+the old path has the snapshot window to open it. It is only not worth it sooner: the learner would
+read a whole merged file for a few groups of it.
+
+Memory: the rows of one merged file, which is about seven times its bytes, and its bytes. Drawn
+images are a hundred times their bytes: so no merge takes more rows than MAX_ROW_BYTES, and a file
+of half as many is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.catalog.catalog import Catalog
+from store.catalog.records import LiveSegment
+from store.errors import StoreError, UnavailableError
+from store.layout import RunLayout
+from store.segments import SegmentMeta, read_segment, write_rows
+
+COMPONENT = "compaction"
+WORKER = "compact"  # the directory of merged files
+MAX_FULL_FILES = 400  # a full file holds more than half of the limit, so there are fewer
+# of decoded rows in a merged file; Arrow reads no column of structs beyond 2 GiB at once
+MAX_ROW_BYTES = 1 << 30
+# bounds the memory of a merge; beyond 100 GB a run has more files instead
+MAX_FILE_BYTES = 512 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompactionPolicy:
+    fan_in: int  # files merged at once, and how many of a level are waited for
+    max_live_files: int  # beyond it also files that are not settled are merged
+    min_file_bytes: int  # the file limit of a small run
+
+
+COMPACTION_POLICY = CompactionPolicy(fan_in=64, max_live_files=500, min_file_bytes=64 * 1024**2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompactionResult:
+    """What one compaction did: several files became one, or some are to be left out: damaged, or
+    too large to be merged.
+    """
+
+    sources: tuple[str, ...]  # segment ids that were replaced
+    merged: SegmentMeta | None  # None: nothing was replaced
+    left_out: tuple[str, ...]  # segment ids to be skipped from now on
+
+
+def compact_once(
+    catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
+) -> CompactionResult | None:
+    """Merge the files that are due into one; None if none are. Parameters and errors are those of
+    `merges`.
+    """
+    return next(merges(catalog, layout, policy=policy, skip=skip), None)
+
+
+def merges(
+    catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
+) -> Iterator[CompactionResult]:
+    """Merge the files that are due, one merged file at a time. `skip` are segment ids that were
+    left out before.
+
+    The catalog is asked for the live files once: to ask before each of hundreds of merges costs
+    more than they do. Files that are committed meanwhile are for the next call.
+
+    Whatever interrupts it leaves an orphan at most: the catalog changes in one transaction, after
+    the new file is durable. Raises StoreError if it cannot write, UnavailableError if a source
+    cannot be reached now; a damaged one becomes an event.
+    """
+    live = catalog.live_segments()
+    skip = {*skip}
+    while sources := choose(live, policy=policy, skip=skip):
+        result = _merge(catalog, layout, sources)
+        skip.update(result.left_out)
+        if result.merged is not None:
+            live = _replaced(live, sources, result)
+        yield result
+
+
+def _replaced(
+    live: Sequence[LiveSegment], sources: Sequence[LiveSegment], result: CompactionResult
+) -> tuple[LiveSegment, ...]:
+    """Return the live files after a merge: the merged one is the newest, one level up."""
+    assert result.merged is not None
+    gone = {*result.sources}
+    newest = dataclasses.replace(
+        live[-1],
+        segment_id=result.merged.segment_id,
+        level=max(source.level for source in sources) + 1,
+        n_bytes=result.merged.n_bytes,
+        n_steps=result.merged.n_steps,
+        settled=True,
+    )
+    return (*(file for file in live if file.segment_id not in gone), newest)
+
+
+def _merge(catalog: Catalog, layout: RunLayout, sources: Sequence[LiveSegment]) -> CompactionResult:
+    """Merge the sources that can be read together."""
+    metas = catalog.segment_metas([source.segment_id for source in sources])
+    tables, left_out = _read(catalog, layout, metas)
+    if left_out:  # whether the others are still due is chosen anew
+        return CompactionResult(sources=(), merged=None, left_out=left_out)
+    metas = metas[: len(tables)]
+    merged = write_rows(
+        layout,
+        in_group_order(tables),
+        trajectories=tuple(trajectory for meta in metas for trajectory in meta.trajectories),
+        worker=WORKER,
+        epoch=catalog.epoch,
+    )
+    ids = tuple(meta.segment_id for meta in metas)
+    catalog.replace_segments(old=ids, new=merged, level=max(source.level for source in sources) + 1)
+    catalog.log(
+        component=COMPONENT,
+        what="merged",
+        detail=f"{len(ids)} files into {merged.path}, {merged.n_bytes} bytes",
+    )
+    return CompactionResult(sources=ids, merged=merged, left_out=())
+
+
+def choose(
+    live: Sequence[LiveSegment], *, policy: CompactionPolicy, skip: Collection[str]
+) -> tuple[LiveSegment, ...]:
+    """Which of the live files, given oldest first, are to be merged now: at least two, or none.
+
+    With fan_in=2: three settled files of level 0 and one of level 1 → the two oldest of level 0.
+    """
+    limit = file_limit(live, policy=policy)
+    mergeable = [file for file in live if 2 * file.n_bytes <= limit and file.segment_id not in skip]
+    settled = _by_level(file for file in mergeable if file.settled)
+    for level in sorted(settled):
+        if len(settled[level]) >= policy.fan_in:
+            return _fitting(settled[level], limit=limit, fan_in=policy.fan_in)
+    if len(live) <= policy.max_live_files or len(mergeable) < 2:
+        return ()
+    # The fullest level: a few files at a time would rewrite its neighbours' rows again and again.
+    most = max(_by_level(mergeable).values(), key=len)
+    return _fitting(most if len(most) > 1 else mergeable, limit=limit, fan_in=policy.fan_in)
+
+
+def file_limit(live: Sequence[LiveSegment], *, policy: CompactionPolicy) -> int:
+    """The largest merged file, in bytes of its sources."""
+    return min(
+        max(policy.min_file_bytes, 2 * sum(file.n_bytes for file in live) // MAX_FULL_FILES),
+        MAX_FILE_BYTES,
+    )
+
+
+def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
+    """All rows, each group's together, in the order in which the groups are first met; in a group
+    by member and step.
+
+    Rows that already follow each other stay one slice, so that nothing is copied: the result shares
+    the tables' memory.
+    """
+    table = pa.concat_tables(tables)
+    # numbered as they are first met
+    groups = table["group_uid"].combine_chunks().dictionary_encode().indices
+    keys = pa.table({"group": groups, "member": table["member"], "step": table["step_index"]})
+    order = pc.sort_indices(
+        keys, sort_keys=[(name, "ascending") for name in keys.column_names]
+    ).to_numpy()
+    starts = np.flatnonzero(np.diff(order, prepend=-2) != 1)
+    lengths = np.diff(starts, append=len(order))
+    return pa.concat_tables(
+        [
+            table.slice(0, 0),
+            *(table.slice(int(order[i]), int(n)) for i, n in zip(starts, lengths, strict=True)),
+        ]
+    )
+
+
+def _read(
+    catalog: Catalog, layout: RunLayout, metas: Sequence[SegmentMeta]
+) -> tuple[list[pa.Table], tuple[str, ...]]:
+    """The rows that count of the first files that fit into MAX_ROW_BYTES, verified; and the ids of
+    those to be left out.
+    """
+    tables: list[pa.Table] = []
+    damaged: list[str] = []
+    room = MAX_ROW_BYTES
+    for meta in metas:
+        try:
+            table = read_segment(layout, meta)
+            expected = sum(trajectory.n_steps for trajectory in meta.trajectories)
+            if table.num_rows != expected:
+                raise StoreError(
+                    f"segment {meta.path} has {table.num_rows} rows that count, committed were "
+                    f"{expected}"
+                )
+            room -= table.nbytes
+            if room < 0 and tables:
+                too_large = meta if table.nbytes > tables[0].nbytes else metas[0]
+                return tables, tuple(damaged) if len(tables) > 1 else (
+                    *damaged,
+                    too_large.segment_id,
+                )
+            tables.append(table)
+        except UnavailableError:
+            if damaged:  # said already, so the caller has to know them; this one is tried again
+                break
+            raise
+        except StoreError as error:
+            catalog.log(component=COMPONENT, what="damaged", detail=f"left out: {error}")
+            damaged.append(meta.segment_id)
+    return tables, tuple(damaged)
+
+
+def _by_level(files: Iterable[LiveSegment]) -> dict[int, list[LiveSegment]]:
+    levels: dict[int, list[LiveSegment]] = defaultdict(list)
+    for file in files:
+        levels[file.level].append(file)
+    return levels
+
+
+def _fitting(files: Sequence[LiveSegment], *, limit: int, fan_in: int) -> tuple[LiveSegment, ...]:
+    """The oldest that together stay within the limit: two at least, as each is at most half of
+    it.
+    """
+    chosen: list[LiveSegment] = []
+    n_bytes = 0
+    for file in files[:fan_in]:
+        n_bytes += file.n_bytes
+        if n_bytes > limit:
+            break
+        chosen.append(file)
+    return tuple(chosen)

@@ -1,0 +1,163 @@
+"""The maintainer: keeps a run small while it is being written."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import sqlite3
+import threading
+import time
+from dataclasses import dataclass
+
+from store.catalog.catalog import Catalog
+from store.clock import now_us
+from store.errors import StoreError, UnavailableError
+from store.layout import RunLayout
+from store.maintenance.compact import CompactionPolicy, merges
+from store.maintenance.retention import expire_old
+from store.maintenance.sweep import sweep_orphans, sweep_retired
+
+COMPONENT = "maintainer"
+# what is to be found was written before the catalog was opened, so there is no hurry
+ORPHANS_EVERY_S = 600.0
+PATIENCE = 10  # pauses while something is waited for; each try reads and encodes a merge again
+# about 1,000 files; writers that are faster must not keep the rest from being done
+MERGES_PER_LOOK = 16
+CLOSE_TIMEOUT_S = 30.0  # the largest merge takes a few seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaintainerSettings:
+    snapshot_window_s: float  # replaced and expired files are kept so long
+    keep_days: float | None  # None: for ever
+    keep_versions: int | None  # policy versions; None: all
+    pause_s: float  # between two looks
+    policy: CompactionPolicy
+
+
+class Maintainer:
+    """One thread of the process that owns the catalog.
+
+        maintainer = Maintainer(catalog, layout, settings)
+        maintainer.start()
+        maintainer.check()     # now and then, from the owner: raises what the thread failed of
+        maintainer.close()     # before the catalog is closed
+
+    Consumes  the live files, every `pause_s`.
+    Produces  merged files; retired ones that retention takes; fewer files on disk; events that say
+    so. Waits for nothing but its turn on the catalog, which every owner's call takes for
+    milliseconds, and the pause, which `close`
+              ends. It removes only what the owner's manifest no longer shows, so the owner must go on exporting.
+
+    A full disk or storage that does not answer is an event, and the work is tried again after some
+    pauses: training must not end for want of a merge. Any other error ends the thread.
+    """
+
+    def __init__(self, catalog: Catalog, layout: RunLayout, settings: MaintainerSettings) -> None:
+        self.catalog, self.layout, self.settings = catalog, layout, settings
+        self._opened_us = now_us()
+        self._stop = threading.Event()
+        # A daemon: an owner that forgets to close it can still end. The catalog is crash safe, a
+        # merge under way an orphan.
+        self._thread = threading.Thread(target=self._run, name=COMPONENT, daemon=True)
+        self._failure: BaseException | None = None
+        self._left_out: frozenset[str] = frozenset()
+        self._foreign: tuple[str, ...] = ()
+        self._orphans_at = time.monotonic()
+        # what, and the error: from the first failure until the first success
+        self._waits_for: tuple[str, str] | None = None
+        self._said: str | None = None  # what of it is an event already
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises StoreError, with the cause, if the thread has failed."""
+        if self._failure is not None:
+            raise StoreError(
+                f"the maintainer of {self.layout.root} stopped: {self._failure!r}; mend that and "
+                "start the run again"
+            ) from self._failure
+
+    def close(self) -> None:
+        """Stop after the merge under way, waiting for it at most CLOSE_TIMEOUT_S. Idempotent;
+        raises nothing, see `check`.
+        """
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def work(self) -> None:
+        """One look: what is due is merged, retention, sweeping. What the thread does after each
+        pause.
+
+        A source that is unavailable is raised at the end: one file must not keep the rest from
+        being done.
+        """
+        unavailable: UnavailableError | None = None
+        try:
+            self._merge()
+        except UnavailableError as error:
+            unavailable = error
+        keep_days, keep_versions = self.settings.keep_days, self.settings.keep_versions
+        if keep_days is not None or keep_versions is not None:
+            expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
+        sweep_retired(self.catalog, self.layout, window_s=self.settings.snapshot_window_s)
+        if time.monotonic() >= self._orphans_at:
+            self._foreign = sweep_orphans(
+                self.catalog, self.layout, opened_us=self._opened_us, named=self._foreign
+            )
+            self._orphans_at = time.monotonic() + ORPHANS_EVERY_S
+        if unavailable is not None:
+            raise unavailable
+
+    def _merge(self) -> None:
+        results = merges(
+            self.catalog, self.layout, policy=self.settings.policy, skip=self._left_out
+        )
+        for result in itertools.islice(results, MERGES_PER_LOOK):
+            self._left_out |= {*result.left_out}
+            if self._stop.is_set():
+                break
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(
+                self.settings.pause_s * (1 if self._waits_for is None else PATIENCE)
+            ):
+                self._work_or_wait()
+        except BaseException as error:  # noqa: BLE001  the border of a thread: `check` raises it in the owner's
+            self._failure = error
+
+    def _work_or_wait(self) -> None:
+        try:
+            # only now: the catalog may have been full too
+            if self._waits_for is not None and self._waits_for[0] != self._said:
+                what, reason = self._waits_for
+                self.catalog.log(
+                    component=COMPONENT, what=what, detail=f"tried again until it works: {reason}"
+                )
+                self._said = what
+            self.work()
+            self._waits_for = self._said = None
+        except (StoreError, OSError) as error:
+            if is_disk_full(error):
+                self._waits_for = ("disk full", str(error))
+            elif isinstance(error, UnavailableError):
+                self._waits_for = ("unavailable", str(error))
+            else:
+                raise
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether the error was caused by a full disk or quota, under a file or under the catalog."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if (
+            isinstance(error, sqlite3.Error)
+            and getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        ):
+            return True
+        error = error.__cause__
+    return False

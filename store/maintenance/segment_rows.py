@@ -1,0 +1,164 @@
+"""What the rows of one segment say of themselves: their trajectories' figures, and whether they are
+well formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from store.errors import FormatError
+from store.hashing import state_hash
+from store.records import uid_text
+from store.segments import TrajectoryMeta, decode
+from store.untrusted.bounded_parquet import open_parquet, read_table
+
+COLUMNS = [
+    "traj_uid",
+    "group_uid",
+    "task_id",
+    "split",
+    "member",
+    "won",
+    "task_score",
+    "episode_steps",
+    "step_index",
+    "version_min",
+    "version_max",
+    "reward",
+    "is_action_valid",
+    "anchor_text",
+    "state_hash",
+]
+_FIRST = ("group_uid", "task_id", "split", "member", "won", "task_score", "episode_steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """A segment's file as it describes itself."""
+
+    run_id: str
+    worker: str
+    epoch: int
+    columns: frozenset[str]  # that it has; those of newer formats are null in `table`
+    table: pa.Table  # COLUMNS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Played:
+    """One trajectory of the rows."""
+
+    meta: TrajectoryMeta
+    task_id: str
+    split: str
+
+
+def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
+    """Reads every page of the file, with its checksum. FormatError for a newer format and for what
+    is no segment.
+    """
+    try:
+        source = pa.BufferReader(data)
+        file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
+        read_table(file, source, n_bytes=data.size, name=path, columns=None)
+        metadata = file.schema_arrow.metadata or {}
+        run_id, worker, epoch = (
+            metadata[name].decode() for name in (b"run_id", b"worker", b"epoch")
+        )
+        number = int(epoch)
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+        raise FormatError(
+            f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
+        ) from error
+    table = decode(data, path=path, columns=COLUMNS)
+    return Rows(
+        run_id=run_id,
+        worker=worker,
+        epoch=number,
+        columns=frozenset(file.schema_arrow.names),
+        table=table,
+    )
+
+
+def trajectories(rows: Rows) -> tuple[Played, ...]:
+    """The figures of every trajectory, as a worker would have told them; rewards are summed in the
+    order of the rows.
+    """
+    figures = rows.table.group_by("traj_uid", use_threads=False).aggregate(
+        [
+            *[(name, "first") for name in _FIRST],
+            ("step_index", "count"),
+            ("reward", "sum"),
+            ("is_action_valid", "sum"),
+            ("is_action_valid", "count"),
+            ("version_min", "min"),
+            ("version_max", "max"),
+        ]
+    )
+    return tuple(
+        Played(
+            meta=TrajectoryMeta(
+                traj_uid=row["traj_uid"],
+                group_uid=row["group_uid_first"],
+                member=row["member_first"],
+                n_steps=row["step_index_count"],
+                episode_return=row["reward_sum"] or 0.0,
+                won=bool(row["won_first"]),
+                task_score=row["task_score_first"],
+                invalid_steps=row["is_action_valid_count"] - (row["is_action_valid_sum"] or 0),
+                version_min=row["version_min_min"],
+                version_max=row["version_max_max"],
+            ),
+            task_id=row["task_id_first"],
+            split=row["split_first"],
+        )
+        for row in figures.to_pylist()
+    )
+
+
+def malformed(rows: Rows) -> list[tuple[str, str]]:
+    """(code, detail) of trajectories that are not whole and of anchors whose hash is not that of
+    their text.
+    """
+    found = []
+    steps = rows.table.group_by("traj_uid").aggregate(
+        [
+            ("step_index", "min"),
+            ("step_index", "max"),
+            ("step_index", "count_distinct"),
+            ("step_index", "count"),
+            ("episode_steps", "min"),
+            ("episode_steps", "max"),
+        ]
+    )
+    for row in steps.to_pylist():
+        n, name = row["step_index_count"], uid_text(row["traj_uid"])
+        if (row["step_index_min"], row["step_index_max"], row["step_index_count_distinct"]) != (
+            0,
+            n - 1,
+            n,
+        ):
+            found.append(
+                ("step_index", f"the {n} rows of trajectory {name} are not steps 0..{n - 1}")
+            )
+        elif (row["episode_steps_min"], row["episode_steps_max"]) != (n, n):
+            found.append(
+                (
+                    "episode_steps",
+                    f"trajectory {name} has {n} of its {row['episode_steps_max']} rows",
+                )
+            )
+    if rows.columns >= {"anchor_text", "state_hash"}:
+        for row in rows.table.group_by(["anchor_text", "state_hash"]).aggregate([]).to_pylist():
+            text, digest = row["anchor_text"], row["state_hash"]
+            if digest != (None if text is None else state_hash(text)):
+                found.append(
+                    (
+                        "state_hash",
+                        f"the state hash of {text!r:.80} is {digest and digest.hex()}, which is "
+                        "another's",
+                    )
+                )
+    return found

@@ -1,0 +1,115 @@
+"""Sweeping: files that nobody needs leave the disk.
+
+Retired files go when the snapshot window has passed and neither a pinned reader nor the manifest
+still shows them. Orphans were written and never committed; one from before this owner opened the
+catalog belongs to an older epoch, so that it never can be. Whatever this code would not have
+written itself is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator
+
+from store.atomic_write import TEMPORARY_SUFFIX
+from store.catalog.catalog import Catalog
+from store.clock import US_PER_S, now_us
+from store.layout import SEGMENT_PATH, RunLayout
+from store.reading.manifest import read_manifest
+from store.reading.pins import oldest_pinned_lsn
+from store.untrusted.file_access import names, remove, status, walk
+
+COMPONENT = "sweep"
+ORPHAN_GRACE_S = 3600.0  # the clock of a file server may differ from ours
+NAMED_AT_MOST = 5  # in one event
+
+
+def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tuple[str, ...]:
+    """Remove the files of segments that were retired more than `window_s` ago; their paths.
+
+    Nothing is removed before the owner has exported a manifest without them. Raises StoreError if a
+    file cannot be removed; it is an orphan then.
+    """
+    # In this order: a reader pins a manifest's lsn and then reads the manifest again. Either its
+    # pin is seen here, or it reads one that is no older than this.
+    manifest = read_manifest(layout)
+    if manifest is None:
+        return ()
+    pinned = oldest_pinned_lsn(layout)
+    shown = manifest.lsn if pinned is None else min(pinned, manifest.lsn)
+    retired = catalog.removable(
+        retired_before_us=now_us() - round(window_s * US_PER_S), pinned_lsn=shown
+    )
+    if not retired:
+        return ()
+    catalog.mark_removed(retired)
+    for path in retired.values():
+        layout.storage.remove(path)
+    _log(catalog, what="removed", paths=retired.values(), kind="retired files")
+    return tuple(retired.values())
+
+
+def sweep_orphans(
+    catalog: Catalog, layout: RunLayout, *, opened_us: int, named: Collection[str]
+) -> tuple[str, ...]:
+    """Remove orphans and unfinished writes from before `opened_us`, when the owner opened the
+    catalog, and past the grace.
+
+    Returns the files beneath segments/ that are no segment of any run; each becomes an event unless
+    it is in `named`.
+    """
+    before_us = min(opened_us, now_us() - round(ORPHAN_GRACE_S * US_PER_S))
+    known = catalog.known_paths()
+    unknown = [
+        file
+        for file in layout.storage.files(layout.relative(layout.segments))
+        if file.path not in known
+    ]
+    foreign = tuple(file.path for file in unknown if not SEGMENT_PATH.fullmatch(file.path))
+    orphans = [
+        file.path for file in unknown if file.modified_us < before_us and file.path not in foreign
+    ]
+    for path in orphans:
+        layout.storage.remove(path)
+    unfinished = [
+        path for path, seen in unfinished_writes(layout) if seen.st_mtime_ns // 1_000 < before_us
+    ]
+    for path in unfinished:
+        remove(layout.root / path, root=layout.root)
+    _log(
+        catalog,
+        what="removed",
+        paths=[*orphans, *unfinished],
+        kind="files that were never committed",
+    )
+    _log(
+        catalog,
+        what="foreign",
+        paths=[path for path in foreign if path not in named],
+        kind="files left alone, not ours",
+    )
+    return foreign
+
+
+def unfinished_writes(layout: RunLayout) -> Iterator[tuple[str, os.stat_result]]:
+    """Give writes aside of all kinds, where they are made; of remote storage there are none
+    here.
+    """
+    found = [
+        (layout.root / name, status(layout.root / name, root=layout.root))
+        for name in names(layout.root, root=layout.root)
+    ]
+    for directory in (layout.exports, layout.segments):
+        found += walk(directory, root=layout.root)
+    for path, seen in found:
+        is_aside = path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
+        if is_aside and seen is not None and stat.S_ISREG(seen.st_mode):
+            yield layout.relative(path), seen
+
+
+def _log(catalog: Catalog, *, what: str, paths: Collection[str], kind: str) -> None:
+    if paths:
+        some = ", ".join(sorted(paths)[:NAMED_AT_MOST])
+        more = ", ..." if len(paths) > NAMED_AT_MOST else ""
+        catalog.log(component=COMPONENT, what=what, detail=f"{len(paths)} {kind}: {some}{more}")

@@ -1,0 +1,221 @@
+"""What each learner step was trained on, and what came of it. Read from the catalog beside its
+owner, who notices nothing.
+
+    start = restart_points(layout)[0]                 # the newest checkpoint that counts
+    step = trained_step(layout, start.learner_step + 1)
+    rows = read_segments(layout, step.batch.segments)
+
+    changes = metrics_since(layout, 0)                # all metrics; later those since changes.lsn
+
+Roll-backs are history: a learner step that was trained again is the last one, on the groups that it
+had then.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+from store.catalog.batches import segments_of_batch
+from store.catalog.database import Transaction
+from store.catalog.records import Batch, CheckpointRecord, ClaimedGroup, VersionRecord
+from store.catalog.run_records import live_checkpoints
+from store.catalog.time_travel import connect_read_only
+from store.errors import FormatError, StoreError
+from store.layout import VERSION_PATH, RunLayout, checked_name
+from store.records import uid_text
+from store.untrusted.file_access import is_file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedStep:
+    """One learner step that counts."""
+
+    learner_step: int
+    version_in: int  # the policy version it was trained at
+    # its groups as they were claimed, in that order, and the files that their rows are in now
+    batch: Batch
+    published: VersionRecord  # the weights after it
+    figures: Mapping[str, float]  # recorded with it, by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One row of the metrics view."""
+
+    learner_step: int
+    policy_version: int
+    name: str
+    value: float
+    # UTC epoch: when its learner step was settled, or its version published where no learner step
+    # made it
+    at_us: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricChanges:
+    """Metrics that the catalog took in after one lsn, up to another."""
+
+    lsn: int  # of the catalog now
+    rows: tuple[Metric, ...]  # the new rows that count, by learner step
+    is_append: bool  # False: rows from before were rolled back or replaced, so ask again from lsn 0
+
+
+def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
+    """Raises StoreError for a step that was not trained, or whose rows are not all there any more;
+    FormatError for a catalog that cannot be read.
+    """
+    with _reading(layout) as tx:
+        batch = tx.row(
+            """SELECT batch_id, version_in, claimed_us FROM batch
+               WHERE state = 'trained' AND learner_step = :learner_step""",
+            learner_step=learner_step,
+        )
+        if batch is None:
+            last = tx.row(
+                "SELECT coalesce(max(learner_step), 0) AS last FROM batch WHERE state = 'trained'"
+            )
+            assert last is not None
+            raise StoreError(
+                f"{layout.root} was trained to learner step {last['last']}; there is no "
+                f"{learner_step}"
+            )
+        _check_rows_are_there(tx, batch["batch_id"], learner_step=learner_step)
+        figures = tx.rows(
+            "SELECT name, value FROM metric WHERE learner_step = :learner_step AND live = 1 ORDER "
+            "BY lsn",
+            learner_step=learner_step,
+        )
+        return TrainedStep(
+            learner_step=learner_step,
+            version_in=batch["version_in"],
+            batch=Batch(
+                batch_id=batch["batch_id"],
+                groups=_groups(tx, batch["batch_id"]),
+                segments=segments_of_batch(tx, batch["batch_id"]),
+                claimed_us=batch["claimed_us"],
+            ),
+            # a learner step publishes one version, before it is settled
+            published=_version(tx, batch["version_in"] + 1),
+            figures={row["name"]: row["value"] for row in figures},
+        )
+
+
+def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
+    """Every checkpoint that no roll-back went behind, whether or not its directory is still there;
+    newest first.
+    """
+    with _reading(layout) as tx:
+        return live_checkpoints(tx)[::-1]
+
+
+def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
+    """Return the metrics that changed after `lsn`, each row once. Raises FormatError for an
+    unreadable catalog.
+    """
+    with _reading(layout) as tx:
+        meta = tx.row("SELECT lsn FROM meta")
+        assert meta is not None
+        changed = tx.rows(
+            """SELECT m.learner_step, m.policy_version, m.name, m.value, m.live,
+                      coalesce(b.trained_us, v.published_us, 0) AS at_us,
+                      EXISTS (SELECT 1 FROM metric AS old
+                              WHERE old.learner_step = m.learner_step AND old.policy_version = m.policy_version
+                                AND old.name = m.name AND old.live = 1 AND old.lsn < m.lsn) AS replaces
+               FROM metric AS m
+               LEFT JOIN batch AS b ON b.state = 'trained' AND b.learner_step = m.learner_step
+               LEFT JOIN version AS v ON v.version = m.policy_version
+               WHERE m.changed_lsn > :lsn ORDER BY m.learner_step, m.lsn, m.name""",
+            lsn=lsn,
+        )
+    names = ("learner_step", "policy_version", "name", "value", "at_us")
+    counting = [Metric(**{name: row[name] for name in names}) for row in changed if row["live"]]
+    newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
+    is_append = all(row["live"] and not row["replaces"] for row in changed)
+    return MetricChanges(lsn=meta["lsn"], rows=tuple(newest.values()), is_append=is_append)
+
+
+def published_version(layout: RunLayout, version: int) -> VersionRecord:
+    """StoreError if it was never published."""
+    with _reading(layout) as tx:
+        return _version(tx, version)
+
+
+@contextmanager
+def _reading(layout: RunLayout) -> Iterator[Transaction]:
+    """One moment for all questions."""
+    if not is_file(layout.catalog, root=layout.root):
+        raise StoreError(
+            f"{layout.root} has no {layout.catalog.name}, which says what was trained on what; use "
+            "the run directory that "
+            f"cli/train.py wrote, or, if it was lost: python -m store rebuild {layout.root}"
+        )
+    try:
+        with closing(connect_read_only(layout)) as connection:
+            connection.row_factory = sqlite3.Row
+            connection.execute("BEGIN")
+            yield Transaction(connection, run_id=layout.info.run_id, epoch=0, lsn=0)
+    except sqlite3.Error as error:
+        raise FormatError(
+            f"{layout.catalog} cannot be read ({error}); if the run is of an older format, "
+            f"python -m store compact {layout.root} upgrades it"
+        ) from error
+
+
+def _groups(tx: Transaction, batch_id: int) -> tuple[ClaimedGroup, ...]:
+    """In the order of `batches.claim`: the run's own by age, then stored ones by how often they had
+    been used.
+    """
+    rows = tx.rows(
+        """SELECT l.group_uid, g.task_id, g.ordinal, l.version_min, l.version_max, g.source
+           FROM batch_group l JOIN grp g USING (group_uid)
+           WHERE l.batch_id = :batch_id
+           ORDER BY g.source IS NOT NULL, iif(g.source IS NULL, l.version_min, l.use), g.ordinal""",
+        batch_id=batch_id,
+    )
+    return tuple(ClaimedGroup(**row) for row in rows)
+
+
+def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) -> None:
+    removed = tx.rows(
+        """SELECT DISTINCT s.path, s.retired_why FROM batch_group l JOIN trajectory t USING (group_uid)
+               JOIN segment s USING (segment_id)
+           WHERE l.batch_id = :batch_id AND s.removed_us IS NOT NULL ORDER BY s.path""",
+        batch_id=batch_id,
+    )
+    if removed:
+        raise StoreError(
+            f"rows of learner step {learner_step} were removed: {removed[0]['path']} is "
+            f"{removed[0]['retired_why']} "
+            f"({len(removed)} such files). Ask for a later step; store.keep_days and "
+            "store.keep_versions say what a run keeps"
+        )
+    halves = tx.rows(
+        """SELECT l.group_uid, g.n_members, count(t.traj_uid) AS here
+           FROM batch_group l JOIN grp g USING (group_uid) LEFT JOIN trajectory t USING (group_uid)
+           WHERE l.batch_id = :batch_id GROUP BY l.group_uid HAVING here < g.n_members""",
+        batch_id=batch_id,
+    )
+    if halves:
+        raise StoreError(
+            f"group {uid_text(halves[0]['group_uid'])} of learner step {learner_step} has "
+            f"{halves[0]['here']} of its "
+            f"{halves[0]['n_members']} trajectories; put the damaged file back and run python -m "
+            "store fsck --repair"
+        )
+
+
+def _version(tx: Transaction, number: int) -> VersionRecord:
+    row = tx.row(
+        "SELECT version, path, digest, learner_step FROM version WHERE version = :number",
+        number=number,
+    )
+    if row is None:
+        raise StoreError(
+            f"version {number} is not in the catalog; python -m store fsck says what is wrong with "
+            "it"
+        )
+    checked_name(row["path"], VERSION_PATH, where="the catalog")
+    return VersionRecord(**row)

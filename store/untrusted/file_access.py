@@ -1,0 +1,306 @@
+"""Files beneath one directory, reached without following a link: no path that a run names leads out
+of the run.
+
+    with opened_parent(layout.manifest, root=layout.root) as (directory, name): ...
+    data = read_bytes(layout.run_json, root=layout.root, at_most=MAX_TEXT_BYTES)
+    remove_tree(layout.quarantine, root=layout.root)
+
+The root itself may be given through links: `runs` may be a link to a larger disk. Beneath it every
+directory is opened by its name in the directory above, with O_NOFOLLOW. Files are regular files: a
+FIFO would block, a device would never end. All functions raise UnsafePathError for a path that
+leads elsewhere, and OSError as the system calls do.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from store.errors import UnsafePathError
+from store.hashing import HASH_BYTES
+
+# of run.json, config.yaml, open.sql, driver.json: far above what any run has
+MAX_TEXT_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 1 << 30  # a manifest names every file of a run
+# directories below one that is walked; a run has three, and a user's own files in logs/ may have
+# some more
+MAX_DEPTH = 16
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def open_directory(path: Path, *, root: Path) -> int:
+    """Open a directory, `root` or one beneath it. The caller closes the descriptor."""
+    names = _names(path, root)
+    descriptor = os.open(root, _DIRECTORY)
+    try:
+        for name in names:
+            below = _open_directory_in(descriptor, name, path=path)
+            os.close(descriptor)
+            descriptor = below
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def opened_parent(path: Path, *, root: Path) -> Iterator[tuple[int, str]]:
+    """Give the descriptor of the directory that `path` is in, and the name in it."""
+    names = _names(path, root)
+    if not names:
+        raise UnsafePathError(
+            errno.EINVAL, f"{path} is the directory {root} itself; name a file in it"
+        )
+    descriptor = open_directory(root.joinpath(*names[:-1]), root=root)
+    try:
+        yield descriptor, names[-1]
+    finally:
+        os.close(descriptor)
+
+
+def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file. The caller closes the descriptor."""
+    with opened_parent(path, root=root) as (directory, name):
+        return open_file_in(directory, name, path=path, flags=flags, mode=mode)
+
+
+def open_file_in(
+    directory: int, name: str, *, path: Path, flags: int = os.O_RDONLY, mode: int = 0o666
+) -> int:
+    """Open a regular file of an open directory. `path` is its name in errors. The caller closes the
+    descriptor.
+    """
+    if "\0" in name:
+        raise UnsafePathError(
+            errno.EINVAL, f"{name!r} has a null byte in it; no run names such a file"
+        )
+    try:
+        descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _a_link(path) from error
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO that nobody reads
+            raise _no_file(path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise _no_file(path)
+
+
+def read_bytes(path: Path, *, root: Path, at_most: int | None = None) -> bytes:
+    """Return the content of a regular file. Raises UnsafePathError if it has more than `at_most`
+    bytes.
+    """
+    with open(open_file(path, root=root), "rb") as file:
+        if at_most is not None:
+            _check_size(file.fileno(), path, at_most=at_most)
+        return file.read()
+
+
+def digest(path: Path, *, root: Path, at_most: int) -> str:
+    """Return the digest of a regular file without holding it in memory. Its errors are those of
+    `read_bytes`.
+    """
+    with open(open_file(path, root=root), "rb") as file:
+        _check_size(file.fileno(), path, at_most=at_most)
+        return hashlib.file_digest(
+            file, lambda: hashlib.blake2b(digest_size=HASH_BYTES)
+        ).hexdigest()
+
+
+def read_text(path: Path, *, root: Path, errors: str = "strict") -> str:
+    """Return the content of a small text file."""
+    return read_bytes(path, root=root, at_most=MAX_TEXT_BYTES).decode(errors=errors)
+
+
+def status(path: Path, *, root: Path) -> os.stat_result | None:
+    """Return the status of a file or directory, of a link that of the link. Return None if nothing
+    is there.
+    """
+    try:
+        if not _names(path, root):
+            return os.stat(root)
+        with opened_parent(path, root=root) as (directory, name):
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no file has such a name
+            return None
+        raise
+
+
+def is_file(path: Path, *, root: Path) -> bool:
+    """Whether a regular file is there. False for what lies behind a link."""
+    return _has_kind(path, root, stat.S_ISREG)
+
+
+def is_directory(path: Path, *, root: Path) -> bool:
+    """Whether a directory is there. False for what lies behind a link."""
+    return _has_kind(path, root, stat.S_ISDIR)
+
+
+def remove(path: Path, *, root: Path) -> None:
+    """Remove a file, or a link and not what it leads to; do nothing if it is not there."""
+    try:
+        with opened_parent(path, root=root) as (directory, name):
+            os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+
+
+def remove_tree(path: Path, *, root: Path) -> None:
+    """Remove a directory with all that is in it, or a link and not what it leads to; do nothing if
+    it is not there.
+
+    Raises UnsafePathError, before anything is removed, for a tree deeper than MAX_DEPTH.
+    """
+    try:
+        with opened_parent(path, root=root) as (directory, name):
+            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                for _ in walk(path, root=root):  # its depth: rmtree calls itself for each level
+                    pass
+                shutil.rmtree(name, dir_fd=directory)
+            else:
+                os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+
+
+def rename(path: Path, target: Path, *, root: Path) -> None:
+    """Give a file or directory another name beneath the same root, replacing a file of that
+    name.
+    """
+    with (
+        opened_parent(path, root=root) as (source, name),
+        opened_parent(target, root=root) as (dest, new),
+    ):
+        os.replace(name, new, src_dir_fd=source, dst_dir_fd=dest)
+
+
+def names(path: Path, *, root: Path) -> list[str]:
+    """Return the names in a directory, sorted; none if it is not there."""
+    try:
+        descriptor = open_directory(path, root=root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    try:
+        return sorted(os.listdir(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def walk(path: Path, *, root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Give all that is beneath a directory but directories, with its status. Links are given and
+    not followed.
+
+    Raises UnsafePathError naming a directory that is more than MAX_DEPTH levels below `path`.
+    """
+    try:
+        descriptor = open_directory(path, root=root)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    yield from _walk(descriptor, path, n_levels=MAX_DEPTH)
+
+
+def _walk(descriptor: int, path: Path, *, n_levels: int) -> Iterator[tuple[Path, os.stat_result]]:
+    """Give what is beneath an open directory, and close it. Each level has one descriptor open."""
+    try:
+        with os.scandir(descriptor) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            below = path / entry.name
+            is_dir = entry.is_dir(follow_symlinks=False)
+            if is_dir and n_levels == 0:
+                text = f"{below} lies too deep: no run has directories in so many others; remove it"
+                raise UnsafePathError(errno.ENAMETOOLONG, text)
+            try:
+                if is_dir:
+                    directory = _open_directory_in(descriptor, entry.name, path=below)
+                else:
+                    seen = entry.stat(follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):  # removed or replaced since
+                continue
+            if is_dir:
+                yield from _walk(directory, below, n_levels=n_levels - 1)
+            else:
+                yield below, seen
+    finally:
+        os.close(descriptor)
+
+
+def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
+    """Open a directory of an open directory. `path` is its name in errors."""
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        if error.errno == errno.ENOTDIR:  # what Linux says of a link too
+            is_link = _is_link(name, directory)
+        if is_link:
+            raise _a_link(path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _check_size(descriptor: int, path: Path, *, at_most: int) -> None:
+    n_bytes = os.fstat(descriptor).st_size
+    if n_bytes > at_most:
+        text = f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it from a backup"
+        raise UnsafePathError(errno.EFBIG, text)
+
+
+def _names(path: Path, root: Path) -> tuple[str, ...]:
+    """Return the names from `root` down to `path`. Raises UnsafePathError if the path does not stay
+    beneath the root.
+    """
+    if "\0" in str(path):
+        raise UnsafePathError(
+            errno.EINVAL, f"{str(path)!r} has a null byte in it; no run names such a file"
+        )
+    try:
+        names = path.relative_to(root).parts
+    except ValueError:
+        names = ("..",)
+    if ".." in names:
+        raise UnsafePathError(
+            errno.EXDEV, f"{path} is not beneath {root}; a run names only files of its own"
+        )
+    return names
+
+
+def _has_kind(path: Path, root: Path, is_kind: object) -> bool:
+    try:
+        found = status(path, root=root)
+    except UnsafePathError:
+        return False
+    assert callable(is_kind)
+    return found is not None and bool(is_kind(found.st_mode))
+
+
+def _is_link(name: str, directory: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+
+
+def _a_link(path: Path) -> UnsafePathError:
+    return UnsafePathError(
+        errno.ELOOP,
+        f"{path} is or lies behind a symbolic link, and a run has none; remove the link",
+    )
+
+
+def _no_file(path: Path) -> UnsafePathError:
+    return UnsafePathError(
+        errno.EINVAL, f"{path} is no regular file but a FIFO, a socket or a device; remove it"
+    )

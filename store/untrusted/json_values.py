@@ -1,0 +1,66 @@
+"""Values of JSON files that others may have written or damaged, checked before they are used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+INT64_MAX = 2**63 - 1  # SQLite, Parquet and DuckDB take no larger number
+
+
+def parse_object(data: bytes | str) -> dict[str, object]:
+    """Return the JSON object in `data`. Raises ValueError if it is none, or nested too deeply to be
+    parsed.
+    """
+    try:
+        content = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it is no JSON object but a {type(content).__name__}")
+    return content
+
+
+def whole(content: Mapping[str, object], name: str) -> int:
+    """Return a whole number from 0 to INT64_MAX. Raises ValueError naming the field."""
+    value = content.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= INT64_MAX:
+        raise ValueError(f"{name} is {value!r:.80}, not a whole number from 0 to {INT64_MAX}")
+    return value
+
+
+def text(content: Mapping[str, object], name: str) -> str:
+    """Return a text. Raises ValueError naming the field."""
+    value = content.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r:.80}, not a text")
+    return value
+
+
+def optional_text(content: Mapping[str, object], name: str) -> str | None:
+    """Return a text or None. Raises ValueError naming the field."""
+    return None if content.get(name) is None else text(content, name)
+
+
+def texts(content: Mapping[str, object], name: str) -> tuple[str, ...]:
+    """Return a list of texts, empty if it is not there. Raises ValueError naming the field."""
+    values = content.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name} is {values!r:.80}, not a list of texts")
+    return tuple(values)
+
+
+def objects(content: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return an object within the object. Raises ValueError naming the field."""
+    value = content.get(name)
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.80}, not an object")
+    return value
+
+
+def entries(content: Mapping[str, object], name: str) -> list[dict[str, object]]:
+    """Return a list of objects. Raises ValueError naming the field."""
+    values = content.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"{name} is {values!r:.80}, not a list of objects")
+    return values

@@ -1,0 +1,115 @@
+"""Settings of a run as they are written in its config.yaml or run.json. The text may be a
+stranger's.
+
+    settings = parse_settings_text(text)
+    uri = setting(settings, "store.uri")
+
+Nothing in the text is resolved: scalars stay text, so no number, date or object is made of them.
+The whole work is bounded. `configs/` reads the settings that a run is started with; this package
+must not import it, and needs single values only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+MAX_CHARACTERS = 2**20  # of a text; the settings of a run have some 5,000
+MAX_EVENTS = 100_000  # of the YAML parser: about one for each value
+NULLS = ("", "~", "null", "Null", "NULL")
+
+
+def parse_settings_text(text: object) -> dict[str, object]:
+    """Return the settings in a YAML text: mappings, lists, texts and None.
+
+    Raises ValueError for what a run's settings never have: aliases, merge keys, tags, keys given
+    twice, or too much of it.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"they are no text but a {type(text).__name__}")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(
+            f"they have {len(text):,} characters; settings have at most {MAX_CHARACTERS:,}"
+        )
+    try:
+        content = _content(yaml.parse(text, Loader=yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(f"they are no YAML: {' '.join(str(error).split())[:200]}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError("they are no `key: value` lines")
+    return content
+
+
+def setting(settings: dict[str, object], key: str) -> object:
+    """Return the value of a dotted key, None if it is not there."""
+    value: object = settings
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _content(events: Iterable[Event]) -> object:
+    """Return the value that the events describe. Keep the open collections in a list: deep nesting
+    is no recursion.
+    """
+    whole: list[object] = []
+    open_collections: list[dict[str, object] | list[object]] = [whole]
+    keys: list[str | None] = [None]  # of each open collection: the key whose value comes next
+
+    def add(value: object) -> None:
+        collection, key = open_collections[-1], keys[-1]
+        if isinstance(collection, list):
+            collection.append(value)
+        elif key is not None:
+            collection[key] = value
+            keys[-1] = None
+        else:
+            keys[-1] = _new_key(value, collection)
+
+    for number, event in enumerate(events):
+        if number >= MAX_EVENTS:
+            raise ValueError(f"they have more than {MAX_EVENTS:,} parts")
+        if isinstance(event, AliasEvent):
+            raise ValueError("they have an alias (*), and a run's settings are written out")
+        if isinstance(event, DocumentStartEvent) and whole:
+            raise ValueError("they are several documents")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"they have the tag {event.tag!r:.80}, and a run's settings have none")
+        if isinstance(event, ScalarEvent):
+            is_key = isinstance(open_collections[-1], dict) and keys[-1] is None
+            if is_key and event.value == "<<":
+                raise ValueError("they have a merge key (<<), and a run's settings are written out")
+            is_null = event.style is None and event.value in NULLS and not is_key
+            add(None if is_null else event.value)
+        elif isinstance(event, MappingStartEvent | SequenceStartEvent):
+            collection: dict[str, object] | list[object] = (
+                {} if isinstance(event, MappingStartEvent) else []
+            )
+            add(collection)
+            open_collections.append(collection)
+            keys.append(None)
+        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+            open_collections.pop()
+            keys.pop()
+    return whole[0] if whole else None
+
+
+def _new_key(value: object, collection: dict[str, object]) -> str:
+    if not isinstance(value, str):
+        raise ValueError("they have a key that is a collection")
+    if value in collection:
+        raise ValueError(f"they have the key {value!r:.80} twice")
+    return value

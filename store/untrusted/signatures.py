@@ -1,0 +1,147 @@
+"""Which runs this user made: what they name may be run and asked for. Of all other runs files are
+read, and no more.
+
+    sign_run(run, config=None)         # by who makes a run, and by who trusts one
+    made_by_this_user(run)             # True, also for a copy, and after a move
+
+A run that was unpacked belongs to whoever unpacked it, so the owner of a file says nothing. Each
+user has a key of 32 random bytes in KEY_DIRECTORY, which nobody else can read. RUN/signed.json
+holds an HMAC-SHA256 with that key of run.json, and of each config.yaml that the run was started
+with. Somebody else can copy a signature only together with the very text it signs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from store.atomic_write import READ_WRITE, write_atomically
+from store.errors import StoreError, UnsafePathError
+from store.untrusted import json_values
+from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
+
+SIGNED = "signed.json"
+RUN_JSON, CONFIG = "run.json", "config.yaml"
+KEY_BYTES = 32
+KEY_NAME = "key"
+MAX_SIGNATURES = 1000  # of config.yaml: the newest starts
+
+
+def state_directory() -> Path:
+    """Return the directory of this user's key: $XDG_STATE_HOME/async-gigpo, by default
+    ~/.local/state/async-gigpo.
+    """
+    given = os.environ.get("XDG_STATE_HOME", "")
+    home = (
+        Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".local" / "state"
+    )
+    return home / "async-gigpo"
+
+
+def made_by_this_user(run: Path) -> bool:
+    """Whether this user made the run, or said once that it is trusted, and its run.json and
+    config.yaml are as they were then.
+
+    Raises StoreError if the user's key is not the user's alone.
+    """
+    key = _key()
+    if key is None:
+        return False
+    run = run.absolute()
+    try:
+        signed = _signed(run)
+        texts = {RUN_JSON: read_bytes(run / RUN_JSON, root=run, at_most=MAX_TEXT_BYTES)}
+        if status(run / CONFIG, root=run) is not None:
+            texts[CONFIG] = read_bytes(run / CONFIG, root=run, at_most=MAX_TEXT_BYTES)
+    except OSError:  # also one that is or lies behind a link
+        return False
+    return all(_signature(key, name, text) in signed for name, text in texts.items())
+
+
+def sign_run(run: Path, *, config: bytes | None) -> bool:
+    """Sign run.json, config.yaml, and the text `config` that is about to be its config.yaml.
+
+    Return False where this user can have no key: such a run is asked about when it goes on. Raises
+    StoreError.
+    """
+    key = _key() or _new_key()
+    if key is None:
+        return False
+    run = run.absolute()
+    try:
+        texts = [(RUN_JSON, read_bytes(run / RUN_JSON, root=run, at_most=MAX_TEXT_BYTES))]
+        if status(run / CONFIG, root=run) is not None:
+            texts.append((CONFIG, read_bytes(run / CONFIG, root=run, at_most=MAX_TEXT_BYTES)))
+    except UnsafePathError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot sign {run}: {error.strerror}; it is no run, or cannot be read"
+        ) from error
+    if config is not None:
+        texts.append((CONFIG, config))
+    new = [_signature(key, name, text) for name, text in texts]
+    old = [signature for signature in _signed(run) if signature not in new]
+    content = json.dumps({"signatures": (old + new)[-MAX_SIGNATURES:]}, indent=1)
+    write_atomically(run / SIGNED, content.encode(), mode=READ_WRITE, beneath=run)
+    return True
+
+
+def _signature(key: bytes, name: str, text: bytes) -> str:
+    return hmac.new(key, f"async-gigpo {name}\0".encode() + text, hashlib.sha256).hexdigest()
+
+
+def _signed(run: Path) -> list[str]:
+    try:
+        content = json_values.parse_object(
+            read_bytes(run / SIGNED, root=run, at_most=MAX_TEXT_BYTES)
+        )
+        return list(json_values.texts(content, "signatures"))
+    except (FileNotFoundError, ValueError):
+        return []
+
+
+def _key() -> bytes | None:
+    """Return this user's key, None if there is none. Raises StoreError if others may read or may
+    have put it there.
+    """
+    path = state_directory() / KEY_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        found, key = os.fstat(descriptor), file.read(KEY_BYTES + 1)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077 or len(key) != KEY_BYTES:
+        raise StoreError(
+            f"{path} is not this user's alone, or not a key; remove it: the next new run makes "
+            "another"
+        )
+    return key
+
+
+def _new_key() -> bytes | None:
+    """Make this user's key, and return it or the one that another process made meanwhile. Return
+    None if it cannot be kept.
+    """
+    directory = state_directory()
+    aside = directory / f".{KEY_NAME}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        try:
+            os.link(aside, directory / KEY_NAME)
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(aside)
+    except OSError:
+        return None
+    return _key()

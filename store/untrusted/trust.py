@@ -1,0 +1,126 @@
+"""Runs that this user did not make: their settings are not followed until the user says so.
+
+    check_trusted(run)      # before anything that its settings name is imported, loaded or asked for
+    trust(run)              # for --trust: from now on the run counts as one of this user's
+
+The settings of a run name Python classes, directories, servers and storage. A program that only
+reads the run's rows follows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from store.errors import FormatError, StoreError, UnsafePathError
+from store.untrusted import json_values
+from store.untrusted.file_access import is_file, read_text
+from store.untrusted.settings_text import parse_settings_text, setting
+from store.untrusted.signatures import CONFIG, RUN_JSON, made_by_this_user, sign_run
+
+# Settings that name something outside of the run, and what is done with it.
+FOLLOWED = {
+    "env.name": "imports the environment",
+    "env.options": "gives it the options",
+    "model.path": "loads the model",
+    "prompt.template": "reads the template",
+    "store.uri": "reads and writes, with your credentials,",
+    "endpoint.url": "sends texts to",
+    "endpoint.api_key_env": "sends the secret in the variable",
+    "source": "reads the runs",
+}
+SHOWN_CHARACTERS, SHOWN_ITEMS = 200, 8  # of one setting
+
+# runs that the user trusts and that cannot be signed: on read-only media, for example
+_trusted_now: set[Path] = set()
+
+
+def trust(run: Path) -> None:
+    """Count the run as one of this user's, whose settings may be followed. Raises StoreError for
+    what is no run.
+    """
+    root = run.absolute()
+    if not is_file(root / RUN_JSON, root=root):
+        raise FormatError(
+            f"{run} is not a run directory, so --trust says nothing about it; leave it out"
+        )
+    try:
+        is_signed = sign_run(run, config=None)
+    except UnsafePathError:
+        raise
+    except OSError:  # of read-only media, or of another user's run
+        is_signed = False
+    if not is_signed:
+        _trusted_now.add(run.resolve())
+
+
+def is_trusted(run: Path) -> bool:
+    """Return whether this user made the run or trusts it. Raises StoreError if the user's key is
+    not the user's alone.
+    """
+    return run.resolve() in _trusted_now or made_by_this_user(run)
+
+
+def check_trusted(run: Path) -> None:
+    """Raise StoreError for a run that this user neither made nor trusts. Name what its settings
+    would have done.
+    """
+    if is_trusted(run):
+        return
+    named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(run, key)]
+    does = f"this {'; '.join(named)}" if named else "what its settings name is imported and loaded"
+    raise StoreError(
+        f"{run} was not made by you on this machine, and its settings may run any code: {does}. "
+        "Add --trust, once, if you know who made it"
+    )
+
+
+def _values(run: Path, key: str) -> list[str]:
+    """Return what the newest settings and those of the first start say, each once, as text that a
+    terminal can show.
+    """
+    found: list[str] = []
+    for settings in _settings(run):
+        text = _shown(setting(settings, key))
+        if text and text not in found:
+            found.append(text)
+    return found
+
+
+def _shown(value: object) -> str:
+    """Return a setting in ASCII, cut. No collection in a collection is shown."""
+    if isinstance(value, Mapping):
+        items = [
+            f"{_shown_one(key)}: {_shown_one(one)}"
+            for key, one in islice(value.items(), SHOWN_ITEMS)
+        ]
+    elif isinstance(value, list):
+        items = [_shown_one(one) for one in value[:SHOWN_ITEMS]]
+    else:
+        items = [_shown_one(value)] if value else []
+    return ", ".join(items)[:SHOWN_CHARACTERS]
+
+
+def _shown_one(value: object) -> str:
+    return "..." if isinstance(value, Mapping | list) else ascii(value)[:SHOWN_CHARACTERS]
+
+
+def _settings(run: Path) -> list[dict[str, object]]:
+    """Return both sets of settings as far as they can be read. Nothing in them is resolved."""
+    root = run.absolute()
+    texts: list[str] = []
+    with suppress(OSError, ValueError):
+        texts.append(read_text(root / CONFIG, root=root))
+    with suppress(OSError, ValueError):
+        texts.append(
+            json_values.text(
+                json_values.parse_object(read_text(root / RUN_JSON, root=root)), "config_yaml"
+            )
+        )
+    found: list[dict[str, object]] = []
+    for text in texts:
+        with suppress(ValueError):
+            found.append(parse_settings_text(text))
+    return found

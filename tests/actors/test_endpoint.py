@@ -1,0 +1,525 @@
+"""The endpoint as clients see it, over HTTP, and what it records: with the openai client, and with
+requests by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from actors.endpoint import server as endpoint_module
+from actors.endpoint.server import Endpoint, Recording
+from actors.inference.vllm_policy import EngineLostError
+from actors.policy import Completion, Prompt
+from actors.rollout.attempts import Progress
+from actors.rollout.episode import request_seed
+from envs import ClientSettings
+from store import state_hash
+from tests.support.chat_samples import IDS, TextPolicy, completion, encode, rules, served, tokenizer
+
+EOS = 1
+GUESS = {"role": "user", "content": "guess my number"}
+
+
+async def post(
+    client: ClientSettings, body: object, *, path: str = "/chat/completions"
+) -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(client.base_url + path, data=data, headers=headers) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+def ask(**fields: object) -> dict[str, object]:
+    return {"model": "any", "messages": [GUESS], **fields}
+
+
+def test_the_openai_client_plays_and_every_completion_is_a_step() -> None:
+    policy = TextPolicy(["it is 7", "it is 12"])
+    progress = Progress()
+
+    async def body(endpoint: Endpoint) -> tuple[Recording, Any, Any, Any]:
+        with endpoint.episode(replace(IDS, progress=progress), rules()) as recording:
+            client = openai.AsyncOpenAI(
+                base_url=recording.client.base_url, api_key=recording.client.api_key
+            )
+            messages: list[Any] = [{"role": "system", "content": "play"}, GUESS]
+            first = await client.chat.completions.create(
+                model="gpt-x", messages=messages, temperature=0.0, logprobs=True
+            )
+            messages += [
+                first.choices[0].message,
+                {"role": "user", "content": [{"type": "text", "text": "too low"}]},
+            ]
+            second = await client.chat.completions.create(
+                model="gpt-x", messages=messages, extra_body={"anchor": "below 12"}
+            )
+            models = await client.models.list()
+            await client.close()
+        return recording, first, second, models
+
+    recording, first, second, models = served(policy, body)
+    one, two = recording.steps()
+    assert (progress.n_steps, progress.n_response_tokens) == (
+        2,
+        len(one.response_ids) + len(two.response_ids),
+    )
+    assert [choice.message.content for choice in first.choices] == ["it is 7"]
+    assert [(entry.token, entry.logprob) for entry in first.choices[0].logprobs.content] == [
+        (tokenizer().decode([token]), -0.5 - place) for place, token in enumerate(one.response_ids)
+    ]
+    assert second.choices[0].logprobs is None
+    assert (first.model, [model.id for model in models.data]) == ("number-game", ["number-game"])
+    assert first.usage.prompt_tokens == len(one.prompt_ids)
+    assert (first.usage.completion_tokens, first.choices[0].finish_reason) == (
+        len(one.response_ids),
+        "stop",
+    )
+    assert one.response_ids == (*encode("it is 7"), EOS)
+    assert one.response_logprobs == tuple(-0.5 - place for place in range(len(one.response_ids)))
+    assert (
+        two.prompt_ids[: len(one.prompt_ids + one.response_ids)]
+        == one.prompt_ids + one.response_ids
+    )
+    assert [prompt.token_ids for prompt in policy.prompts] == [one.prompt_ids, two.prompt_ids]
+    assert [(step.version_min, step.version_max) for step in (one, two)] == [(0, 1), (1, 2)]
+    assert (one.obs_text, one.anchor_text, one.action_text) == (
+        "guess my number",
+        "guess my number",
+        "it is 7",
+    )
+    assert (two.obs_text, two.anchor_text, two.action_text) == ("too low", "below 12", "it is 12")
+    assert two.state_hash == state_hash("below 12")
+    assert one.is_action_valid and (one.reward, one.terminated, one.truncated) == (
+        0.0,
+        False,
+        False,
+    )
+    assert policy.seeds == [request_seed(IDS.traj_uid, 0), request_seed(IDS.traj_uid, 1)]
+    assert policy.temperatures == [0.7, 0.7]  # the run's, whatever the request says
+
+
+def test_a_stream_brings_the_same_reply() -> None:
+    async def body(endpoint: Endpoint) -> list[Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            client = openai.AsyncOpenAI(
+                base_url=recording.client.base_url, api_key=recording.client.api_key
+            )
+            stream = await client.chat.completions.create(
+                model="m",
+                messages=[GUESS],
+                n=2,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            seen = [chunk async for chunk in stream]
+            await client.close()
+        assert len(recording.steps()) == 2
+        return seen
+
+    *seen, last = served(TextPolicy(["it is 7", "12"]), body)
+    texts = [
+        "".join(c.delta.content or "" for chunk in seen for c in chunk.choices if c.index == i)
+        for i in (0, 1)
+    ]
+    assert texts == ["it is 7", "12"]
+    assert [c.finish_reason for chunk in seen for c in chunk.choices] == [
+        None,
+        "stop",
+        None,
+        "stop",
+    ]
+    assert (last.choices, last.usage.completion_tokens) == (
+        [],
+        len(encode("it is 7")) + len(encode("12")) + 2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"top_logprobs": 5}, "top_logprobs", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"best_off": 2}, "best_off", "not a field"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [GUESS, {"role": "tool", "content": "x"}]}, "messages[1].role", "'tool'"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "not one of"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            "type text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "not supported",
+        ),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "not Unicode"),
+        ({"n": 0}, "n", "at least 1"),
+        ({"n": 1000}, "n", "at most 128"),
+        ({"n": True}, "n", "whole number"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "whole number"),
+        ({"stop": ["a", ""]}, "stop", "empty"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"anchor": 3}, "anchor", "text"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(
+    fields: dict[str, object], param: str, says: str
+) -> None:
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            answer = await post(recording.client, ask(**fields))
+            assert recording.steps() == []
+            return answer
+
+    status, answer = served(TextPolicy(["7"]), body)
+    assert (status, answer["error"]["param"], answer["error"]["type"]) == (
+        400,
+        param,
+        "invalid_request_error",
+    )
+    assert says in answer["error"]["message"]
+
+
+def test_what_makes_no_difference_may_be_said() -> None:
+    fields = {
+        "temperature": 2,
+        "top_p": 0.1,
+        "seed": 3,
+        "user": "me",
+        "tools": [],
+        "response_format": {"type": "text"},
+    }
+
+    async def body(endpoint: Endpoint) -> int:
+        with endpoint.episode(IDS, rules()) as recording:
+            return (await post(recording.client, ask(**fields, stop=None, logit_bias={})))[0]
+
+    assert served(TextPolicy(["7"]), body) == 200
+
+
+def test_errors_of_other_kinds() -> None:
+    async def body(endpoint: Endpoint) -> list[tuple[int, Any]]:
+        with endpoint.episode(IDS, rules()) as recording:
+            client = recording.client
+            short = ClientSettings(base_url=client.base_url, api_key="sk-mine")
+            forged = ClientSettings(base_url=client.base_url, api_key=client.api_key[:-1] + "g")
+            answers = [
+                await post(short, ask()),
+                await post(forged, ask()),
+                await post(client, b"{no json"),
+                await post(client, ask(), path="/responses"),
+                await post(client, ask(messages=[{"role": "system", "content": "x"}])),
+                await post(client, ask(messages=[{"role": "user", "content": "guess " * 200}])),
+            ]
+            assert recording.cut_off
+        return [*answers, await post(client, ask())]
+
+    answers = served(TextPolicy(["7"]), body, template="plain")
+    statuses = [(status, answer["error"]["code"]) for status, answer in answers]
+    assert statuses == [
+        (401, "invalid_api_key"),
+        (401, "invalid_api_key"),
+        (400, "invalid_value"),
+        (404, "not_supported"),
+        (400, "invalid_value"),
+        (400, "context_length_exceeded"),
+        (410, "episode_over"),
+    ]
+    messages = [answer["error"]["message"] for _, answer in answers]
+    assert "POST /v1/chat/completions" in messages[3]
+    assert "no system messages here" in messages[4]
+
+
+def test_the_openai_client_raises_its_own_errors_and_asks_for_none_of_them_again() -> None:
+    policy = TextPolicy(["7"])
+
+    async def body(endpoint: Endpoint) -> None:
+        with endpoint.episode(IDS, rules(max_steps=1)) as recording:
+            client = openai.AsyncOpenAI(
+                base_url=recording.client.base_url, api_key=recording.client.api_key
+            )
+            with pytest.raises(openai.BadRequestError, match="tools") as refused:
+                await client.chat.completions.create(
+                    model="m", messages=[GUESS], tools=[{"type": "function"}]
+                )  # type: ignore[list-item]
+            assert refused.value.param == "tools"
+            await client.chat.completions.create(model="m", messages=[GUESS])
+            with pytest.raises(
+                openai.APIStatusError, match="the 1 chat completions that env.max_steps allows"
+            ) as too_many:
+                await client.chat.completions.create(model="m", messages=[GUESS])
+            assert too_many.value.status_code == 410
+        with pytest.raises(openai.APIStatusError, match="this episode has ended"):
+            await client.chat.completions.create(model="m", messages=[GUESS])
+        with pytest.raises(openai.AuthenticationError, match="belongs to no episode"):
+            await client.with_options(api_key="sk-wrong").models.list()
+        await client.close()
+
+    served(policy, body)
+    assert len(policy.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "n_tokens", "reason"),
+    [
+        ({}, "it is 7 or 12", 40, "stop"),
+        ({"max_tokens": 2}, None, 2, "length"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, None, 3, "length"),
+        ({"max_tokens": 10**6}, "it is 7 or 12", 40, "stop"),
+        ({"stop": " or"}, "it is 7", 40, "stop"),
+    ],
+)
+def test_a_reply_is_as_long_as_asked_for(
+    fields: dict[str, object], text: str | None, n_tokens: int, reason: str
+) -> None:
+    async def body(endpoint: Endpoint) -> tuple[Any, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            _, answer = await post(recording.client, ask(**fields))
+        return answer["choices"][0], recording.steps()[0]
+
+    choice, step = served(TextPolicy(["it is 7 or 12"]), body)
+    whole = (*encode("it is 7 or 12"), EOS)
+    assert step.response_ids == whole[: len(step.response_ids)]
+    assert len(step.response_ids) == len(step.response_logprobs) <= n_tokens
+    assert len(step.response_ids) == n_tokens or n_tokens == 40
+    assert (
+        choice["message"]["content"]
+        == step.action_text
+        == (text or tokenizer().decode(whole[:n_tokens]))
+    )
+    assert (choice["finish_reason"], step.finish_reason, step.is_action_valid) == (
+        reason,
+        reason,
+        reason == "stop",
+    )
+
+
+class Slow:
+    """Replies with the prompt's last word, the first asked last."""
+
+    def __init__(self) -> None:
+        self.n_asked = self.n_cancelled = 0
+        self.all_there = asyncio.Event()
+
+    async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+        number, self.n_asked = self.n_asked, self.n_asked + 1
+        try:
+            await self.all_there.wait()
+            await asyncio.sleep(0.02 * (3 - number))
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
+        return completion((*encode(str(number)), EOS), finish_reason="stop", version=number)
+
+
+def test_requests_at_once_are_steps_in_the_order_they_came() -> None:
+    policy = Slow()
+
+    async def body(endpoint: Endpoint) -> Recording:
+        with endpoint.episode(IDS, rules(max_steps=3)) as recording:
+            asking = []
+            for n in (1, 2):
+                asking.append(asyncio.create_task(post(recording.client, ask(n=n))))
+                while policy.n_asked < sum(range(n + 1)):
+                    await asyncio.sleep(0.005)
+            # the three that are under way are all there may be
+            status, _ = await post(recording.client, ask())
+            policy.all_there.set()
+            await asyncio.gather(*asking)
+        assert status == 410
+        return recording
+
+    steps = served(policy, body).steps()
+    assert [(step.step_index, step.action_text) for step in steps] == [(0, "0"), (1, "1"), (2, "2")]
+
+
+def test_a_reply_that_nobody_got_is_no_step() -> None:
+    policy = Slow()
+
+    async def body(endpoint: Endpoint) -> Recording:
+        with endpoint.episode(IDS, rules(max_steps=1, turn_timeout_s=1000.0)) as recording:
+            given_up = asyncio.create_task(post(recording.client, ask()))
+            while not policy.n_asked:
+                await asyncio.sleep(0.005)
+            given_up.cancel()
+            while not policy.n_cancelled:
+                await asyncio.sleep(0.005)
+            policy.all_there.set()
+            assert (await post(recording.client, ask()))[0] == 200
+        return recording
+
+    assert [(step.step_index, step.action_text) for step in served(policy, body).steps()] == [
+        (0, "1")
+    ]
+
+
+def test_a_reply_that_comes_after_the_end_is_no_step() -> None:
+    policy = Slow()
+
+    async def body(endpoint: Endpoint) -> tuple[int, Recording]:
+        with endpoint.episode(IDS, rules()) as recording:
+            late = asyncio.create_task(post(recording.client, ask()))
+            while not policy.n_asked:
+                await asyncio.sleep(0.005)
+        policy.all_there.set()
+        return (await late)[0], recording
+
+    status, recording = served(policy, body)
+    assert (status, recording.steps()) == (410, [])
+
+
+class Failing:
+    def __init__(self, failures: list[Exception | str]) -> None:
+        self.failures = failures
+
+    async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+        failure = self.failures.pop(0)
+        if isinstance(failure, Exception):
+            raise failure
+        if failure == "hang":
+            await asyncio.sleep(60)
+        return completion(encode("7"), finish_reason=failure, version=0)
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (RuntimeError("gone"), "RuntimeError: gone"),
+        ("abort", "EngineLostError: the engine aborted"),
+    ],
+)
+def test_a_failure_of_the_policy_is_kept_and_nobody_asks_again(
+    failure: Exception | str, says: str
+) -> None:
+    policy = Failing(["stop", failure, "stop"])
+
+    async def body(endpoint: Endpoint) -> Recording:
+        with endpoint.episode(IDS, rules()) as recording:
+            client = openai.AsyncOpenAI(
+                base_url=recording.client.base_url, api_key=recording.client.api_key
+            )
+            await client.chat.completions.create(model="m", messages=[GUESS])
+            with pytest.raises(openai.InternalServerError, match=says):
+                await client.chat.completions.create(model="m", messages=[GUESS])
+            await client.close()
+        return recording
+
+    recording = served(policy, body)
+    assert recording.failure is failure or isinstance(recording.failure, EngineLostError)
+    assert [step.finish_reason for step in recording.steps()] == ["stop"]
+    assert policy.failures == ["stop"]
+
+
+def test_a_reply_that_takes_too_long_cuts_the_episode_off() -> None:
+    async def body(endpoint: Endpoint) -> tuple[int, str]:
+        with endpoint.episode(IDS, rules(turn_timeout_s=0.05)) as recording:
+            status, _ = await post(recording.client, ask())
+            return status, recording.cut_off
+
+    assert served(Failing(["hang"]), body) == (410, "no reply within actors.turn_timeout_s=0.05")
+
+
+def test_it_listens_on_this_machine_alone() -> None:
+    async def body(endpoint: Endpoint) -> None:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        assert host == "127.0.0.1"
+        with socket.socket() as elsewhere, pytest.raises(ConnectionRefusedError):
+            elsewhere.connect(("127.0.0.2", int(port)))
+
+    served(TextPolicy(["7"]), body)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"[" * 200_000, "invalid_value"),
+        (b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "invalid_value"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "x" * 900_000}]}).encode(),
+            "context_length_exceeded",
+        ),
+        (
+            json.dumps({"messages": [{"role": "user", "content": ""}] * 20_000}).encode(),
+            "context_length_exceeded",
+        ),
+        (b"x" * 2**21, "context_length_exceeded"),
+    ],
+    ids=["deep", "deep messages", "long", "many", "body"],
+)
+def test_a_request_beyond_measure_is_refused_and_the_next_one_answered(
+    body: bytes, code: str
+) -> None:
+    async def ask_both(endpoint: Endpoint) -> tuple[int, Any, int, str]:
+        with endpoint.episode(IDS, rules()) as recording:
+            status, answer = await post(recording.client, body)
+            return status, answer, (await post(recording.client, ask()))[0], recording.cut_off
+
+    status, answer, after, cut_off = served(TextPolicy(["7"]), ask_both)
+    assert (status, answer["error"]["code"], after) == (400, code, 200)
+    assert bool(cut_off) == (code == "context_length_exceeded"), (
+        "so that the episode counts as truncated"
+    )
+
+
+def test_an_error_quotes_no_more_than_a_line() -> None:
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            return await post(recording.client, ask(n="7" * 100_000))
+
+    status, answer = served(TextPolicy(["7"]), body)
+    assert status == 400
+    assert answer["error"]["message"].startswith("n='777") and len(answer["error"]["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"],
+    ids=["nothing", "half a header"],
+)
+def test_a_connection_without_a_request_is_closed(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "IDLE_TIMEOUT_S", 0.1)
+
+    async def body(endpoint: Endpoint) -> bytes:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        end = await asyncio.wait_for(reader.read(), timeout=40)
+        writer.close()
+        return end
+
+    assert served(TextPolicy(["7"]), body) == b""
+
+
+def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "BODY_TIMEOUT_S", 0.1)
+
+    async def body(endpoint: Endpoint) -> bytes:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        with endpoint.episode(IDS, rules()) as recording:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {recording.client.api_key}\r\n"
+            writer.write(head.encode() + b"Content-Length: 1000000000\r\n\r\n{")
+            line = await asyncio.wait_for(reader.readline(), timeout=40)
+            writer.close()
+        return line
+
+    assert b" 408 " in served(TextPolicy(["7"]), body)

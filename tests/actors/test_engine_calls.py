@@ -1,0 +1,162 @@
+"""Check what a policy makes of errors that calls to its engine raise, with a double for the
+engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMClientError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from actors.inference import vllm_policy
+from actors.inference.concurrency import RequestGate
+from actors.inference.vllm_engine import Preemptions
+from actors.inference.vllm_policy import EngineLostError, VLLMPolicy
+from actors.policy import Prompt
+
+# The words of vLLM 0.32 where an engine has no memory left.
+NO_MEMORY = Exception("Call to collective_rpc method failed: Cannot allocate memory")
+PROMPT = Prompt(token_ids=(1, 2), actions=None)
+
+
+class BrokenEngine:
+    """Raises one error from every call."""
+
+    errored = False
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> Any:
+        raise self.error
+
+    async def get_weight_version(self) -> str:
+        raise self.error
+
+    async def pause_generation(self, **how: object) -> None:
+        raise self.error
+
+    async def generate(self, *given: object) -> AsyncIterator[Any]:
+        raise self.error
+        yield
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """List the engines whose process was stopped."""
+    engines: list[object] = []
+    monkeypatch.setattr(vllm_policy, "stop_engine", lambda llm, processes: engines.append(llm))
+    monkeypatch.setattr(vllm_policy, "check_shapes", lambda path, expected: None)
+    return engines
+
+
+def policy_on(error: Exception) -> VLLMPolicy:
+    return VLLMPolicy(
+        llm=BrokenEngine(error),  # type: ignore[arg-type]
+        processes=(),
+        max_response_tokens=4,
+        stop_token_ids=[0],
+        stop=[],
+        shapes={},
+        gate=RequestGate(1),
+        images=None,
+        preemptions=Preemptions(),
+    )
+
+
+CALLS: dict[str, Callable[[VLLMPolicy], Awaitable[object]]] = {
+    "generate": lambda policy: policy.generate(PROMPT, seed=0, temperature=1.0),
+    "answers": lambda policy: policy.answers(),
+    "stage files": lambda policy: policy.load_weights(version=1, path=Path("v000001"), digest="ab"),
+    "stage what was sent": lambda policy: policy.load_received(version=1, digest="ab"),
+    "join a broadcast": lambda policy: policy.join_broadcast("127.0.0.1:1"),
+    "close": lambda policy: policy.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NO_MEMORY, "Cannot allocate memory"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (EngineGenerateError("a step failed"), "a step failed"),
+        (EngineDeadError(), "the vLLM engine process died"),
+    ],
+    ids=["no memory", "no thread", "no step", "dead"],
+)
+def test_whatever_a_call_to_the_engine_raises_the_engine_is_lost(
+    stopped: list[object],
+    call: Callable[[VLLMPolicy], Awaitable[object]],
+    error: Exception,
+    words: str,
+) -> None:
+    with pytest.raises(EngineLostError, match=words) as lost:
+        asyncio.run(_awaited(call(policy_on(error))))
+    assert lost.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error", [VLLMClientError("the prompt is too long"), ValueError("seed"), TypeError("no text")]
+)
+def test_what_the_engine_refuses_is_the_callers_fault(
+    stopped: list[object], error: Exception
+) -> None:
+    with pytest.raises(type(error)) as refused:
+        asyncio.run(_awaited(CALLS["generate"](policy_on(error))))
+    assert refused.value is error
+
+
+def test_an_engine_that_fails_in_mid_load_and_at_its_end_is_stopped_and_names_the_load(
+    stopped: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_on(NO_MEMORY)
+
+    async def verified(*given: object, **more: object) -> str:
+        return "ab"
+
+    monkeypatch.setattr(policy, "_verify", verified)
+    with pytest.raises(
+        EngineLostError, match="loading version 1 from v000001 failed.*Cannot allocate memory"
+    ) as lost:
+        asyncio.run(_awaited(CALLS["stage files"](policy)))
+    assert lost.value.__cause__ is NO_MEMORY
+    assert len(stopped) == 1 and policy.errored
+
+
+@pytest.mark.parametrize(
+    ("error", "is_files_fault"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), False),
+        (OSError("Cannot allocate memory (os error 12)"), False),
+        (OSError(errno.EMFILE, "Too many open files"), False),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), True),
+    ],
+)
+def test_memory_that_lacks_while_weights_are_read_is_not_blamed_on_the_file(
+    error: Exception, is_files_fault: bool
+) -> None:
+    from actors.inference import vllm_weight_loader as weight_transfer
+
+    staging: Future[weight_transfer.Staged] = Future()
+    staging.set_exception(error)
+    engine = object.__new__(weight_transfer.FileWeightTransferEngine)
+    engine._staging = staging
+    if is_files_fault:
+        assert engine.staged() == ("", str(error))
+    else:
+        with pytest.raises(OSError, match=re.escape(str(error))):
+            engine.staged()
+
+
+async def _awaited(call: Awaitable[object]) -> object:
+    return await call

@@ -1,0 +1,247 @@
+"""One episode against a real small environment with a scripted policy: what the steps record."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors import (
+    Completion,
+    EngineLostError,
+    EpisodeIds,
+    EpisodeRules,
+    Prompt,
+    PromptForm,
+    ScriptedPolicy,
+    play_episode,
+    request_seed,
+)
+from actors.rollout.attempts import Progress
+from envs import Observation, Task, Transition, environment_class, list_tasks
+from store import Trajectory, state_hash, to_table
+
+Form = Callable[..., PromptForm]
+IDS = EpisodeIds(group_uid=b"g" * 16, traj_uid=b"t" * 16, member=3)
+OPTIONS: dict[str, object] = {}
+
+
+class InProcess:
+    """A synchronous environment under the awaited interface."""
+
+    def __init__(self, name: str) -> None:
+        self.environment = environment_class(name)(OPTIONS)
+
+    async def reset(self, task: Task) -> Observation:
+        return self.environment.reset(task)
+
+    async def step(self, action: str) -> Transition:
+        return self.environment.step(action)
+
+
+class FixedPolicy:
+    """Answers with the given texts in turn, each with one log-probability per character."""
+
+    def __init__(self, form: PromptForm, answers: list[str], finish_reason: str = "stop") -> None:
+        self.form, self.answers, self.finish_reason = form, answers, finish_reason
+        self.seeds: list[int] = []
+
+    async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+        ids = tuple(
+            self.form.tokenizer.encode(self.answers[len(self.seeds)], add_special_tokens=False)
+        )
+        version = len(self.seeds)
+        self.seeds.append(seed)
+        return Completion(
+            token_ids=ids,
+            logprobs=(-0.5,) * len(ids),
+            finish_reason=self.finish_reason,
+            version_min=version,
+            version_max=version + 1,
+        )
+
+
+PATIENT = {"turn_timeout_s": 60.0, "episode_timeout_s": 60.0}
+
+
+def rules(**changes: object) -> EpisodeRules:
+    settings = {
+        "max_steps": 4,
+        "win_reward": 10.0,
+        "temperature": 1.0,
+        "invalid": "admissible",
+        **PATIENT,
+        **changes,
+    }
+    return EpisodeRules(**settings)  # type: ignore[arg-type]
+
+
+def play(form: Form, policy: object, **changes: object) -> Trajectory:
+    task = next(
+        t
+        for t in list_tasks("key_room", OPTIONS)["train"]
+        if t.data["start"] == "0" and t.data["key"] == "1"
+    )
+    return asyncio.run(
+        play_episode(
+            InProcess("key_room"), policy, form(), task=task, episode=IDS, rules=rules(**changes)
+        )  # type: ignore[arg-type]
+    )
+
+
+def test_a_won_episode_pays_on_its_last_step_and_records_what_was_seen(form: Form) -> None:
+    door = next(
+        t
+        for t in list_tasks("key_room", OPTIONS)["train"]
+        if t.data["start"] == "0" and t.data["key"] == "1"
+    ).data["door"]
+    walk = ["go east", "take key", *["go east"] * (int(door) - 1), "unlock door"]
+    policy = FixedPolicy(form(), [f"<action>{action}</action>" for action in walk])
+    trajectory = play(form, policy, max_steps=20)
+    assert [step.action_text for step in trajectory.steps] == walk
+    assert [step.reward for step in trajectory.steps] == [0.0] * (len(walk) - 1) + [10.0]
+    assert trajectory.won
+    assert trajectory.steps[-1].terminated
+    assert not any(step.truncated for step in trajectory.steps)
+    assert (trajectory.traj_uid, trajectory.group_uid, trajectory.member) == (
+        b"t" * 16,
+        b"g" * 16,
+        3,
+    )
+    assert [(step.version_min, step.version_max) for step in trajectory.steps] == [
+        (i, i + 1) for i in range(len(walk))
+    ]
+    first = trajectory.steps[0]
+    assert first.state_hash == state_hash(first.anchor_text or "")
+    assert to_table([trajectory]).num_rows == len(walk)
+
+
+def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
+    class Silent(FixedPolicy):
+        async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+            if len(self.seeds) == 2:
+                raise asyncio.CancelledError
+            return await super().generate(prompt, seed=seed, temperature=temperature)
+
+    progress = Progress()
+    ids = EpisodeIds.of(b"g" * 16, 3, progress=progress)
+    policy = Silent(form(), ["<action>go east</action>"] * 4)
+    task = list_tasks("key_room", OPTIONS)["train"][0]
+    playing = play_episode(
+        InProcess("key_room"), policy, form(), task=task, episode=ids, rules=rules()
+    )
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(playing)
+    n_tokens = len(form().tokenizer.encode("<action>go east</action>", add_special_tokens=False))
+    assert (progress.n_steps, progress.n_response_tokens) == (2, 2 * n_tokens)
+
+
+def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
+    policy = FixedPolicy(form(), ["<action>go east</action>"] * 4)
+    trajectory = play(form, policy)
+    assert [step.truncated for step in trajectory.steps] == [False, False, False, True]
+    assert not trajectory.won
+    assert trajectory.episode_return == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish_reason", "valid_by"),
+    [
+        ("<action>go east</action>", "stop", {"form", "environment", "admissible"}),
+        ("<action>fly</action>", "stop", {"form"}),
+        ("go east", "stop", set()),
+        ("<action>go east</action>", "length", {"form"}),
+    ],
+)
+def test_what_makes_an_action_invalid(
+    form: Form, answer: str, finish_reason: str, valid_by: set[str]
+) -> None:
+    for rule in ("form", "environment", "admissible"):
+        trajectory = play(
+            form, FixedPolicy(form(), [answer], finish_reason), max_steps=1, invalid=rule
+        )
+        assert trajectory.steps[0].is_action_valid is (rule in valid_by), rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "valid"), [("form", True), ("environment", True), ("admissible", False)]
+)
+def test_an_action_that_is_understood_and_not_listed(form: Form, rule: str, valid: bool) -> None:
+    """An ALFWorld command outside the list, or a WebShop search: the environment takes it, its list
+    has no such thing.
+    """
+
+    class Unlisted(InProcess):
+        async def reset(self, task: Task) -> Observation:
+            return replace(await super().reset(task), actions=("go west",))
+
+    task = list_tasks("key_room", OPTIONS)["train"][0]
+    policy = FixedPolicy(form(), ["<action>go east</action>"])
+    played = play_episode(
+        Unlisted("key_room"),
+        policy,
+        form(),
+        task=task,
+        episode=IDS,
+        rules=rules(max_steps=1, invalid=rule),
+    )
+    assert asyncio.run(played).steps[0].is_action_valid is valid
+
+
+def test_an_aborted_answer_is_no_action_and_ends_the_attempt_as_the_policys_failure(
+    form: Form,
+) -> None:
+    with pytest.raises(EngineLostError, match="aborted a response"):
+        play(form, FixedPolicy(form(), ["<action>go east</action>"], "abort"), max_steps=1)
+
+
+class ShowsImagesLater(InProcess):
+    async def step(self, action: str) -> Transition:
+        transition = await super().step(action)
+        seen = replace(transition.observation, images=(np.zeros((28, 28, 3), np.uint8),) * 2)
+        return replace(transition, observation=seen)
+
+
+def test_an_observation_that_no_prompt_has_a_place_for_is_named(form: Form) -> None:
+    task = list_tasks("key_room", OPTIONS)["train"][0]
+    policy = FixedPolicy(form(), ["<action>go east</action>"])
+    with pytest.raises(
+        ValueError,
+        match=f"^key_room task '{re.escape(task.id)}', step 1: the environment shows images",
+    ):
+        asyncio.run(
+            play_episode(
+                ShowsImagesLater("key_room"), policy, form(), task=task, episode=IDS, rules=rules()
+            )
+        )
+
+
+def test_seeds_depend_on_trajectory_and_step_alone(form: Form) -> None:
+    policies = [FixedPolicy(form(), ["<action>go east</action>"] * 4) for _ in range(2)]
+    for policy in policies:
+        play(form, policy)
+    assert policies[0].seeds == policies[1].seeds
+    assert len(set(policies[0].seeds)) == 4
+    assert request_seed(b"a" * 16, 0) != request_seed(b"b" * 16, 0)
+
+
+def test_a_scripted_policy_draws_admissible_actions_and_says_how_likely_they_were(
+    form: Form,
+) -> None:
+    policy = ScriptedPolicy(form().encode_answer)
+    prompt = Prompt(token_ids=(1,), actions=("a", "b", "c"))
+    completions = [
+        asyncio.run(policy.generate(prompt, seed=seed, temperature=1.0)) for seed in range(60)
+    ]
+    assert {form().parse(c.token_ids).action for c in completions} == {"a", "b", "c"}
+    assert all(sum(c.logprobs) == pytest.approx(-math.log(3)) for c in completions)
+    demonstration = Prompt(token_ids=(1,), actions=("a", "b", "c"), demonstrated="b")
+    completion = asyncio.run(policy.generate(demonstration, seed=0, temperature=1.0))
+    assert (form().parse(completion.token_ids).action, sum(completion.logprobs)) == ("b", 0.0)
+    with pytest.raises(ValueError, match="lists none"):
+        asyncio.run(policy.generate(Prompt(token_ids=(1,), actions=None), seed=0, temperature=1.0))

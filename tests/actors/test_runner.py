@@ -1,0 +1,232 @@
+"""The real Player around a real coordinator, with episodes that end when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.inference.concurrency import MORE_AFTER, Concurrency
+from actors.rollout import runner as player
+from actors.rollout.attempts import Attempts
+from actors.rollout.runner import Player, StorageSilent
+from actors.simulation.fakes import LocalHandle
+from actors.simulation.virtual_time import VirtualTimeLoop
+from coordinator import Coordinator, Lease
+from coordinator.client import CoordinatorClient
+from envs.hosting import pending as waits
+from store import Trajectory, VersionRecord, export, uid, uid_text
+from store.reading.query import connect
+from tests.coordinator.test_coordinator import make_config, make_coordinator, publish
+from tests.support.store_samples import make_step
+
+
+@dataclass
+class Stage:
+    """Episodes by (group, number) that wait to be ended, around one player of groups of two."""
+
+    coordinator: Coordinator
+    player: Player
+    playing: dict[tuple[bytes, int], asyncio.Future[None]] = field(default_factory=dict)
+    loads: list[int] = field(default_factory=list)
+
+    async def play(self, lease: Lease, number: int, attempts: Attempts) -> Trajectory:
+        key = (lease.group.group_uid, number)
+        progress = attempts.begin(number)
+        for index in range(number):  # the later its number, the further it gets
+            progress.add(make_step(index, n_steps=number, version=0))
+        self.playing[key] = asyncio.get_running_loop().create_future()
+        try:
+            await self.playing[key]
+        finally:
+            del self.playing[key]
+        return Trajectory(
+            traj_uid=uid(lease.group.group_uid, number),
+            group_uid=lease.group.group_uid,
+            env_name="key_room",
+            task_id=lease.task.id,
+            split="train",
+            seed=0,
+            member=number,
+            won=True,
+            task_score=None,
+            steps=(make_step(0, n_steps=1, version=lease.version.version, reward=1.0),),
+        )
+
+    async def serve(self, version: VersionRecord) -> None:
+        self.loads.append(version.version)
+
+    def end(self, *numbers: int) -> None:
+        """In every group."""
+        for (_, number), episode in list(self.playing.items()):
+            if number in numbers and not episode.done():
+                episode.set_result(None)
+
+    def sql(self, query: str) -> list[tuple[Any, ...]]:
+        export(self.coordinator.catalog, self.coordinator.layout)
+        with connect(self.coordinator.layout) as connection:
+            return connection.sql(query).fetchall()
+
+
+def on_stage(
+    tmp_path: Path, body: Callable[[Stage], Awaitable[None]], *, spare_members: int = 0
+) -> None:
+    """`body` while the player runs; what the player raises is raised."""
+    config = make_config(tmp_path / "run", max_staleness=1)
+    coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
+    publish(coordinator, 0, 0)
+    actors = replace(
+        config.actors, groups_in_flight=1, max_groups_in_flight=3, spare_members=spare_members
+    )
+    config = replace(config, actors=actors)
+
+    async def run() -> None:
+        client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), worker="w")
+        stage: Stage = Stage(coordinator, None)  # type: ignore[arg-type]
+        stage.player = Player(
+            client, config, play=stage.play, weights=stage, concurrency=Concurrency.of(config)
+        )
+        async with running(stage.player):
+            await body(stage)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+    coordinator.close()
+
+
+@asynccontextmanager
+async def running(player: Player) -> AsyncIterator[None]:
+    task = asyncio.create_task(player.run())
+    await asyncio.sleep(1.0)
+    try:
+        yield
+    finally:
+        player.stop()
+        await asyncio.wait_for(task, timeout=60.0)
+
+
+def test_it_plays_one_group_after_the_other_until_admission_closes_and_then_says_so(
+    tmp_path: Path,
+) -> None:
+    async def body(stage: Stage) -> None:
+        for _ in range(4):  # (max_staleness + 1) * 2 groups
+            assert sorted(number for _, number in stage.playing) == [0, 1]
+            assert stage.player.waiting() is None
+            stage.end(0, 1)
+            await asyncio.sleep(1.0)
+        assert stage.playing == {}
+        reason, seconds = stage.player.waiting() or ("", 0.0)
+        assert reason == "admission" and seconds > 0.0
+        assert stage.sql("SELECT state, count(*) FROM groups GROUP BY ALL") == [("complete", 4)]
+
+    on_stage(tmp_path, body)
+
+
+def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for_others(
+    tmp_path: Path,
+) -> None:
+    async def body(stage: Stage) -> None:
+        stage.end(1)
+        await asyncio.sleep(0.0)
+        stage.player.stop()
+        await asyncio.sleep(1.0)
+        assert stage.sql("SELECT member FROM trajectories") == [(1,)]
+        stage.coordinator.forget("w", "stopped")
+        lease = stage.coordinator.lease("v")
+        assert lease is not None and lease.group.missing == (0,)
+
+    on_stage(tmp_path, body)
+
+
+def test_with_a_spare_a_group_does_not_wait_for_its_slowest(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        assert sorted(number for _, number in stage.playing) == [0, 1, 2]
+        stage.end(0, 2)
+        await asyncio.sleep(1.0)
+        assert stage.sql("SELECT state FROM groups WHERE n_members = 2") == [("complete",)]
+        assert stage.sql("SELECT member FROM trajectories ORDER BY 1") == [(0,), (1,)]
+
+    on_stage(tmp_path, body, spare_members=1)
+
+
+def test_surplus_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        (group_uid,) = {group_uid for group_uid, _ in stage.playing}
+        stage.end(0, 1, 2)
+        await asyncio.sleep(1.0)
+        assert stage.sql("SELECT split, count(*) FROM trajectories GROUP BY ALL ORDER BY ALL") == [
+            ("imported", 1),
+            ("train", 2),
+        ]
+        ((state, reason),) = stage.sql("SELECT state, reason FROM groups WHERE split = 'imported'")
+        assert (state, reason) == (
+            "complete",
+            f"imported from surplus of group {uid_text(group_uid)}",
+        )
+        assert stage.coordinator.claim(0) is None  # one group of two is complete
+        assert stage.coordinator.status().counts.trajectories == 2
+
+    on_stage(tmp_path, body, spare_members=1)
+
+
+def test_what_is_too_old_to_be_trained_on_is_given_up_and_makes_room(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        (first,) = {group_uid for group_uid, _ in stage.playing}
+        publish(stage.coordinator, 1, 1)
+        await asyncio.sleep(1.0)
+        # one version apart may still be trained on
+        assert {group_uid for group_uid, _ in stage.playing} == {first}
+        publish(stage.coordinator, 2, 3)  # not step 2, after which there is an evaluation
+        await asyncio.sleep(1.0)
+        assert stage.loads[-1] == 2
+        ((reason,),) = stage.sql("SELECT detail FROM events WHERE what = 'group given up'")
+        assert "still played at version 2, begun at 0" in reason
+        # it is played again, on the new weights
+        assert {group_uid for group_uid, _ in stage.playing} == {first}
+        stage.end(0, 1)
+        await asyncio.sleep(1.0)
+        assert stage.sql("SELECT DISTINCT version_min FROM trajectories") == [(2,)]
+
+    on_stage(tmp_path, body)
+
+
+def test_while_its_engine_is_idle_it_plays_more_groups(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        assert len(stage.playing) == 2
+        for _ in range(MORE_AFTER):
+            stage.player.adapt(preempted=0)
+        await asyncio.sleep(1.0)
+        assert len(stage.playing) == 4
+        for _ in range(10 * MORE_AFTER):
+            stage.player.adapt(preempted=0)
+        await asyncio.sleep(1.0)
+        assert len(stage.playing) == 6  # max_groups_in_flight = 3
+
+    on_stage(tmp_path, body)
+
+
+def test_a_storage_that_never_answers_is_named_and_ends_the_player(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.sleep(1e9)
+
+    async def body(stage: Stage) -> None:
+        stage.end(0, 1)
+        await asyncio.sleep(player.LONG_S + 1.0)
+        reason, seconds = stage.player.waiting() or ("", 0.0)
+        assert reason == "the storage, to write a segment" and seconds > player.LONG_S
+        await asyncio.sleep(player.STORAGE_TIMEOUT_S)
+
+    monkeypatch.setattr(player.asyncio, "to_thread", never)
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(waits, "time", clock)
+    with pytest.raises(ExceptionGroup) as raised:
+        on_stage(tmp_path, body)
+    assert raised.group_contains(StorageSilent, match="w could not write a segment within 300 s")

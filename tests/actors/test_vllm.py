@@ -1,0 +1,622 @@
+"""The vLLM policy against a Hugging Face forward pass of the same weights, through changes of
+weights and deaths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import store
+from actors.inference.concurrency import RequestGate
+from actors.inference.vllm_policy import EngineLostError, VLLMPolicy
+from actors.inference.weight_files import RECEIVED, WeightFileError
+from actors.inference.weight_load import WeightLoad
+from actors.inference.weight_sync import LOADED, REFUSED, ServedWeights
+from actors.policy import Completion, Prompt
+from configs import ActorsConfig
+from driver.run_control import has_ended
+from learner import write_weights
+from learner.distributed.deepspeed_setup import LOOPBACK
+from learner.files.atomic_directory import SyncedBehind
+from learner.publishing.broadcast_sender import Broadcast
+from learner.publishing.publish import publish_weights
+from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
+from tests.support.chat_samples import two_turns_over_http
+from tests.support.learner_logprobs import both_logprobs
+from tests.support.processes import PATIENCE_S, children, litter, unused_shared_memory
+
+pytestmark = pytest.mark.engine
+
+VOCABULARY_SIZE = 256
+STOP_TOKEN = 7
+RESPONSE_TOKENS = 48
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    loop: asyncio.AbstractEventLoop
+    policy: VLLMPolicy
+    directories: dict[str, Path]  # weights by name: base, other
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=120))
+
+
+def make_model(path: Path, *, seed: int) -> Path:
+    """Head size 32, the smallest that vLLM's CPU attention has. Wide initialisation: distinct
+    probabilities.
+    """
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def start(*, model: Path, log_path: Path) -> Coroutine[Any, Any, VLLMPolicy]:
+    actors = ActorsConfig(
+        max_response_tokens=RESPONSE_TOKENS,
+        max_model_tokens=256,
+        kv_cache_gib=0.125,
+        cpu_cores="auto",
+    )
+    return VLLMPolicy.start(
+        model_path=model,
+        dtype="float32",
+        actors=actors,
+        gate=RequestGate(16),
+        stop_token_ids=[STOP_TOKEN],
+        stop=(),
+        tokenizer=None,
+        log_path=log_path,
+    )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("vllm")
+    directories = {
+        name: make_model(root / name, seed=seed) for name, seed in (("base", 0), ("other", 1))
+    }
+    environment_before = dict(os.environ)
+    loop = asyncio.new_event_loop()
+    policy = loop.run_until_complete(
+        start(model=directories["base"], log_path=root / "logs/engine.log")
+    )
+    # nothing that was meant for the engine leaks to our other children
+    assert dict(os.environ) == environment_before
+    served = Served(loop=loop, policy=policy, directories=directories)
+    (engine,) = engine_processes(os.getpid())
+    yield served
+    served.run(policy.close())
+    assert not engine.is_running()
+    assert "vllm" in (root / "logs/engine.log").read_text()
+    with pytest.raises(EngineLostError, match="closed"):
+        served.run(policy.generate(prompt(0), seed=0, temperature=1.0))
+    loop.close()
+
+
+def prompt(seed: int, *, length: int = 120) -> Prompt:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(8, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+    return Prompt(token_ids=tuple(token_ids), actions=None)
+
+
+def reference_logprobs(
+    path: Path, *, prompt: Prompt, completion: Completion, temperature: float
+) -> torch.Tensor:
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    ids_BT = torch.tensor([prompt.token_ids + completion.token_ids])
+    with torch.no_grad():
+        logits_TV = model(ids_BT).logits[0, len(prompt.token_ids) - 1 : -1]
+    logprobs_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
+    return logprobs_TV.gather(1, ids_BT[0, len(prompt.token_ids) :, None])[:, 0]
+
+
+def assert_logprobs_of(
+    path: Path, *, prompt: Prompt, completion: Completion, temperature: float = 1.0
+) -> None:
+    expected_T = reference_logprobs(
+        path, prompt=prompt, completion=completion, temperature=temperature
+    )
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected_T, atol=1e-5, rtol=0)
+
+
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """vLLM renames its processes, which is how they differ from multiprocessing's own helpers."""
+    return children("VLLM", of=pid, recursive=True)
+
+
+def digest_of(path: Path) -> str:
+    return files_digest([path])
+
+
+def load_weights(served: Served, name: str) -> Coroutine[Any, Any, WeightLoad]:
+    path = served.directories[name]
+    digest = digest_of(path / "model.safetensors")
+    return served.policy.load_weights(version=served.policy.version + 1, path=path, digest=digest)
+
+
+def generate_all(served: Served, *, seeds: range, temperature: float) -> list[Completion]:
+    async def run() -> list[Completion]:
+        calls = [served.policy.generate(prompt(s), seed=s, temperature=temperature) for s in seeds]
+        return list(await asyncio.gather(*calls))
+
+    return list(served.run(run()))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_hugging_face_forward_pass(served: Served, temperature: float) -> None:
+    completions = generate_all(served, seeds=range(8), temperature=temperature)
+    assert {c.finish_reason for c in completions} <= {"stop", "length"}
+    for seed, completion in enumerate(completions):
+        assert len(completion.logprobs) == len(completion.token_ids) <= RESPONSE_TOKENS
+        assert (completion.version_min, completion.version_max) == (served.policy.version,) * 2
+        assert_logprobs_of(
+            served.directories["base"],
+            prompt=prompt(seed),
+            completion=completion,
+            temperature=temperature,
+        )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_learner_finds_the_same_logprobs(served: Served, temperature: float) -> None:
+    completions = generate_all(served, seeds=range(8), temperature=temperature)
+    played = [(prompt(seed), completion) for seed, completion in enumerate(completions)]
+    behaviour_N, learner_N = both_logprobs(
+        served.directories["base"], played, temperature=temperature
+    )
+    torch.testing.assert_close(behaviour_N, learner_N, atol=1e-5, rtol=0.0)
+
+
+def test_stop_token_ends_the_completion_and_is_part_of_it(served: Served) -> None:
+    completions = generate_all(served, seeds=range(32), temperature=1.0)
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert stopped, "48 draws from 256 tokens, 32 times: some must hit the stop token"
+    assert all(c.token_ids.index(STOP_TOKEN) == len(c.token_ids) - 1 for c in stopped)
+    assert all(
+        STOP_TOKEN not in c.token_ids and len(c.token_ids) == RESPONSE_TOKENS
+        for c in completions
+        if c not in stopped
+    )
+
+
+def test_same_seed_same_tokens_alone_or_in_company(served: Served) -> None:
+    alone = generate_all(served, seeds=range(3, 4), temperature=1.0)[0]
+    in_company = generate_all(served, seeds=range(8), temperature=1.0)[3]
+    other_seed = served.run(served.policy.generate(prompt(3), seed=99, temperature=1.0))
+    assert alone.token_ids == in_company.token_ids
+    assert alone.token_ids != other_seed.token_ids
+
+
+def test_over_http_prompts_keep_their_tokens_and_logprobs_are_those_of_the_forward_pass(
+    served: Served,
+) -> None:
+    one, two = served.run(two_turns_over_http(served.policy, max_model_tokens=256))
+    assert (
+        two.prompt_ids[: len(one.prompt_ids + one.response_ids)]
+        == one.prompt_ids + one.response_ids
+    )
+    for step in (one, two):
+        asked = Prompt(token_ids=step.prompt_ids, actions=None)
+        said = Completion(
+            token_ids=step.response_ids,
+            logprobs=step.response_logprobs,
+            finish_reason="stop",
+            version_min=0,
+            version_max=0,
+        )
+        expected_T = reference_logprobs(
+            served.directories["base"], prompt=asked, completion=said, temperature=0.7
+        )
+        torch.testing.assert_close(torch.tensor(said.logprobs), expected_T, atol=1e-4, rtol=0)
+
+
+def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> None:
+    seen = prompt(0, length=200)  # several blocks long: its keys and values are in the prefix cache
+    before = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["base"], prompt=seen, completion=before)
+    load = served.run(load_weights(served, "other"))
+    after = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
+    assert (
+        load.version
+        == served.policy.version
+        == after.version_min
+        == after.version_max
+        > before.version_max
+    )
+    assert_logprobs_of(served.directories["other"], prompt=seen, completion=after)
+    file = served.directories["base"] / "model.safetensors"
+    back = served.run(
+        served.policy.load_weights(version=load.version + 1, path=file, digest=digest_of(file))
+    )
+    again = served.run(load_weights(served, "base"))
+    assert (
+        again.file_digest
+        == back.file_digest
+        == blake3(file.read_bytes()).hexdigest()
+        != load.file_digest
+    )
+    assert (
+        served.run(served.policy.generate(seen, seed=5, temperature=1.0)).token_ids
+        == before.token_ids
+    )
+
+
+def test_update_under_running_requests_drops_none(served: Served) -> None:
+    first = served.policy.version
+
+    async def run() -> list[Completion]:
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            for s in range(64)
+        ]  # more than the engine works on at once: most wait
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            name = "other" if served.policy.version == first else "base"
+            await load_weights(served, name)
+        return list(await asyncio.gather(*calls))
+
+    completions = list(served.run(run()))
+    assert all(
+        c.finish_reason in ("stop", "length") and len(c.token_ids) == len(c.logprobs) > 0
+        for c in completions
+    )
+    assert all(first <= c.version_min <= c.version_max <= first + 2 for c in completions)
+    assert any(c.version_min < c.version_max for c in completions)
+    for seed, completion in enumerate(completions):
+        if completion.version_min == completion.version_max:
+            name = "other" if completion.version_min == first + 1 else "base"
+            assert_logprobs_of(served.directories[name], prompt=prompt(seed), completion=completion)
+        # every token is of one of both, over all tokens before it: nothing of the old weights
+        # stayed in the cache
+        else:
+            off_T = [
+                (torch.tensor(completion.logprobs) - reference_logprobs(path, prompt=prompt(seed), completion=completion,
+                 temperature=1.0)).abs() for path in served.directories.values()
+            ]  # fmt: skip
+            assert torch.minimum(*off_T).max() < 1e-5
+
+
+def test_weights_in_several_files_are_served(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the learner publishes a large model; both sides agree on the digest."""
+    monkeypatch.setattr("learner.publishing.publish.SHARD_BYTES", 100_000)
+    tensors = load_file(served.directories["other"] / "model.safetensors")
+    digest = write_weights(tensors.items(), tmp_path / "v1", source_dir=served.directories["base"])
+    assert len(list((tmp_path / "v1").glob("*.safetensors"))) > 2
+    load = served.run(
+        served.policy.load_weights(
+            version=served.policy.version + 1, path=tmp_path / "v1", digest=digest
+        )
+    )
+    assert load.file_digest == digest
+    completion = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=completion)
+    served.run(load_weights(served, "base"))
+
+
+def damaged(tmp_path: Path, whole: Path) -> dict[str, tuple[Path, str]]:
+    """Ways in which weights that were published can be wrong, and what is said of them."""
+    tensors = load_file(whole)
+    save_file(
+        {n: t for n, t in tensors.items() if n != "model.norm.weight"},
+        tmp_path / "lacking.safetensors",
+    )
+    save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
+    save_file({n: t + 1e-3 for n, t in tensors.items()}, tmp_path / "other.safetensors")
+    data = whole.read_bytes()
+    (tmp_path / "torn.safetensors").write_bytes(data[:-100])
+    (tmp_path / "flipped.safetensors").write_bytes(flipped(data))
+    (tmp_path / "noise.safetensors").write_bytes(b"\0" * len(data))
+    says = {
+        "absent": "no weights at",
+        "lacking": "model.norm.weight, of shape missing",
+        "misshapen": "does not fit",
+        "torn": "not a whole safetensors file",
+        "noise": "not a whole safetensors file",
+        "flipped": "has digest",
+        "other": "has digest",
+    }
+    return {name: (tmp_path / f"{name}.safetensors", words) for name, words in says.items()}
+
+
+def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path: Path) -> None:
+    """Also those of other requests, which run on without a pause."""
+    whole = served.directories["other"] / "model.safetensors"
+    before, version = generate_all(served, seeds=range(8), temperature=1.0), served.policy.version
+
+    async def refuse_all() -> list[Completion]:
+        running = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            for s in range(8)
+        ]
+        for path, words in damaged(tmp_path, whole).values():
+            with pytest.raises(WeightFileError, match=words):
+                await served.policy.load_weights(
+                    version=version + 1, path=path, digest=digest_of(whole)
+                )
+        return list(await asyncio.gather(*running))
+
+    assert served.run(refuse_all()) == before
+    assert served.policy.version == version and not served.policy.errored
+    assert generate_all(served, seeds=range(8), temperature=1.0) == before
+    assert served.run(load_weights(served, "other")).version == version + 1
+    served.run(load_weights(served, "base"))
+
+
+def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_served(
+    served: Served, tmp_path: Path
+) -> None:
+    """From the learner's publishing to the engine's answers, through the store; one bit of one
+    weight is flipped.
+    """
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    write_open_sql(layout, macros=[], max_staleness=1)
+    first = served.policy.version + 1
+    with Catalog.open(layout) as catalog:
+
+        async def newest() -> VersionRecord | None:
+            return catalog.latest_version()
+
+        async def record(what: str, detail: str) -> None:
+            catalog.log(component="worker-0", what=what, detail=detail)
+
+        async def meeting_point() -> str | None:
+            return None
+
+        def publish(version: int, name: str) -> None:
+            tensors = load_file(served.directories[name] / "model.safetensors")
+            digest = write_weights(
+                tensors.items(), layout.weights_dir(version), source_dir=served.directories["base"]
+            )
+            path = layout.relative(layout.weights_dir(version))
+            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+
+        def served_now() -> list[Completion]:
+            served.run(weights.serve(catalog.latest_version()))
+            return generate_all(served, seeds=range(4), temperature=1.0)
+
+        weights = ServedWeights(
+            served.policy,
+            layout,
+            newest=newest,
+            record=record,
+            turn=contextlib.nullcontext,
+            meeting_point=meeting_point,
+            max_staleness=1,
+        )
+        publish(first, "other")
+        before = served_now()
+        assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=before[0])
+        publish(first + 1, "base")
+        file = layout.weights_dir(first + 1) / "model.safetensors"
+        file.write_bytes(flipped(file.read_bytes()))
+        assert served_now() == before, "tokens, log-probabilities and the version they are of"
+        publish(first + 2, "base")
+        (after, *_) = served_now()
+        assert_logprobs_of(served.directories["base"], prompt=prompt(0), completion=after)
+        assert (before[0].version_max, after.version_min, served.policy.version) == (
+            first,
+            first + 2,
+            first + 2,
+        )
+        export(catalog, layout)
+    query = "SELECT what, (detail ->> 'version')::BIGINT AS version FROM events WHERE what LIKE 'weights %' ORDER BY lsn"
+    with store.open_run(layout.root) as reader:
+        events = [tuple(row.values()) for row in reader.sql(query).to_pylist()]
+    assert events == [(LOADED, first), (REFUSED, first + 1), (LOADED, first + 2)]
+
+
+def test_weights_that_the_learner_sends_are_served_without_a_file(
+    served: Served, tmp_path: Path
+) -> None:
+    """And those that were sent to others only are not taken for them; running requests go on
+    throughout.
+    """
+    sender, behind = Broadcast(LOOPBACK), SyncedBehind()
+    first = served.policy.version + 1
+
+    def send(name: str) -> str:
+        tensors = load_file(served.directories[name] / "model.safetensors")
+        with sender.round() as to_engines:
+            digest = publish_weights(
+                tensors.items(),
+                tmp_path / name,
+                source_dir=served.directories["base"],
+                behind=behind,
+                send=to_engines,
+            )
+        shutil.rmtree(tmp_path / name)
+        behind.wait()
+        return digest
+
+    async def run() -> tuple[WeightLoad | None, WeightLoad | None, list[Completion]]:
+        digest = send("other")
+        # nobody told the engine where
+        before = await served.policy.load_received(version=first, digest=digest)
+        await served.policy.join_broadcast(sender.address)
+        while not await asyncio.to_thread(sender._store.add, "joined", 0):
+            await asyncio.sleep(0.01)
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            for s in range(16)
+        ]
+        digest = await asyncio.to_thread(send, "other")
+        load = await served.policy.load_received(version=first, digest=digest)
+        assert await served.policy.load_received(version=first + 1, digest="of others") is None
+        return before, load, list(await asyncio.gather(*calls))
+
+    before, load, completions = served.run(run())
+    assert before is None and load is not None and load.received
+    assert load.version == served.policy.version == first
+    assert load.file_digest == write_weights(
+        load_file(served.directories["other"] / "model.safetensors").items(),
+        tmp_path / "v",
+        source_dir=served.directories["base"],
+    )
+    assert {c.finish_reason for c in completions} <= {"stop", "length"}
+    after = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=after)
+    # the thread is free again, and files work as before
+    assert served.run(load_weights(served, "base")).received is False
+    assert_logprobs_of(
+        served.directories["base"],
+        prompt=prompt(0),
+        completion=served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0)),
+    )
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit is another, of the last weight but one."""
+    return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+
+
+def test_a_file_that_is_removed_after_it_was_verified_is_loaded(
+    served: Served, tmp_path: Path
+) -> None:
+    """Others may remove it: the engine holds it open from the moment it looks at it."""
+    copy = Path(shutil.copytree(served.directories["other"], tmp_path / "v1"))
+    verify = served.policy._verify
+
+    async def verify_then_remove(*arguments: Any, **options: Any) -> None:
+        await verify(*arguments, **options)
+        shutil.rmtree(copy)
+
+    served.policy._verify = verify_then_remove  # type: ignore[method-assign]
+    digest = digest_of(copy / "model.safetensors")
+    served.run(
+        served.policy.load_weights(version=served.policy.version + 1, path=copy, digest=digest)
+    )
+    del served.policy._verify
+    completion = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=completion)
+    served.run(load_weights(served, "base"))
+
+
+ORPHAN_MAKER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_actors_vllm import start
+async def main():
+    policy = await start(model=Path({model!r}), log_path=Path({log!r}))
+    print("serving", flush=True)
+    await asyncio.sleep(600)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        ORPHAN_MAKER.format(
+            tests=str(ROOT / "tests"),
+            model=str(served.directories["base"]),
+            log=str(tmp_path / "log"),
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    shared_memory_before = unused_shared_memory()
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        while "serving" not in parent.stdout.readline():
+            assert parent.poll() is None, "the parent ended before it served"
+        (engine,) = engine_processes(parent.pid)
+        os.kill(parent.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (gone := has_ended(engine)) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        if not gone:
+            engine.kill()
+        assert gone
+    # multiprocessing's resource tracker outlives the parent to unlink it
+    assert litter(shared_memory_before) == frozenset()
+
+
+def test_failure_in_mid_update_stops_the_engine(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last in this file: the engine that the others share does not survive it."""
+    tensors = load_file(served.directories["other"] / "model.safetensors")
+    save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
+    monkeypatch.setattr("actors.inference.vllm_policy.check_shapes", lambda path, expected: None)
+
+    async def run() -> list[Completion | BaseException]:
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            for s in range(256)
+        ]  # 16 waves, so that most wait, however long it takes to fail
+        await asyncio.sleep(0.05)
+        path = tmp_path / "misshapen.safetensors"
+        with pytest.raises(EngineLostError, match="Start a new policy"):
+            await served.policy.load_weights(version=99, path=path, digest=digest_of(path))
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    # of those still running and of those in line: nobody waits for ever
+    answers = list(served.run(run()))
+    completions = [answer for answer in answers if isinstance(answer, Completion)]
+    assert all(isinstance(answer, Completion | EngineLostError) for answer in answers)
+    assert sum(c.finish_reason == "abort" for c in completions) > 8
+    assert sum(isinstance(answer, EngineLostError) for answer in answers) > 32
+    assert all(c.version_max == served.policy.version for c in completions)
+    assert served.policy.errored
+
+
+def test_what_was_received_may_be_overwritten_only_when_the_update_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM looks at what a padded layer received once more at the end."""
+    from actors.inference import vllm_weight_loader as weight_transfer
+
+    order: list[str] = []
+    staged: Future[weight_transfer.Staged] = Future()
+    staged.set_result(weight_transfer.Staged(path=RECEIVED, digest="", tensors=()))
+    engine = object.__new__(weight_transfer.FileWeightTransferEngine)
+    engine._staging, engine.model_config = staged, None  # type: ignore[assignment]
+    engine._receiver = SimpleNamespace(release=lambda: order.append("released"))  # type: ignore[assignment]
+    engine.model = SimpleNamespace(
+        load_weights=lambda tensors: order.append("loaded"), modules=lambda: ()
+    )  # type: ignore[assignment]
+    monkeypatch.setattr(
+        weight_transfer, "finalize_layerwise_reload", lambda model, config: order.append("finished")
+    )
+    engine.receive_weights(weight_transfer.FileUpdateInfo(path=RECEIVED))
+    engine.finish_weight_update()
+    assert order == ["loaded", "finished", "released"]

@@ -1,0 +1,302 @@
+"""Weights sent from the learner's end to the engines' end, over gloo: whole, or not at all and the
+files are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+import actors.inference.broadcast_receiver
+import learner.publishing.broadcast_sender
+import store.broadcast
+from actors.inference.broadcast_receiver import Received, Receiver
+from learner.distributed.deepspeed_setup import LOOPBACK
+from learner.files.safetensors_writer import write_shards
+from learner.publishing.broadcast_sender import Broadcast
+from store import files_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+Answer = TypeVar("Answer")
+_made: list[Receiver] = []  # to be closed
+
+
+@pytest.fixture
+def sender() -> Broadcast:
+    return Broadcast(LOOPBACK)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several messages for one tensor; a busy machine's engines take part too."""
+    monkeypatch.setattr(
+        actors.inference.broadcast_receiver, "LISTEN_TIMEOUT", timedelta(seconds=0.1)
+    )
+    monkeypatch.setattr(store.broadcast, "CUT_BYTES", 1000)
+    monkeypatch.setattr(learner.publishing.broadcast_sender, "READY_S", 20.0)
+    yield
+    while _made:
+        _made.pop().close()
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Four types, an empty tensor, a scalar; about 30 kB."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {
+        f"w{n}": torch.randn(30, 5 + n, generator=generator) for n in range(40)
+    }
+    tensors |= {
+        "half": torch.randn(7, generator=generator).bfloat16(),
+        "flag": torch.tensor([True]),
+        "none": torch.empty(0, 3),
+    }
+    return tensors | {"scalar": torch.tensor(seed)}
+
+
+def publish(sender: Broadcast, directory: Path, *, seed: int) -> str:
+    directory.mkdir()
+    with sender.round() as send:
+        return write_shards(
+            weights(seed).items(),
+            directory,
+            stem="model",
+            shard_bytes=10_000,
+            send=send,
+            spare_in=None,
+        ).digest
+
+
+def soon(what: Callable[[], Answer | None]) -> Answer:
+    deadline_s = time.monotonic() + 60
+    while not (answer := what()):
+        assert time.monotonic() < deadline_s, "not within 60 s"
+        time.sleep(0.002)
+    return answer
+
+
+def joined(sender: Broadcast, n: int) -> None:
+    soon(lambda: sender._store.add("joined", 0) >= n)
+
+
+def receiver(sender: Broadcast) -> Receiver:
+    _made.append(Receiver(sender.address))
+    return _made[-1]
+
+
+def receivers(sender: Broadcast, *, n: int) -> list[Receiver]:
+    made = [receiver(sender) for _ in range(n)]
+    joined(sender, n)
+    return made
+
+
+def assert_has(received: Received, *, seed: int) -> None:
+    tensors = dict(received.tensors())
+    assert tensors.keys() == weights(seed).keys()
+    for name, tensor in weights(seed).items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+        assert received.shapes()[name] == list(tensor.shape)
+
+
+def test_what_arrives_is_what_was_written(sender: Broadcast, tmp_path: Path) -> None:
+    engines = receivers(sender, n=2)
+    for seed in range(3):
+        digest = publish(sender, tmp_path / f"v{seed}", seed=seed)
+        assert files_digest(sorted((tmp_path / f"v{seed}").iterdir())) == digest
+        assert len(list((tmp_path / f"v{seed}").iterdir())) > 2
+        for engine in engines:
+            assert_has(soon(lambda engine=engine, digest=digest: engine.take(digest)), seed=seed)
+            engine.release()
+            assert engine.take("another digest") is None
+    assert sender._n_groups == 1  # one group for all of them
+
+
+def test_an_engine_that_comes_late_gets_the_next_one(sender: Broadcast, tmp_path: Path) -> None:
+    publish(sender, tmp_path / "v0", seed=0)  # nobody is there
+    (first,) = receivers(sender, n=1)
+    digest = publish(sender, tmp_path / "v1", seed=1)
+    second = receiver(sender)
+    joined(sender, 2)
+    assert_has(soon(lambda: first.take(digest)), seed=1)
+    assert second.take(digest) is None
+    first.release()
+    digest = publish(sender, tmp_path / "v2", seed=2)
+    for engine in (first, second):
+        assert_has(soon(lambda engine=engine: engine.take(digest)), seed=2)
+
+
+@pytest.fixture
+def leaves_out_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From then on an engine that does not come is not waited for that long."""
+    return lambda: monkeypatch.setattr(learner.publishing.broadcast_sender, "READY_S", 3.0)
+
+
+def test_what_is_being_loaded_is_not_overwritten(
+    sender: Broadcast, tmp_path: Path, leaves_out_soon: Callable[[], None]
+) -> None:
+    slow, quick = receivers(sender, n=2)
+    digest = publish(sender, tmp_path / "v0", seed=0)
+    taken = soon(lambda: slow.take(digest))
+    assert not slow.is_busy
+    leaves_out_soon()
+    next_digest = publish(sender, tmp_path / "v1", seed=1)  # without the slow one
+    assert_has(taken, seed=0)
+    assert_has(soon(lambda: quick.take(next_digest)), seed=1)
+    for engine in (slow, quick):
+        engine.release()
+    joined(sender, 3)  # it was left out, and joins again
+    digest = publish(sender, tmp_path / "v2", seed=2)
+    for engine in (slow, quick):
+        assert_has(soon(lambda engine=engine: engine.take(digest)), seed=2)
+
+
+def test_bytes_that_change_on_the_way_are_not_taken(
+    sender: Broadcast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (engine,) = receivers(sender, n=1)
+    fill = engine._fill
+
+    def flipping(group: torch.distributed.ProcessGroup, data: torch.Tensor) -> None:
+        fill(group, data)
+        if data.numel() == 14:  # "half"
+            data[3] ^= 1
+
+    monkeypatch.setattr(engine, "_fill", flipping)
+    digest = publish(sender, tmp_path / "v0", seed=0)
+    soon(lambda: engine._received is not None)
+    assert soon(lambda: not engine.is_busy) and engine.take(digest) is None
+
+
+def test_a_writer_that_fails_is_followed_by_one_that_does_not(
+    sender: Broadcast, tmp_path: Path
+) -> None:
+    (engine,) = receivers(sender, n=1)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights(0).items())[:-5]
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"), sender.round() as send:
+        write_shards(
+            failing(), tmp_path, stem="model", shard_bytes=10_000, send=send, spare_in=None
+        )
+    assert soon(lambda: not engine.is_busy) and engine._received is None
+    joined(sender, 2)  # again
+    digest = publish(sender, tmp_path / "v1", seed=1)
+    assert_has(soon(lambda: engine.take(digest)), seed=1)
+
+
+ENGINE = """
+import sys, time, torch
+import store.broadcast
+from actors.inference.broadcast_receiver import Receiver
+store.broadcast.CUT_BYTES = 1000
+receiver = Receiver(sys.argv[1])
+print("up", flush=True)
+while not (receiver._received and not receiver.is_busy):
+    time.sleep(0.01)
+print(receiver._received.digest, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_is_killed_costs_the_others_at_most_that_version(
+    sender: Broadcast, tmp_path: Path, leaves_out_soon: Callable[[], None]
+) -> None:
+    """In a process of its own: it receives, then dies in the middle of a version; publishing goes
+    on.
+    """
+    (engine,) = receivers(sender, n=1)
+    command = [sys.executable, "-c", ENGINE, sender.address]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "up\n"
+        joined(sender, 2)
+        digest = publish(sender, tmp_path / "v0", seed=0)
+        assert other.stdout.readline().strip() == digest
+        assert_has(soon(lambda: engine.take(digest)), seed=0)
+        engine.release()
+
+        def weights_and_death() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(weights(1).items()):
+                if number == 20:
+                    os.kill(other.pid, signal.SIGKILL)
+                yield item
+
+        with sender.round() as send:
+            write_shards(
+                weights_and_death(),
+                tmp_path,
+                stem="model",
+                shard_bytes=1_000,
+                send=send,
+                spare_in=None,
+            )
+    soon(lambda: not engine.is_busy)
+    if engine._received is None:  # the other's death ended it for this one too
+        joined(sender, 3)
+    leaves_out_soon()
+    for seed in (2, 3):  # the first one finds out that it does not come any more
+        digest = publish(sender, tmp_path / f"v{seed}", seed=seed)
+        assert_has(soon(lambda digest=digest: engine.take(digest)), seed=seed)
+        engine.release()
+
+
+def test_an_engine_knows_when_the_learner_is_gone(tmp_path: Path) -> None:
+    sender = Broadcast(LOOPBACK)
+    (engine,) = receivers(sender, n=1)
+    digest = publish(sender, tmp_path / "v0", seed=0)
+    del sender
+    soon(lambda: engine.is_lost)
+    assert_has(soon(lambda: engine.take(digest)), seed=0)  # what came is still good
+
+
+def test_a_stranger_at_the_port_joins_nothing(sender: Broadcast, tmp_path: Path) -> None:
+    """Each member that never comes would cost every version READY_S, and be asked again."""
+    host, _, port = sender.address.rpartition("@")[2].rpartition(":")
+    stranger = torch.distributed.TCPStore(host, int(port), is_master=False)
+    stranger.add("joined", 1)
+    (engine,) = receivers(sender, n=1)
+    digest = publish(sender, tmp_path / "v0", seed=0)
+    assert_has(soon(lambda: engine.take(digest)), seed=0)
+    assert list(sender._calls) == [1], "the engine alone"
+
+
+@pytest.mark.parametrize("attack", ["number", "many", "text"])
+def test_a_stranger_who_lists_the_keys_learns_no_secret_and_ends_no_run(
+    sender: Broadcast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    receivers(sender, n=1)
+    secret, _, place = sender.address.rpartition("@")
+    host, _, port = place.rpartition(":")
+    stranger = torch.distributed.TCPStore(host, int(port), is_master=False)
+    keys = [key for key in stranger.list_keys() if not key.startswith("init/")]
+    assert keys and not any(secret in key for key in stranger.list_keys())
+    monkeypatch.setattr(learner.publishing.broadcast_sender, "READY_S", 0.5)
+    for key in keys:
+        if attack == "text":
+            stranger.set(key, "abc")
+        else:
+            stranger.add(key, 1 if attack == "number" else 30_000_000)
+    publish(sender, tmp_path / "v0", seed=0)  # the files are there, whatever the engines were sent
+
+
+def test_a_receiver_whose_thread_fails_is_lost_and_joins_again(
+    sender: Broadcast, tmp_path: Path
+) -> None:
+    (engine,) = receivers(sender, n=1)
+    sender._store.set("call/1/1", "no number")
+    soon(lambda: engine.is_lost)
+    receiver(sender)
+    joined(sender, 2)

@@ -1,0 +1,541 @@
+"""Loading: every mistake is one line that names the value and the fix."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import configs
+from configs import AlgorithmConfig, Config, ConfigError
+from gigpo import ESTIMATORS, compute_advantages
+from learner import advantage_settings
+
+PAPER = Path(__file__).parents[2] / "docs" / "paper.md"
+FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    path = tmp_path / "empty.yaml"
+    path.write_text("seed: 3\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["stored.share=1.5"], ["stored.share=1.5", "use 1"]),
+        (["stored.share=0.01"], ["0 stored and 8 live"]),
+        (["stored.share=0.99"], ["8 stored and 0 live"]),
+        (["stored.share=0"], ["above 0"]),
+        (["stored.uses=0"], ["above 0"]),
+        (["stored.share=0.5", "loss.policy=behaviour_cloning"], ["stored.share=1"]),
+        (
+            [
+                "loss.policy=behaviour_cloning",
+                "actors.scripted=true",
+                "max_staleness=200",
+                "learner.keep_versions=300",
+            ],
+            ["plays nothing"],
+        ),
+        (["loss.proximal=interpolated"], ["another run's"]),
+    ],
+)
+def test_what_makes_no_sense_with_stored_rollouts_is_refused(
+    empty: Path, overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configs.load(empty, ["source=runs/a", *overrides])
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
+    condition = "runs/a@won AND task_id = 'a: b' -- [x], #y"
+    config = configs.load(
+        empty, [f"source={condition}", "source=runs/b", "loss.policy=behaviour_cloning"]
+    )
+    assert config.source == [condition, "runs/b"]
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.load(empty, ["source=[runs/a, runs/b]"]).source == ["runs/a", "runs/b"]
+    for wrong in (
+        ["source=runs/a", "source=[runs/b]"],
+        ["source=[runs/a]", "source=[runs/b]"],
+        ["source=runs/a@x = '${y}'"],
+    ):
+        with pytest.raises(ConfigError, match=r"a list is all sources|stands for another setting"):
+            configs.load(empty, wrong)
+    assert (
+        configs.is_offline(config)
+        and configs.n_workers(config) == 0
+        and configs.groups_of_a_step(config) == (0, 8)
+    )
+    mixed = configs.load(empty, ["source=runs/b", "stored.share=0.25"])
+    assert (
+        configs.is_offline(mixed),
+        configs.n_workers(mixed),
+        configs.groups_of_a_step(mixed),
+    ) == (False, 1, (6, 2))
+    assert "nothing is played" in configs.describe_plan(
+        config
+    ) and "2 of them stored" in configs.describe_plan(mixed)
+    empty.write_text("source: runs/a\n")
+    with pytest.raises(ConfigError, match="not a list"):
+        configs.load(empty)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_config_loads_and_has_a_plan(path: Path) -> None:
+    config = configs.load(path)
+    assert "placement" in configs.describe_plan(config)
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+
+
+def test_overrides_go_on_top(empty: Path) -> None:
+    config = configs.load(empty, ["learner.steps=7", "env.options.games=4", "seed=5"])
+    assert (config.learner.steps, config.env.options, config.seed) == (7, {"games": 4}, 5)
+    assert configs.load(empty).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.stps=3", ["learner.stps", "learner.steps"]),
+        ("lerner.steps=3", ["lerner.steps", "learner.steps"]),
+        ("learner.steps=many", ["learner.steps=many: Value 'many'"]),
+        ("learner.steps=[", ["learner.steps=[: not readable as YAML"]),
+        ("learner.steps=0", ["learner.steps=0", "above 0"]),
+        ("algorithm.estimator=gipgo", ["gipgo", "'gigpo'"]),
+        ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
+        ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
+        ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
+        ("algorithm.signal=reward", ["algorithm.signal='reward'", "did you mean 'rewards'"]),
+        ("algorithm.penalty_is_signal=false", ["algorithm.penalty_is_signal"]),
+        ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
+        ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
+        ("algorithm.anchor_history=0", ["algorithm.anchor_history=0", "above 0"]),
+        ("algorithm.similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
+        ("algorithm.version_window=-1", ["algorithm.version_window=-1", "within one version"]),
+        ("max_staleness=-1", ["max_staleness=-1", "0"]),
+        ("learner.keep_versions=2", ["learner.keep_versions=2", "at least 3"]),
+        ("actors.max_model_tokens=100", ["actors.max_model_tokens=100", "2560"]),
+        ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
+        ("actors.gpus_per_worker=1.5", ["actors.gpus_per_worker=1.5", "use e.g. 1"]),
+        ("actors.gpus_per_worker=-0.5", ["actors.gpus_per_worker=-0.5", "CPU engine"]),
+        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.rank_group"]),
+        ("learner.gpus_per_rank=nan", ["learner.gpus_per_rank=nan"]),
+        ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
+        ("model.dtype=bfloat16", ["zero_stage=1"]),
+        ("learner=3", ["'learner' is a section"]),
+        ("actors.cpu_cores=foo", ["actors.cpu_cores='foo'", "0,2-3"]),
+        (
+            "loss.corrections=token_tis",
+            ["loss.corrections=token_tis is not a list", "use loss.corrections=[token_tis]"],
+        ),
+        ("loss.corrections=token_tis,opsm", ["use loss.corrections=[token_tis,opsm]"]),
+        ("env.options=[3]", ["env.options=[3]: ", "incompatible"]),
+        ("env.options=3", ["env.options=3: "]),
+        ("loss.proximal=recomputed", ["learner.updates_per_step=1", "loss.policy=reinforce"]),
+        ("model.tiny.heads=3", ["model.tiny.heads=3", "32, 64 or 128"]),
+        ("prompt.template=thnk", ["thnk", "'think'"]),
+        ("store.keep_days=-1", ["store.keep_days=-1", "for ever"]),
+        ("store.snapshot_window_s=5", ["store.snapshot_window_s=5", "60"]),
+        ("learner.learning_rate=nan", ["learner.learning_rate=nan"]),
+        ("nonsense", ["'nonsense'", "key=value"]),
+        ("stored.uses=2", ["stored.uses=2", "source=RUN"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_value(
+    empty: Path, override: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configs.load(empty, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_two_ranks_on_one_gpu_are_refused(empty: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"learner.gpus_per_rank=0.5 with learner.ranks=2 .* NCCL"
+    ):
+        configs.load(empty, ["learner.gpus_per_rank=0.5", "learner.ranks=2"])
+
+
+def test_a_mistake_of_the_file_is_not_blamed_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("learner: {steps: few}\n")
+    for override in ("seed=1", "learner.steps=3"):
+        with pytest.raises(ConfigError, match="c.yaml: learner.steps: Value 'few'"):
+            configs.load(path, [override])
+
+
+def test_the_options_of_another_environment_are_not_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("env: {name: textworld, options: {rooms: 3}}\n")
+    assert configs.load(path, ["env.options.things=1"]).env.options == {"rooms": 3, "things": 1}
+    assert configs.load(path, ["env.name=key_room", "env.options={}"]).env.options == {}
+
+
+def test_a_model_has_to_be_on_disk(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.*download"):
+        configs.check_model_path(Config(model=configs.ModelConfig(path=str(tmp_path / "nowhere"))))
+    (tmp_path / "config.json").write_text("{}")
+    configs.check_model_path(Config(model=configs.ModelConfig(path=str(tmp_path))))
+
+
+def test_a_missing_file_lists_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quickstart\.yaml"):
+        configs.load(tmp_path / "nope.yaml")
+
+
+def test_differences_ignore_where_a_run_lies_and_how_long_it_goes_on(empty: Path) -> None:
+    config = configs.load(empty)
+    assert (
+        configs.differences(
+            config,
+            configs.load(empty, ["run_dir=elsewhere", "learner.steps=500", "store.keep_days=3"]),
+        )
+        == []
+    )
+    assert configs.differences(config, configs.load(empty, ["algorithm.omega=0.5"])) == [
+        "algorithm.omega: 1.0 -> 0.5"
+    ]
+
+
+def test_a_run_may_go_on_with_settings_that_do_not_change_what_it_learns(empty: Path) -> None:
+    config = configs.load(empty)
+    measured = [
+        "evaluation.every=7",
+        "evaluation.episodes_per_task=3",
+        "evaluation.final_episodes_per_task=2",
+    ]
+    placed = ["learner.keep_versions=9", "learner.threads=3", "learner.transfer=broadcast"]
+    assert configs.differences(config, configs.load(empty, [*measured, *placed])) == []
+    greedy = configs.differences(config, configs.load(empty, ["evaluation.temperature=0"]))
+    assert greedy == ["evaluation.temperature: 0.4 -> 0.0"], "figures of one run are measured alike"
+
+
+def test_a_plan_counts_the_parameters_in_the_name() -> None:
+    model = configs.ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct", dtype="bfloat16")
+    plan = configs.describe_plan(Config(model=model, learner=configs.LearnerConfig(zero_stage=1)))
+    # 1.5e9 parameters: 2 bytes of weight, 2 and 4 of gradient, 12 of master weights and moments,
+    # and DeepSpeed's buffer
+    assert f"{(1.5e9 * 20 + 2e9) / 1024**3:.1f} GiB" in plan
+    with pytest.raises(ConfigError, match="does not say its size"):
+        configs.describe_plan(Config(model=configs.ModelConfig(path="org/model")))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "learner", "per_parameter"),
+    [
+        ("float32", {}, 16.0),
+        ("bfloat16", {"zero_stage": 1}, 20.0),
+        # the float32 gradient is not shared out
+        ("bfloat16", {"zero_stage": 1, "ranks": 4}, 2 + 2 + 4 + 12 / 4),
+        ("bfloat16", {"zero_stage": 2, "ranks": 4}, 2 + 20 / 4),
+        ("bfloat16", {"zero_stage": 3, "ranks": 4}, 22 / 4),
+        ("bfloat16", {"zero_stage": 3, "ranks": 4, "kl": True}, 22 / 4 + 2),
+        ("bfloat16", {"zero_stage": 1, "offload": True}, 4.0),
+        ("bfloat16", {"zero_stage": 1, "lora": True, "kl": True}, 2.0),
+    ],
+)
+def test_a_rank_holds_what_deepspeed_keeps(
+    dtype: str, learner: dict[str, Any], per_parameter: float
+) -> None:
+    config = Config(
+        model=configs.ModelConfig(dtype=dtype, lora_rank=16 * learner.pop("lora", False)),
+        loss=configs.LossConfig(kl_coef=0.1 * learner.pop("kl", False)),
+        learner=configs.LearnerConfig(**learner),
+    )
+    n_bucket = (
+        configs.BUCKET_ELEMENTS if config.learner.zero_stage and not config.model.lora_rank else 0
+    )
+    assert configs.rank_bytes(config, parameters=1e10) == pytest.approx(
+        1e10 * per_parameter + 4 * n_bucket
+    )
+
+
+def test_every_config_leaves_room_for_activations_on_an_80_gb_gpu() -> None:
+    """Of their real sizes; checkpointed activations of 16,384 tokens are about a tenth of it, of
+    32,768 a fifth.
+    """
+    real = {"1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9, "VL-3B": 3.75e9}
+    for path in FILES:
+        config = configs.load(path)
+        if config.learner.gpus_per_rank:
+            name = Path(config.model.path).name
+            size = max((size for size in real if size in name), key=len)
+            room = 80e9 * (0.9 if config.learner.micro_batch_tokens <= 16384 else 0.8)
+            assert configs.rank_bytes(config, parameters=real[size]) < room, path.name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_gpus"),
+    [
+        ([], 0),
+        (["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"], 1),
+        (["actors.gpus_per_worker=0.3", "actors.workers=2", "learner.gpus_per_rank=0.4"], 1),
+        (["actors.gpus_per_worker=0.6", "actors.workers=3"], 3),
+        (["actors.gpus_per_worker=0.5", "actors.workers=3", "learner.gpus_per_rank=1"], 3),
+        (
+            [
+                "actors.gpus_per_worker=2",
+                "actors.workers=3",
+                "learner.gpus_per_rank=1",
+                "learner.ranks=2",
+            ],
+            8,
+        ),
+    ],
+)
+def test_processes_may_share_a_gpu(empty: Path, overrides: list[str], n_gpus: int) -> None:
+    config = configs.load(empty, overrides)
+    assert configs.gpus_needed(config, learns=True) == n_gpus
+    assert f"placement ({n_gpus} GPU" in configs.describe_plan(config)
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+
+
+def test_an_engine_that_shares_a_gpu_has_a_cache_of_its_own_size(empty: Path) -> None:
+    shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5", "actors.kv_cache_gib=3"]
+    plan = configs.describe_plan(configs.load(empty, shared))
+    assert "1 x 0.5 GPU" in plan and "1 rank x 0.5 GPU" in plan
+    assert "3 GiB KV cache; starts if 42% of the GPU is free" in plan
+
+
+def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
+    for choice in (
+        "estimator=hgpo",
+        "estimator=reinforce_pp_baseline",
+        "anchor=similar",
+        "anchor=similar_greedy",
+        "anchor_versions=window",
+        "signal=rewards",
+    ):
+        key, _, value = choice.partition("=")
+        assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
+    with pytest.raises(ConfigError, match="anchor='suffix' is not hgpo's"):
+        configs.load(empty, ["algorithm.estimator=hgpo", "algorithm.anchor=suffix"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (
+            "estimator=rloo omega=0.3",
+            "omega=0.3 does nothing with estimator=rloo; .* default is 1.0.* estimator=gigpo or "
+            "graphgpo",
+        ),
+        ("estimator=grpo gamma=0.9", "gamma=0.9 does nothing with estimator=grpo"),
+        ("estimator=graphgpo gamma=0.9", "use estimator=gigpo or hgpo"),
+        (
+            "estimator=hgpo weighting=trajectories",
+            "weighting=trajectories does nothing with estimator=hgpo",
+        ),
+        ("estimator=dr_grpo normalise=mean", "normalise=mean does nothing with estimator=dr_grpo"),
+        (
+            "estimator=rloo anchor=suffix anchor_history=2",
+            "anchor=suffix does nothing with estimator=rloo",
+        ),
+        (
+            "similarity=0.8",
+            "similarity=0.8 does nothing with anchor=state; .* use anchor=similar or "
+            "similar_greedy",
+        ),
+        (
+            "anchor_history=2",
+            "with anchor=state and estimator=gigpo; .* use anchor=suffix, or estimator=hgpo",
+        ),
+        ("version_window=0", "version_window=0 does nothing with anchor_versions=mixed"),
+        # at their defaults
+        ("estimator=rloo omega=1.0 gamma=0.95 normalise=mean_std weighting=trajectories", ""),
+        ("estimator=hgpo anchor_history=2 gamma=0.5 anchor_versions=window version_window=0", ""),
+        ("anchor=similar_greedy similarity=0.8", ""),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(empty: Path, algorithm: str, words: str) -> None:
+    overrides = [f"algorithm.{setting}" for setting in algorithm.split()]
+    if not words:
+        configs.load(empty, overrides)
+        return
+    with pytest.raises(ConfigError, match=words):
+        configs.load(empty, overrides)
+
+
+def some_steps() -> pa.Table:
+    """Of three tasks, drawn: states that recur, invalid actions, wins of several lengths, three
+    policy versions.
+    """
+    generator, rows = random.Random(0), []
+    for traj in range(15):
+        n_steps, won = generator.randint(2, 5), generator.random() < 0.5
+        for i in range(n_steps):
+            row = {
+                "group_uid": traj // 5,
+                "traj_uid": traj,
+                "step_index": i,
+                "reward": 10.0 * (won and i == n_steps - 1),
+            }
+            row |= {
+                "is_action_valid": generator.random() < 0.7,
+                "state_hash": generator.randrange(3),
+                "won": won,
+            }
+            rows.append(row | {"version_min": generator.randrange(3)})
+    return pa.Table.from_pylist(rows)
+
+
+OTHER = {
+    "gamma": 0.5,
+    "omega": 0.3,
+    "normalise": "mean",
+    "weighting": "trajectories",
+    "anchor": "suffix",
+    "anchor_history": 2,
+}
+OTHER |= {"similarity": 0.5, "anchor_versions": "window", "version_window": 0}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_is_said_to_be_read_changes_advantages_and_nothing_else_does(estimator: str) -> None:
+    steps, columns = some_steps(), ["advantage", "episodes_differ", "steps_differ"]
+
+    def computed(**algorithm: Any) -> dict[str, list[float]]:
+        config = Config(algorithm=AlgorithmConfig(estimator=estimator, **algorithm))
+        return compute_advantages(steps, advantage_settings(config)).select(columns).to_pydict()
+
+    def is_read(key: str) -> bool:
+        try:
+            configs.check(
+                Config(algorithm=AlgorithmConfig(estimator=estimator, **{key: OTHER[key]}))
+            )
+        except ConfigError:
+            return False
+        return True
+
+    # which gigpo refuses as well
+    keys = OTHER.keys() - ({"anchor"} if estimator == "hgpo" else set())
+    plain = computed()
+    assert computed(**{key: OTHER[key] for key in keys if not is_read(key)}) == plain
+    for key in filter(is_read, keys):
+        assert computed(**{key: OTHER[key]}) != plain, key
+
+
+def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:
+    config = configs.load(
+        empty, ["loss.dual_clip=.inf", "loss.tis_cap=.inf", "loss.policy=ppo_clip"]
+    )
+    assert (config.loss.dual_clip, config.loss.tis_cap) == (float("inf"), float("inf"))
+    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.load(
+        empty, ["loss.policy=dppo_tv", "loss.ratio_cap=.inf"]
+    ).loss.ratio_cap == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needs"),
+    [
+        (
+            [],
+            "loss.policy=behaviour_cloning, not 'ppo_clip'; "
+            "max_staleness=99: with 1 every group is too old from learner step 3 on",
+        ),
+        (
+            ["max_staleness=98", "loss.policy=behaviour_cloning"],
+            "max_staleness=99: with 98 every group is too old from learner step 100 on",
+        ),
+        (["max_staleness=99"], "loss.policy=behaviour_cloning, not 'ppo_clip'"),
+    ],
+)
+def test_what_a_scripted_player_needs_is_said_at_once(
+    tmp_path: Path, overrides: list[str], needs: str
+) -> None:
+    (tmp_path / "c.yaml").write_text("actors: {scripted: true}\nlearner: {steps: 100}")
+    with pytest.raises(ConfigError, match=re.escape(f"to be cloned; it needs {needs}") + "$"):
+        configs.load(tmp_path / "c.yaml", overrides)
+    configs.load(tmp_path / "c.yaml", ["loss.policy=behaviour_cloning", "max_staleness=99"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    re.findall(
+        r"^python train\.py (.*)$", (FILES[0].parent.parent / "docs/paper.md").read_text(), re.M
+    ),
+)
+def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> None:
+    path, *overrides = line.split()
+    config = configs.load(PAPER.parent.parent / path, overrides)
+    assert "GPU" in configs.describe_plan(config)
+
+
+def test_nothing_behind_the_sign_is_an_empty_text() -> None:
+    path = FILES[0].parent / "webshop_qwen2.5_1.5b.yaml"
+    assert configs.load(path, ["model.path="]).model.path == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["20261122_1855", "12:30", "0010", "1e3", "yes", "runs/a #5", ":coffee:", "runs/a: b", "it's"],
+)
+def test_a_text_is_taken_as_it_is_given(empty: Path, name: str) -> None:
+    """YAML reads a number, a truth value, a section or a comment in each of them."""
+    assert configs.load(empty, [f"run_dir={name}"]).run_dir == name
+    assert configs.load(empty, ["run_dir='quoted'", "model.path="]).run_dir == "quoted"
+
+
+LAUGHS = b"".join(
+    b"%c: &%c [%s]\n" % (97 + n, 97 + n, b", ".join([b"*%c" % (96 + n) if n else b"x"] * 9))
+    for n in range(9)
+)
+MERGED = b"a: &a {x: 1}\n" + b"".join(
+    b"%c: &%c {<<: [%s]}\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 21))
+    for n in range(5)
+)
+HOSTILE_TEXTS = [
+    (b"18446744073709551616", "holds no settings"),
+    (b"[" * 50_000, "nested too deeply|not readable as YAML"),
+    (b"a: " + b"[" * 5_000 + b"]" * 5_000, "nested too deeply"),
+    (LAUGHS, "stands for 4[0-9,]+ values|stands for [0-9,]+ values"),
+    (b"a: &a [*a]", "stands for|not readable as YAML"),
+    (MERGED, "stands for [0-9,]+ values|node expansion exceeds"),
+    (b"seed: 1" + b":1" * 500_000, "a number of 1,000,001 characters"),
+    (b"seed: 1" + b":1" * 100_000 + b".5", "a number of 200,003 characters"),
+    (b"seed: !!timestamp x", "not readable as YAML"),
+    (b"seed: !!int ''", "not readable as YAML"),
+    (b"#" * 2_000_000, "has 1,048,577 characters"),
+    (
+        b"!!python/object/apply:os.system ['touch planted']",
+        "not readable as YAML|holds no settings",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["run_dir: ${oc.env:HOME}", "env:\n  options:\n    x: [1, 'a ${seed}']"]
+)
+def test_the_config_of_a_run_takes_nothing_from_the_readers_environment(
+    empty: Path, text: str
+) -> None:
+    with pytest.raises(ConfigError, match="stands for another value"):
+        configs.from_yaml(text)
+    with pytest.raises(ConfigError, match="^config.yaml: .* stands for another value"):
+        configs.load_stored(text, name="config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"- a\n", "holds no settings"), (b"\xff\xfe", "not readable as YAML"), *HOSTILE_TEXTS],
+)
+def test_a_file_that_is_no_config_is_one_line(empty: Path, content: bytes, words: str) -> None:
+    empty.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as problem:
+        configs.load(empty)
+    assert "\n" not in str(problem.value)
+    with pytest.raises(ConfigError, match="is a directory, not a config file"):
+        configs.load(empty.parent)

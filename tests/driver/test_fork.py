@@ -1,0 +1,100 @@
+"""cli/train.py --fork: a new run from a checkpoint of another, with other settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import configs
+from configs import ConfigError
+from driver import fork as forking
+from driver import resume
+from store import RunLayout
+from tests.runs.test_run import rows
+from tests.support.fault_runs import ROOT, untrained_model
+from tests.support.killed_runs import (
+    REAL,
+    closing,
+    killed_and_undisturbed,
+    staleness_violations,
+    trained_twice,
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "given.yaml").write_text("seed: 5\n")
+    config = configs.load(tmp_path / "given.yaml", [f"run_dir={tmp_path / 'a'}"])
+    RunLayout.create(tmp_path / "a", config_yaml=configs.to_yaml(config))
+    resume.remember(config)
+    return tmp_path / "a"
+
+
+def test_a_fork_has_the_other_runs_settings_but_for_those_given(
+    source: Path, tmp_path: Path
+) -> None:
+    config = forking.load(
+        f"{source}@4",
+        [f"run_dir={tmp_path / 'b'}", "algorithm.omega=0.5", "learner.learning_rate=0.5"],
+    )
+    assert (config.seed, config.run_dir, config.algorithm.omega) == (5, str(tmp_path / "b"), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("{a}@4", [], "give its directory: run_dir="),
+        ("{a}", ["run_dir={b}"], "give a run and one of its learner steps"),
+        ("{a}@0", ["run_dir={b}"], "give a run and one of its learner steps"),
+        ("{a}@4", ["run_dir={b}", "env.name=key_room"], "env.name: 'textworld' -> 'key_room'"),
+        ("{a}@4", ["run_dir={b}", "model.lora_rank=8"], "model.lora_rank: 0 -> 8"),
+        ("{a}@4", ["run_dir={a}"], "is no fork, not of"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    source: Path, tmp_path: Path, text: str, overrides: list[str], words: str
+) -> None:
+    names = {"a": source, "b": tmp_path / "b"}
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        forking.load(text.format(**names), [override.format(**names) for override in overrides])
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.faults
+def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
+    """Real engine and learner; of a step whose published weights are gone."""
+    settings = (
+        *REAL,
+        "learner.keep_versions=3",
+        "learner.checkpoint_every=2",
+        "learner.keep_every=2",
+    )
+    source, _ = killed_and_undisturbed(
+        tmp_path, untrained_model(tmp_path / "untrained"), settings, seed=0
+    )
+    with closing(source):
+        source.start("learner.steps=8")
+        assert source.running is not None and source.running.process.wait(timeout=900.0) == 0, (
+            source.running.said()
+        )
+    assert not (source.run / "weights" / "v000002").exists()
+    fork = tmp_path / "fork"
+    command = [sys.executable, "cli/train.py", "--fork", f"{source.run}@2", f"run_dir={fork}"]
+    changed = ["learner.steps=5", "learner.learning_rate=1e-3", "algorithm.omega=0.5"]
+    environ = source.environ()
+    for _ in range(2):  # the second time it is finished, and says so
+        done = subprocess.run(
+            [*command, *changed], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "held-out tasks" in done.stdout
+    steps = "SELECT DISTINCT learner_step FROM lineage JOIN steps USING (group_uid) WHERE live ORDER BY 1"
+    assert rows(fork, steps) == [(step,) for step in range(1, 6)]
+    assert trained_twice(fork) == staleness_violations(fork) == 0
+    shared = "SELECT group_uid FROM lineage WHERE live AND learner_step <= 2 ORDER BY 1"
+    assert rows(fork, shared) == rows(source.run, shared)
+    version = "SELECT digest FROM versions WHERE version = 2"
+    assert rows(fork, version) == rows(source.run, version)

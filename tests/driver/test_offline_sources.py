@@ -1,0 +1,231 @@
+"""What a run takes over from its sources besides groups: a base policy, and nothing whose tokens
+mean something else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import configs
+from cli import train
+from configs import Config, ConfigError, TinyModelConfig
+from driver import offline_sources as sources
+from learner import make_tiny_model, train_tokenizer
+from store import RunLayout, StoreError, VersionRecord, write_open_sql
+from store.exchange.datasets import export_selection
+from tests.support.engine_samples import make_base
+from tests.support.learner_loop import fast_directory, make_config, open_coordinator, play
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with fast_directory() as path:
+        yield path
+
+
+def make_source(root: Path, config: Config | None = None) -> Path:
+    """One group, and a base policy where a run without model.path has it."""
+    coordinator = open_coordinator(config or make_config(root, max_staleness=1))
+    coordinator.publish(VersionRecord(version=0, path="weights/v0", digest="d", learner_step=0))
+    lease = coordinator.lease("w")
+    assert lease is not None
+    play(coordinator, lease)
+    coordinator.close()
+    (root / "base").mkdir()
+    make_base(root / "base" / "policy")
+    return root
+
+
+def from_source(tmp_path: Path, *texts: str) -> Config:
+    return replace(make_config(tmp_path / "new", max_staleness=1), source=list(texts))
+
+
+def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    config = from_source(tmp_path, f"{played}@won")
+    sources.check_sources(config, Console(quiet=True))
+    assert not (tmp_path / "new").exists(), "what is mistyped leaves no run behind"
+    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
+    copied = sources.base_policy(config, tmp_path / "new" / "base" / "policy")
+    files = {path.name: path.read_bytes() for path in (played / "base" / "policy").iterdir()}
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == files
+    out = io.StringIO()
+    sources.take(config, Console(file=out, width=400))
+    assert f"1 groups of {played} where won" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere", "is neither a run"),
+        ("@won", "is neither a run"),
+        ("played@won >", "won >"),
+        ("played@won AND NOT won", "no whole training group"),
+    ],
+)
+def test_a_dry_run_refuses_what_no_run_could_train_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, words: str
+) -> None:
+    make_source(tmp_path / "played")
+    key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
+    asked = ["--dry-run", "stored.share=1", f"run_dir={tmp_path / 'new'}"]
+    assert train.main([key_room, *asked, f"source={tmp_path / source}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+    assert train.main([key_room, *asked, f"source={tmp_path / 'played'}@won"]) == 0
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    other = tmp_path / "other"
+    tiny = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2, heads=2)
+    make_tiny_model(
+        other, train_tokenizer(["open the chest"] * 9, vocabulary_size=280), tiny, seed=0
+    )
+    config = from_source(tmp_path, str(played))
+    with pytest.raises(ConfigError, match=r"differs in \d+ entries"):
+        sources.check_sources(
+            replace(config, model=replace(config.model, path=str(other))), Console(quiet=True)
+        )
+    same = played / "base" / "policy"
+    sources.check_sources(
+        replace(config, model=replace(config.model, path=str(same))), Console(quiet=True)
+    )
+
+
+def test_what_a_script_played_is_only_cloned(tmp_path: Path) -> None:
+    usual = make_config(tmp_path / "played", max_staleness=9)
+    scripted = replace(usual, actors=replace(usual.actors, scripted=True))
+    config = from_source(tmp_path, str(make_source(tmp_path / "played", scripted)))
+    with pytest.raises(ConfigError, match="played by a script"):
+        sources.check_sources(config, Console(quiet=True))
+    sources.check_sources(
+        replace(config, loss=replace(config.loss, policy="behaviour_cloning")), Console(quiet=True)
+    )
+
+
+def test_a_source_without_a_base_policy_needs_one_given(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    (played / "base" / "policy" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="model.path=DIR"):
+        sources.check_sources(from_source(tmp_path, str(played)), Console(quiet=True))
+
+
+def strangers(played: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Turn `played` into another user's run, whose settings name `base` as its model."""
+    path = played / "run.json"
+    content = json.loads(path.read_text())
+    config = configs.from_yaml(content["config_yaml"])
+    text = configs.to_yaml(replace(config, model=replace(config.model, path=str(base))))
+    path.unlink()
+    path.write_text(json.dumps({**content, "config_yaml": text}))
+    monkeypatch.setenv("XDG_STATE_HOME", str(played.parent / "another home"))
+    return played
+
+
+def test_a_strangers_source_chooses_no_directory_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = make_source(tmp_path / "played")
+    secret = (played / "base" / "policy").rename(tmp_path / "secret")
+    (secret / "token").write_text("of this user")
+    strangers(played, secret, monkeypatch)
+    config = from_source(tmp_path, str(played))
+    policy = tmp_path / "new" / "base" / "policy"
+    for attack in (
+        lambda: sources.check_sources(config, Console(quiet=True)),
+        lambda: sources.base_policy(config, policy),
+    ):
+        with pytest.raises(StoreError, match=rf"{played} was not made by you.*--trust"):
+            attack()
+    assert not policy.exists()
+    key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
+    command = [
+        key_room,
+        "--dry-run",
+        "stored.share=1",
+        f"run_dir={tmp_path / 'new'}",
+        f"source={played}",
+    ]
+    assert train.main(command) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert train.main([*command, "--trust"]) == 0, capsys.readouterr().err
+    assert train.main(command) == 0  # it was said once
+    assert (sources.base_policy(config, policy) / "token").is_file()
+
+
+def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = make_source(tmp_path / "played")
+    model = (played / "base" / "policy").rename(tmp_path / "model")
+    strangers(played, model, monkeypatch)
+    config = from_source(tmp_path, str(played))
+    out = io.StringIO()
+    mine = replace(config, model=replace(config.model, path=str(model)))
+    sources.check_sources(mine, Console(file=out, width=999))
+    assert f"tokens of {played} were not compared: it was not made by you" in out.getvalue()
+
+
+def test_a_base_policy_in_a_strangers_run_is_its_own_and_has_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = make_source(tmp_path / "played")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
+    (tmp_path / "secret").write_text("of this user")
+    config, policy = from_source(tmp_path, str(played)), tmp_path / "new" / "base" / "policy"
+    sources.check_sources(config, Console(quiet=True))
+
+    def linked_since(layout: RunLayout) -> None:
+        (layout.root / "base" / "policy" / "planted").symlink_to(tmp_path / "secret")
+
+    monkeypatch.setattr(RunLayout, "check_no_links", linked_since)
+    with pytest.raises(StoreError, match="planted is a symbolic link"):
+        sources.base_policy(config, policy)
+    assert not policy.exists()
+
+
+def test_ones_own_model_may_be_made_of_links(tmp_path: Path) -> None:
+    """A snapshot in the cache of the Hugging Face Hub is."""
+    played = make_source(
+        tmp_path / "played",
+        replace(
+            make_config(tmp_path / "played", max_staleness=1),
+            model=configs.ModelConfig(path=str(tmp_path / "model")),
+        ),
+    )
+    blobs = (played / "base" / "policy").rename(tmp_path / "blobs")
+    (tmp_path / "model").mkdir()
+    for blob in blobs.iterdir():
+        (tmp_path / "model" / blob.name).symlink_to(blob)
+    copied = sources.base_policy(
+        from_source(tmp_path, str(played)), tmp_path / "new" / "base" / "policy"
+    )
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == {
+        path.name: path.read_bytes() for path in blobs.iterdir()
+    }
+    assert not any(path.is_symlink() for path in copied.iterdir())
+
+
+def test_tokens_that_are_not_compared_are_said(tmp_path: Path) -> None:
+    played = make_source(tmp_path / "played")
+    (played / "base" / "policy" / "tokenizer_config.json").unlink()
+    export_selection(played, tmp_path / "dataset", where=None, as_of=None)
+    out = io.StringIO()
+    sources.check_sources(
+        from_source(tmp_path, str(played), str(tmp_path / "dataset")), Console(file=out, width=999)
+    )
+    first, second = out.getvalue().splitlines()
+    assert first.startswith(
+        f"tokens of {played} were not compared: no tokenizer_config.json in {played}/base/policy"
+    )
+    assert second == f"tokens of {tmp_path / 'dataset'} were not compared: it has no base policy"

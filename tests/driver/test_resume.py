@@ -1,0 +1,298 @@
+"""A run that goes on: after kill -9, elsewhere, without its newest checkpoint, with other
+settings.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import configs
+from cli import train
+from configs import Config, ConfigError
+from coordinator import Coordinator
+from driver import resume
+from learner.restored import restored_lines
+from store import FormatError, RollBack, RunLayout, StoreError, write_open_sql
+from tests.coordinator.test_coordinator import make_config, play, publish
+from tests.runs.test_run import rows
+from tests.support.fault_runs import ROOT, processes_of, untrained_model
+from tests.support.killed_runs import (
+    SIMULATED,
+    closing,
+    dispatched,
+    expected_tasks,
+    killed_and_undisturbed,
+    lengths_by_group,
+    staleness_violations,
+    trained_twice,
+)
+from tests.support.store_damage import no_file_may_grow
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Of a run that was started: its model and its template are outside its directory."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(3 * resume.END_BYTES))
+    template = (ROOT / "actors" / "templates" / "compact.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(template)
+    (tmp_path / "given.yaml").write_text("seed: 5\n")
+    overrides = [
+        f"run_dir={tmp_path / 'run'}",
+        f"model.path={tmp_path / 'model'}",
+        f"prompt.template={tmp_path / 'mine.yaml'}",
+    ]
+    config = configs.load(tmp_path / "given.yaml", overrides)
+    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    resume.remember(config)
+    return config
+
+
+def test_a_run_goes_on_with_the_settings_of_its_newest_start(config: Config) -> None:
+    run = Path(config.run_dir)
+    assert resume.load(run, []) == config
+    assert resume.load(run, ["learner.steps=7"]).learner.steps == 7
+    resume.remember(replace(config, learner=replace(config.learner, steps=500)))
+    assert resume.load(run, []).learner.steps == 500
+    # of an older cli/train.py: run.json has those of the first start
+    (run / resume.CONFIG_FILE).unlink()
+    assert resume.load(run, []) == config
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_older_files(config: Config) -> None:
+    run = Path(config.run_dir)
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    with (
+        no_file_may_grow(0),
+        pytest.raises(StoreError, match=r"^cannot write .*: File too large; free space"),
+    ):
+        resume.remember(replace(config, seed=7))
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    (run / resume.OUTSIDE_FILE).unlink()
+    with no_file_may_grow(0), pytest.raises(StoreError, match="outside.json: File too large"):
+        resume.remember(config)
+    assert not list(run.glob("*outside*"))
+
+
+def test_the_settings_are_read_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever may write in the directory could put another file there after each look at it."""
+    run, path = Path(config.run_dir), Path(config.run_dir) / resume.CONFIG_FILE
+    read = resume.read_run_file
+
+    def read_then_replaced(run: Path, name: str) -> str:
+        text = read(run, name)
+        (tmp_path / "other.yaml").write_text(text.replace("seed: 5", "seed: 6"))
+        path.unlink()
+        path.symlink_to(tmp_path / "other.yaml")
+        return text
+
+    monkeypatch.setattr(resume, "read_run_file", read_then_replaced)
+    assert resume.load(run, []).seed == 5
+
+
+@pytest.mark.parametrize("text", ['["model.path"]', '{"a":' * 100_000, "7", "7" * 5000, "{"])
+def test_a_damaged_outside_json_is_one_line(config: Config, text: str) -> None:
+    path = Path(config.run_dir) / resume.OUTSIDE_FILE
+    path.unlink()
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"outside\.json is not readable .* remove it") as refused:
+        resume.differences(config, config)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_run_or_names_another_directory_is_one_line(
+    tmp_path: Path, config: Config
+) -> None:
+    with pytest.raises(FormatError, match="is not a run directory"):
+        resume.load(tmp_path / "nowhere", [])
+    with pytest.raises(ConfigError, match="leave run_dir= out"):
+        resume.load(Path(config.run_dir), ["run_dir=elsewhere"])
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'learner.stepz', did you mean 'learner.steps'"
+    ):
+        resume.load(Path(config.run_dir), ["learner.stepz=3"])
+    with pytest.raises(ConfigError, match="'quickstart.yaml' is not key=value"):
+        resume.load(Path(config.run_dir), ["quickstart.yaml"])
+
+
+def test_paths_are_remembered_as_absolute_ones(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    resume.remember(
+        replace(
+            config,
+            model=replace(config.model, path="model"),
+            prompt=replace(config.prompt, template="mine.yaml"),
+        )
+    )
+    monkeypatch.chdir(ROOT)
+    found = resume.load(Path(config.run_dir), [])
+    assert (found.model.path, found.prompt.template) == (
+        str(tmp_path / "model"),
+        str(tmp_path / "mine.yaml"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("model", "model.path"), ("mine.yaml", "prompt.template")]
+)
+def test_what_lies_outside_may_move_but_not_change(
+    config: Config, tmp_path: Path, name: str, key: str
+) -> None:
+    moved = tmp_path / "elsewhere" / name
+    moved.parent.mkdir()
+    (tmp_path / name).rename(moved)
+    again = resume.load(Path(config.run_dir), [f"{key}={moved}"])
+    assert resume.differences(again, config) == []
+    changed = moved / "model.safetensors" if moved.is_dir() else moved
+    changed.write_bytes(changed.read_bytes()[:-1] + b"!")
+    (line,) = resume.differences(again, config)
+    assert line.startswith(f"{key}: ")
+    other = resume.load(Path(config.run_dir), [f"{key}={moved}", "algorithm.omega=0.5"])
+    assert len(resume.differences(other, config)) == 2
+
+
+def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", max_staleness=3)
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=3)
+    coordinator = Coordinator(config, learns=True)
+    publish(coordinator, 0, 0)
+    first, second, third = (coordinator.lease("w") for _ in range(3))
+    assert first is not None and second is not None and third is not None
+    play(coordinator, replace(first, group=replace(first.group, missing=(1,))))
+    play(coordinator, second)
+    coordinator.close()  # as killed: nobody gave anything back
+
+    again = Coordinator(config, learns=True)
+    point = again.resume(0)
+    assert (
+        point.rolled_back.open,
+        point.rolled_back.complete,
+        point.rolled_back.learner_steps,
+    ) == (2, {0: 1}, 0)
+    assert point.rolled_back.trajectories == 1 + config.algorithm.group_size
+    publish(again, 1, 0)
+    leases = [again.lease("w") for _ in range(3)]
+    assert [lease.group.ordinal for lease in leases if lease] == [0, 2, 3]
+    assert leases[0] is not None and 1 not in leases[0].group.missing
+    assert len(leases[0].group.missing) == config.algorithm.group_size - 1
+    again.close()
+
+
+@pytest.mark.run
+def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    """The scripted player; all else is real. The undisturbed run is the same seed's tasks, one
+    after the other.
+    """
+    killed, _ = killed_and_undisturbed(
+        tmp_path, untrained_model(tmp_path / "untrained"), SIMULATED, seed=1
+    )
+    with closing(killed):
+        killed.start()
+        killed.kill("tree")  # the same command, or --resume from another directory
+        killed.wait_until_it_works()
+        running = killed.running
+        assert running is not None
+        running.wait(
+            lambda: len(killed.catalog("SELECT 1 FROM checkpoint WHERE live = 1")) >= 2,
+            what="two checkpoints",
+        )
+        killed.close()
+        before = killed.committed()
+        assert killed.seen <= before
+        moved = replace(killed, name="moved", begun_s=0.0)
+        shutil.copytree(killed.run, moved.run)
+        shutil.rmtree(killed.run)
+        recorded = moved.catalog("SELECT path FROM checkpoint WHERE live = 1 ORDER BY learner_step")
+        newest = moved.run / recorded[-1][0]  # a directory behind it is of one that was being saved
+        shutil.rmtree(newest)
+        moved.n_commands = 1  # the next is a --resume
+        said = moved.finish(moved.settled_step() + 1)
+    print(said)
+    assert "as newer checkpoints cannot be loaded" in said and newest.name in said, said
+    assert "thrown away: " in said and "trained again" in said
+    assert "played first" in said
+    assert before <= moved.committed()
+    assert trained_twice(moved.run) == staleness_violations(moved.run) == 0
+    tasks = dispatched(moved)
+    assert tasks == expected_tasks(
+        configs.from_yaml(RunLayout.open(moved.run).info.config_yaml), len(tasks)
+    )
+    assert lengths_by_group(moved)
+    assert processes_of(moved.run) == []
+    queries = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(), re.DOTALL)
+    assert queries and all(rows(moved.run, query) for query in queries)
+    for command in (
+        ["fsck", str(moved.run)],
+        ["sql", str(moved.run), "SELECT count(*) AS n FROM trajectories"],
+    ):
+        answer = subprocess.run(
+            [sys.executable, "-m", "store", *command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert not killed.run.exists()
+
+
+def test_resume_of_a_run_that_another_config_made_is_refused(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert train.main(["--resume", config.run_dir, "algorithm.omega=0.5"]) == 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "algorithm.omega: 1.0 -> 0.5" in capsys.readouterr().err
+
+
+def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
+    found = RollBack(
+        batches=3,
+        groups=8,
+        checkpoints=0,
+        learner_steps=2,
+        open=4,
+        complete={4: 1, 5: 8, 9: 1, 10: 2},
+        trajectories=116,
+    )
+    restored, lost = restored_lines(
+        found, [], learner_step=5, version=10, max_staleness=1
+    ).splitlines()
+    assert restored == (
+        "continues at learner step 5 as version 10; 8 groups consumed after the checkpoint are "
+        "available again, "
+        "4 unfinished groups are played first; 116 trajectories are kept"
+    )
+    assert lost == (
+        "thrown away: 2 learner steps, which are trained again; 9 complete groups, of those or of "
+        "others, too old for version "
+        "10 (max_staleness=1), which stay in the store as stale (fewer with a smaller "
+        "learner.checkpoint_every)"
+    )
+    none = RollBack(
+        batches=0, groups=0, checkpoints=0, learner_steps=0, open=1, complete={9: 3}, trajectories=1
+    )
+    said = restored_lines(none, ["a was cut"], learner_step=5, version=10, max_staleness=1)
+    assert "as version 10, as newer checkpoints cannot be loaded (a was cut); 0 groups" in said
+    assert (
+        ", 1 unfinished group is played first; 1 trajectory is kept\nthrown away: nothing" in said
+    )

@@ -1,0 +1,756 @@
+"""An environment over HTTP: the same answers as without, and errors that say what the server
+said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from envs import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentPool,
+    Task,
+    environment_class,
+    list_tasks,
+)
+from envs.adapters import http_client as remote
+from envs.adapters.http_client import KEY_VARIABLE, RemoteEnv
+from envs.hosting import closing
+from envs.hosting import http_requests as http_server
+from envs.hosting.http_server import LISTENING, Server, main
+from tests.envs.test_pool import BROKEN
+
+ROOT = Path(__file__).resolve().parents[2]
+ACTIONS = ["go east", "nonsense", "go west", "go west", "take key"]
+KeyRoom = environment_class("key_room")
+KEY = "a secret of this test"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, KEY)
+        yield KEY
+
+
+def serving(
+    name: str,
+    options: Mapping[str, object],
+    *,
+    processes: int,
+    answer_timeout_s: float,
+    sessions: int = 64,
+) -> Server:
+    return Server(
+        name,
+        options,
+        processes=processes,
+        answer_timeout_s=answer_timeout_s,
+        key=KEY,
+        sessions=sessions,
+    )
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """`python -m envs.hosting.http_server`, as users start it."""
+    command = [
+        sys.executable,
+        "-m",
+        "envs.hosting.http_server",
+        "key_room",
+        "{}",
+        "0",
+        "--processes",
+        "1",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(LISTENING), line
+    yield line.removeprefix(LISTENING).strip()
+    process.terminate()
+    process.wait(timeout=20)
+
+
+def play(url: str, *numbers: int) -> list[list[object]]:
+    """Episodes of these training tasks, at once."""
+    tasks = list_tasks("remote", {"url": url})["train"]
+
+    async def episode(pool: EnvironmentPool, task: Task) -> list[object]:
+        async with pool.environment() as environment:
+            return [
+                await environment.reset(task),
+                *[await environment.step(action) for action in ACTIONS],
+            ]
+
+    async def all_of_them() -> list[list[object]]:
+        pool = EnvironmentPool("remote", {"url": url}, processes=1, answer_timeout_s=20.0)
+        try:
+            return await asyncio.gather(*(episode(pool, tasks[number]) for number in numbers))
+        finally:
+            pool.close()
+
+    return asyncio.run(all_of_them())
+
+
+def played_here(number: int) -> list[object]:
+    env = KeyRoom({})
+    return [
+        env.reset(KeyRoom.tasks("train", {})[number]),
+        *[env.step(action) for action in ACTIONS],
+    ]
+
+
+JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+
+
+def ask(
+    url: str, verb: str, body: object, headers: Mapping[str, str] = JSON
+) -> tuple[int, dict[str, object]]:
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/{verb}", sent, dict(headers))
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_it_answers_over_http_as_without(url: str) -> None:
+    assert play(url, *range(8)) == [played_here(number) for number in range(8)]
+    for split, tasks in list_tasks("remote", {"url": url}).items():
+        here = KeyRoom.tasks(split, {})
+        assert [(t.id, t.split, t.seed, t.data) for t in tasks] == [
+            (t.id, t.split, t.seed, t.data) for t in here
+        ]
+        assert all(task.env_name == "remote" for task in tasks)
+
+
+def test_the_requests_are_as_documented(url: str) -> None:
+    task = {
+        "id": "key_room-train-1",
+        "env_name": "any",
+        "split": "train",
+        "seed": 1,
+        "data": {"start": "not looked at"},
+    }
+    status, created = ask(url, "create", {})
+    assert status == 200 and created.keys() == {"id"}
+    assert ask(url, "reset", created | {"task": task}) == (
+        200,
+        {
+            "text": "The red room.",
+            "objective": "unlock the door.",
+            "anchor": None,
+            "actions": ["go east"],
+            "demonstrated": None,
+        },
+    )
+    status, transition = ask(url, "step", created | {"action": "go east"})
+    assert status == 200 and transition["observation"]["text"] == "The blue room. A key lies here."  # type: ignore[index]
+    assert {k: v for k, v in transition.items() if k != "observation"} == {
+        "reward": 0.0, "terminated": False, "truncated": False, "won": False, "valid": True, "task_score": None,
+    }  # fmt: skip
+    assert ask(url, "close", created) == (200, {})
+    assert ask(url, "step", created | {"action": "go east"})[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "complaint"),
+    [
+        ("step", {"id": "7", "action": "go east"}, 404, "id 7 is unknown"),
+        ("step", {"id": "7"}, 400, "/step needs a JSON object with id, action; action is missing"),
+        ("reset", [], 400, "/reset needs a JSON object with id, task"),
+        ("tasks", {"split": "test"}, 400, "split 'test' is not one of ['heldout', 'train']"),
+    ],
+)
+def test_a_wrong_request_is_answered_in_one_line(
+    url: str, verb: str, body: object, status: int, complaint: str
+) -> None:
+    code, answer = ask(url, verb, body)
+    assert code == status and complaint in str(answer["error"]) and "\n" not in str(answer["error"])
+
+
+def test_nobody_there_is_said_before_anything_starts() -> None:
+    with pytest.raises(
+        EnvironmentFailed,
+        match=r"remote environment http://127.0.0.1:1/tasks gives no tasks: .*is it up\?",
+    ):
+        list_tasks("remote", {"url": "http://127.0.0.1:1"})
+
+
+def test_an_error_there_is_the_episodes_error_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_far_away.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def play() -> None:
+        there = serving("broken_far_away:Broken", {}, processes=1, answer_timeout_s=20.0)
+        options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        task = Task(id="b-train", env_name="remote", split="train", seed=0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(task)
+                said = r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step; the server printed"
+                with pytest.raises(EnvironmentDied, match=said):
+                    await environment.step("open")
+            # and the next episode is none the worse for it
+            async with pool.environment() as environment:
+                assert (await environment.reset(task)).text == "start"
+        finally:
+            pool.close()
+            await there.close()
+
+    asyncio.run(play())
+
+
+def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew() -> None:
+    tasks = KeyRoom.tasks("train", {})
+
+    async def play() -> None:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(tasks[0])
+                await there.give_up(idle_s=3600.0)
+                assert (await environment.step("go east")).valid
+                await there.give_up(idle_s=0.0)
+                assert (await environment.reset(tasks[1])).text == KeyRoom({}).reset(tasks[1]).text
+                await there.give_up(idle_s=0.0)
+                with pytest.raises(EnvironmentDied, match=r"404: id \w+ is unknown, or was idle"):
+                    await environment.step("go east")
+        finally:
+            pool.close()
+            await there.close()
+
+    asyncio.run(play())
+
+
+HANGING = """
+import os, time
+from envs import Observation, Task, Transition
+class Hanging:
+    def __init__(self, options): pass
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=f"h-{split}", env_name="h", split=split, seed=0)]
+    def reset(self, task): return Observation(text="start")
+    def step(self, action):
+        while not os.path.exists(action): time.sleep(0.01)
+        return Transition(observation=Observation(text="end"), reward=0.0, terminated=False, truncated=False, won=False)
+    def close(self): pass
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A step waits until the file that it names is there."""
+    (tmp_path / "hanging_far_away.py").write_text(HANGING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "hanging_far_away:Hanging"
+
+
+def test_a_place_whose_process_hangs_is_nobodys_until_it_has_answered(
+    hanging: str, tmp_path: Path
+) -> None:
+    task = {"id": "h-train", "split": "train", "seed": 0, "data": {}}
+
+    async def play() -> list[tuple[int, dict[str, object]]]:
+        there = serving(hanging, {}, processes=2, answer_timeout_s=60.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+
+        async def began() -> dict[str, object]:
+            _, created = await asyncio.to_thread(ask, url, "create", {})
+            answer = asyncio.to_thread(ask, url, "reset", created | {"task": task})
+            assert (await asyncio.wait_for(answer, timeout=30.0))[0] == 200
+            return created
+
+        try:
+            first = await began()
+            step = asyncio.create_task(
+                asyncio.to_thread(ask, url, "step", first | {"action": str(tmp_path / "end")})
+            )
+            while there._pool.slowest() is None:
+                await asyncio.sleep(0.01)
+            closed = await asyncio.to_thread(ask, url, "close", first)
+            await began()
+            assert not step.done()
+            (tmp_path / "end").touch()
+            return [closed, await step]
+        finally:
+            (tmp_path / "end").touch()
+            await there.close()
+
+    closed, (status, answer) = asyncio.run(play())
+    assert closed == (200, {})
+    assert status == 200 and answer["observation"]["text"] == "end"  # type: ignore[index]
+
+
+def test_who_only_lived_in_a_process_that_hung_is_not_at_fault(
+    hanging: str, tmp_path: Path
+) -> None:
+    async def play() -> list[BaseException | object]:
+        there = serving(hanging, {}, processes=1, answer_timeout_s=2.0)
+        options = {"url": f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        task = list_tasks(hanging, {})["train"][0]
+        try:
+            async with pool.environment() as first, pool.environment() as second:
+                await first.reset(task)
+                await second.reset(task)
+                hung = asyncio.create_task(first.step(str(tmp_path / "never")))
+                while there._pool.slowest() is None:
+                    await asyncio.sleep(0.01)
+                return await asyncio.gather(
+                    hung, second.step(str(tmp_path)), return_exceptions=True
+                )
+        finally:
+            pool.close()
+            await there.close()
+
+    hung, bystander = asyncio.run(play())
+    assert isinstance(hung, EnvironmentDied) and isinstance(bystander, EnvironmentDied)
+    assert "did not answer within 2 s and was killed" in str(hung)
+    assert (hung.at_fault, bystander.at_fault) == (True, False)
+
+
+def test_a_close_that_is_not_answered_is_given_up_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(closing, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def fails() -> None:
+        raise OSError("no route")
+
+    async def play() -> None:
+        closing.close_soon(asyncio.sleep(3600), what="the slow one")
+        closing.close_soon(fails(), what="the broken one")
+        while closing._CLOSING:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(play())
+    said = sorted(capsys.readouterr().err.splitlines())
+    assert said == [
+        "the broken one was not closed: OSError('no route')",
+        "the slow one was not closed: no answer within 0.05 s",
+    ]
+
+
+AGENT = """
+from envs import Task
+class Agent:
+    def __init__(self, options): pass
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=f"a-{split}", env_name="a", split=split, seed=0)]
+    def run(self, task, client): pass
+"""
+
+
+def test_a_start_that_fails_prints_the_traceback_before_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_late_agent.py").write_text(
+        AGENT.replace("return [Task", "raise KeyError(split); [Task")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["server", "a_late_agent:Agent", "{}", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last.startswith(
+        "error: env.name=a_late_agent:Agent: listing its tasks failed: KeyError: 'train', at "
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["key_room", "{seed: 0}", "0"], "'{seed: 0}' is no JSON object such as"),
+        (["key_room", "[]", "0"], "'[]' is no JSON object such as"),
+        (
+            ["keyroom", "{}", "0"],
+            "error: env.name: unknown environment 'keyroom': did you mean 'key_room'?",
+        ),
+        (
+            ["an_agent:Agent", "{}", "0"],
+            "error: an_agent:Agent is an agent program, and only what has",
+        ),
+        (["key_room", "{}", "PORT"], "error: cannot listen on 127.0.0.1:PORT ("),
+        (["key_room", "{}", "99999"], "error: cannot listen on 127.0.0.1:99999 ("),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "an_agent.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["server", *(port if argument == "PORT" else argument for argument in arguments)],
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+    error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and complaint.replace("PORT", port) in error[-1]
+    assert len(error) == 1 or error[0].startswith("usage:")
+
+
+CORPUS_OPTIONS = {
+    "questions": [str(ROOT / "docs/examples/search/questions.jsonl")],
+    "train_sources": ["countries"],
+    "heldout_sources": ["countries"],
+    "heldout_limit": 0,
+    "topk": 5,
+    "corpus": str(ROOT / "docs/examples/search/corpus.jsonl"),
+    "list_actions": False,
+}
+
+
+def test_a_client_cannot_say_what_is_in_a_task(tmp_path: Path) -> None:
+    """The attack: a task of the client's own makes the server read a file and show it as a
+    passage.
+    """
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text(
+        json.dumps({"id": "0", "contents": '"Password"\nthe password is swordfish'}) + "\n"
+    )
+    task = {
+        "id": "mine",
+        "split": "train",
+        "seed": 0,
+        "data": {"question": "?", "golden_answers": "[]", "corpus": str(secret)},
+    }
+
+    async def attack() -> list[tuple[int, dict[str, object]]]:
+        there = serving("search_local", CORPUS_OPTIONS, processes=1, answer_timeout_s=20.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+        answers = []
+        try:
+            for asked in (task, {**task, "id": there._tasks["train"][0].id}):
+                _, created = await asyncio.to_thread(ask, url, "create", {})
+                answers.append(
+                    await asyncio.to_thread(ask, url, "reset", created | {"task": asked})
+                )
+                search = created | {"action": "<search>password</search>"}
+                answers.append(await asyncio.to_thread(ask, url, "step", search))
+        finally:
+            await there.close()
+        return answers
+
+    unlisted, _, listed, searched = asyncio.run(attack())
+    assert unlisted[0] == 400 and "this server lists no task 'mine'" in str(unlisted[1]["error"])
+    assert (listed[0], searched[0]) == (200, 200)
+    assert "swordfish" not in json.dumps(searched)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "complaint"),
+    [
+        ({"Authorization": ""}, 401, "the API key is missing or wrong"),
+        ({"Authorization": "Bearer another"}, 401, "the API key is missing or wrong"),
+        ({"Authorization": f"Bearer {KEY}\u00e9"}, 401, "the API key is missing or wrong"),
+        ({"Origin": "https://a.site"}, 403, "not for pages of a browser"),
+        ({"Origin": "null"}, 403, "not for pages of a browser"),
+        ({"Content-Type": "text/plain"}, 415, "/create takes application/json, not 'text/plain'"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "takes application/json"),
+    ],
+)
+def test_a_stranger_is_refused(
+    url: str, headers: dict[str, str], status: int, complaint: str
+) -> None:
+    code, answer = ask(url, "create", {}, JSON | headers)
+    assert code == status and complaint in str(answer["error"])
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "complaint"),
+    [
+        ("tasks", b"[" * 200_000, 400, "/tasks needs a JSON object"),
+        ("tasks", b"\xff", 400, "/tasks needs a JSON object"),
+        ("tasks", {"split": "x" * 10_000}, 400, "xxx...' is not one of"),
+        ("reset", {"id": "0", "task": {"id": {"a": 1}}}, 400, "this server lists no task"),
+        (
+            "reset",
+            {"id": "0", "task": {"id": "key_room-train-1", "seed": 7}},
+            400,
+            "has seed=1 on this server, not '7'",
+        ),
+        (
+            "reset",
+            {"id": "0", "task": {"id": "key_room-train-1", "split": "heldout"}},
+            400,
+            "has split='train' on this server",
+        ),
+        ("nothing", {}, 404, "POST /nothing: Not Found"),
+        ("tasks", b"0" * (http_server.MAX_BODY_BYTES + 1), 413, "Entity Too Large"),
+    ],
+)
+def test_a_hostile_request_is_answered_in_one_short_line(
+    url: str, verb: str, body: object, status: int, complaint: str
+) -> None:
+    code, answer = ask(url, verb, body)
+    assert code == status and complaint in str(answer["error"])
+    assert len(str(answer["error"])) < 1000 and "\n" not in str(answer["error"])
+
+
+def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
+    async def attack() -> list[tuple[int, dict[str, object]]]:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0, sessions=2)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+        try:
+            created = [await asyncio.to_thread(ask, url, "create", {}) for _ in range(3)]
+            await asyncio.to_thread(ask, url, "close", created[0][1])
+            while there._leaving:
+                await asyncio.sleep(0.01)
+            return [*created, await asyncio.to_thread(ask, url, "create", {})]
+        finally:
+            await there.close()
+
+    first, second, third, after = asyncio.run(attack())
+    assert (first[0], second[0], third[0], after[0]) == (200, 200, 503, 200)
+    assert "all 2 episodes that this server holds at once are taken" in str(third[1]["error"])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /create HTTP/1.1\r\nHost: a\r\nX: ",
+        f"POST /tasks HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: "
+        "application/json\r\n"
+        "Content-Length: 9\r\n\r\n{".encode(),
+    ],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_who_sends_half_a_request_is_disconnected(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
+
+    async def attack() -> bytes:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", await there.start("127.0.0.1", 0)
+        )
+        try:
+            writer.write(sent)
+            async with asyncio.timeout(30.0):
+                return await reader.read()
+        finally:
+            writer.close()
+            await there.close()
+
+    answer = asyncio.run(attack())
+    assert answer == b"" or (b" 408 " in answer and b"did not come within 0.1 s" in answer)
+
+
+def test_a_client_too_many_is_disconnected_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+
+    async def attack() -> tuple[bytes, bytes]:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        port = await there.start("127.0.0.1", 0)
+        request = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        try:
+            first, to_first = await asyncio.open_connection("127.0.0.1", port)
+            second, to_second = await asyncio.open_connection("127.0.0.1", port)
+            refused = b"" if await _lost(second) else b"served"
+            to_first.write(request)
+            return await first.read(), refused
+        finally:
+            to_first.close()
+            to_second.close()
+            await there.close()
+
+    served, refused = asyncio.run(attack())
+    assert b" 401 " in served and refused == b""
+
+
+async def _lost(reader: asyncio.StreamReader) -> bool:
+    """Tell whether the other end closed the connection without a word."""
+    try:
+        async with asyncio.timeout(30.0):
+            return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_server_that_sends_the_client_elsewhere_does_not_get_it_to_take_the_key_there() -> None:
+    seen: list[str] = []
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{request.url.port}/elsewhere")
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization", ""))
+        return web.json_response({"id": "1"})
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/elsewhere", elsewhere)
+        app.router.add_post("/{verb}", redirect)
+        runner = await http_server.listen(app, "127.0.0.1", 0)
+        options = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+        try:
+            with pytest.raises(ValueError, match="the server answers 307"):
+                await asyncio.to_thread(RemoteEnv.tasks, "train", options)
+            env = RemoteEnv(options)
+            with pytest.raises(EnvironmentDied, match="the server answers 307"):
+                await env.reset(KeyRoom.tasks("train", {})[0])
+            env.close()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(play())
+    assert not seen
+
+
+def test_the_key_is_named_and_never_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(
+        ValueError, match="remote option api_key_env=NOT_SET is not set in the environment"
+    ):
+        RemoteEnv({"url": "http://127.0.0.1:1", "api_key_env": "NOT_SET"})
+    with pytest.raises(
+        ValueError, match="must be a URL like http://HOST:PORT, without a name or password"
+    ):
+        RemoteEnv({"url": "http://me:secret@127.0.0.1:1"})
+    monkeypatch.setattr(sys, "argv", ["server", "key_room", "{}", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (
+        ended.value.code == 2
+        and f"no API key: export {KEY_VARIABLE}=SECRET" in capsys.readouterr().err
+    )
+
+
+def test_a_client_without_the_key_is_told_which_variable_has_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "another")
+    with pytest.raises(
+        EnvironmentFailed,
+        match=f"401: the API key is missing or wrong.* is the key in {KEY_VARIABLE}",
+    ):
+        list_tasks("remote", {"url": url})
+    monkeypatch.setenv("MY_KEY", KEY)
+    assert list_tasks("remote", {"url": url, "api_key_env": "MY_KEY"})["train"]
+
+
+class Raw:
+    """A server that answers every connection with these bytes, the last of them again and again."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces, self.ended = pieces, threading.Event()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.options = {"url": f"http://127.0.0.1:{self.socket.getsockname()[1]}"}
+        self.thread = threading.Thread(target=self.serve)
+
+    def serve(self) -> None:
+        while not self.ended.is_set():
+            with contextlib.suppress(OSError):
+                client, _ = self.socket.accept()
+                with client:
+                    client.recv(65536)
+                    client.sendall(b"".join(self.pieces))
+                    while len(self.pieces) > 1 and not self.ended.wait(0.02):
+                        client.sendall(self.pieces[-1])
+
+    def __enter__(self) -> Raw:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        with socket.create_connection(self.socket.getsockname()):  # wakes the one that accepts
+            pass
+        self.thread.join()
+        self.socket.close()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n{", b" "),
+        (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n",) * 2,
+    ],
+    ids=["body", "header", "continue"],
+)
+def test_a_list_that_comes_a_byte_at_a_time_is_given_up(
+    pieces: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "LIST_TIMEOUT_S", 0.5)
+    with Raw(*pieces) as server:
+        found: list[str] = []
+
+        def listed() -> None:
+            try:
+                list_tasks("remote", server.options)
+            except EnvironmentFailed as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=listed, daemon=True)
+        thread.start()
+        thread.join(timeout=30.0)
+        assert found and "gives no tasks" in found[0] and "\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        ("500 x", json.dumps({"error": f"you sent {KEY}"})),
+        ("500 x", '{"error": "you sent \\u0061' + KEY[1:] + '"}'),
+        ("500 x", "x" * 190 + KEY),
+        (f"200 {KEY}\x00", ""),
+        ("200 OK", json.dumps({"tasks": [{KEY: 1}]})),
+    ],
+)
+def test_a_server_that_repeats_the_key_does_not_get_it_written(status: str, body: str) -> None:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with Raw((head + body).encode()) as server:
+        with pytest.raises(EnvironmentFailed) as listing:
+            list_tasks("remote", server.options)
+        assert KEY[:5] not in "".join(traceback.format_exception(listing.value))
+
+        async def play() -> None:
+            env = RemoteEnv(server.options)
+            try:
+                await env.reset(KeyRoom.tasks("train", {})[0])
+            finally:
+                env.close()
+
+        if status.startswith("500"):
+            with pytest.raises(EnvironmentDied) as playing:
+                asyncio.run(play())
+            assert KEY[:5] not in str(playing.value)

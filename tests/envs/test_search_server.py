@@ -1,0 +1,416 @@
+"""Search-R1's retrieval protocol: our client, our server, and what becomes of a server that
+fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, try_environment
+from envs.hosting import http_requests as http_server
+from envs.search import client
+from envs.search.client import ask_server
+from envs.search.library import Library, bm25_library
+from envs.search.passages import Passage, shown
+from envs.search.server import application, load
+from tests.support.search_samples import CORPUS, ROOT, a_task, remote
+
+RECORDED = json.loads((ROOT / "tests" / "data" / "search_r1_exchange.json").read_text())
+(DOCUMENTS,) = RECORDED["response"]["result"]
+
+
+def ours(library: Library) -> AbstractAsyncContextManager[TestServer]:
+    return TestServer(application(library, topk=3))
+
+
+def theirs(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> AbstractAsyncContextManager[TestServer]:
+    app = web.Application()
+    app.router.add_post("/retrieve", answer)
+    return TestServer(app)
+
+
+def url_of(server: TestServer) -> str:
+    return str(server.make_url("/retrieve"))
+
+
+async def post(url: str, body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        return response.status, await response.json()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAUSES_S", (0.01, 0.02))
+
+
+@pytest.fixture
+def unused_url() -> Iterator[str]:
+    # bound, so that nobody else is given the port, and listening to nobody
+    with socket.socket() as kept:
+        kept.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{kept.getsockname()[1]}/retrieve"
+
+
+def test_our_server_answers_a_recorded_request_as_search_r1_did() -> None:
+    passages = [
+        Passage(id=item["document"]["id"], contents=item["document"]["contents"])
+        for item in DOCUMENTS
+    ]
+    found = [(item["document"]["id"], item["score"]) for item in DOCUMENTS]
+    library = Library(passages[::-1], lambda queries, topk: [found[:topk] for _ in queries])
+
+    async def ask() -> None:
+        async with ours(library) as server:
+            assert await post(url_of(server), RECORDED["request"]) == (200, RECORDED["response"])
+            # without scores: the documents themselves
+            bare = {"queries": RECORDED["request"]["queries"] * 2, "topk": 1}
+            assert await post(url_of(server), bare) == (
+                200,
+                {"result": [[DOCUMENTS[0]["document"]]] * 2},
+            )
+
+    asyncio.run(ask())
+
+
+def test_our_client_sends_that_request_and_understands_that_answer() -> None:
+    requests = []
+
+    async def answer(request: web.Request) -> web.Response:
+        requests.append((request.content_type, await request.json()))
+        return web.json_response(RECORDED["response"])
+
+    async def ask() -> None:
+        async with theirs(answer) as server:
+            hits = await ask_server(url_of(server), RECORDED["request"]["queries"][0], topk=3)
+        assert [(hit.passage.id, hit.score) for hit in hits] == [
+            (item["document"]["id"], item["score"]) for item in DOCUMENTS
+        ]
+        assert shown(hits).splitlines()[2] == (
+            'Doc 3(Title: "Kirsty MacColl") label shortly before the song was to be released.'
+        )
+
+    asyncio.run(ask())
+    assert requests == [("application/json", RECORDED["request"])]
+
+
+def test_round_trip() -> None:
+    library = bm25_library(CORPUS)
+    queries = ["Who wrote The Salt Year?", "", "zebra", 'O"Brien\n<the> \u6771\u4eac Tarn']
+
+    async def ask() -> None:
+        async with ours(library) as server:
+            for query in queries:
+                for topk in (1, 5):
+                    assert (
+                        await ask_server(url_of(server), query, topk=topk)
+                        == library.search([query], topk)[0]
+                    )
+            status, answer = await post(url_of(server), {"queries": queries, "return_scores": True})
+            assert status == 200
+            assert [len(hits) for hits in answer["result"]] == [3, 0, 0, 3]  # the server's own topk
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ([], "the body must be"),
+        ({"query": "x"}, "the body must be"),
+        ({"queries": "x"}, "the body must be"),
+        ({"queries": ["x", 1]}, "queries must be texts"),
+        ({"queries": ["x"], "topk": -1}, "topk=-1 must be a whole number, at least 1"),
+        ({"queries": ["x"], "topk": "3"}, "topk='3' must be"),
+        (
+            {"queries": ["x"], "topk": 10**9},
+            "topk=1000000000 must be a whole number, at least 1 and at most 1000",
+        ),
+        ({"queries": ["x"] * 5000}, "5000 queries in one request; send at most 4096"),
+    ],
+)
+def test_our_server_refuses_what_is_no_request(body: Any, complaint: str) -> None:
+    async def ask() -> None:
+        async with ours(bm25_library(CORPUS)) as server:
+            status, answer = await post(url_of(server), body)
+        assert status == 422
+        assert complaint in answer["detail"]
+
+    asyncio.run(ask())
+
+
+def test_several_questions_are_in_flight() -> None:
+    """A server that answers nobody until eight have asked: one after the other, no episode would
+    ever end.
+    """
+    at_once, asking, all_ask = 8, [], asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        asking.append((await request.json())["queries"][0])
+        if len(asking) == at_once:
+            all_ask.set()
+        await all_ask.wait()
+        return web.json_response(RECORDED["response"])
+
+    async def play(pool: EnvironmentPool, number: int) -> bool:
+        async with pool.environment() as environment:
+            await environment.reset(a_task(f"question {number}?", [str(number)]))
+            seen = await environment.step(f"<search>hint {number}</search>")
+            assert "Kirsty MacColl" in seen.observation.text
+            return (await environment.step(f"<answer>{number}</answer>")).won
+
+    async def play_all() -> None:
+        async with theirs(answer) as server:
+            pool = EnvironmentPool(
+                "search", remote(url_of(server)), processes=1, answer_timeout_s=30.0
+            )
+            assert (
+                await asyncio.gather(*(play(pool, number) for number in range(at_once)))
+                == [True] * at_once
+            )
+            pool.close()
+
+    asyncio.run(play_all())
+    assert sorted(asking[:at_once]) == [f"question {number}?" for number in range(at_once)]
+    assert sorted(asking[at_once:]) == [f"hint {number}" for number in range(at_once)]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_is_not_there_is_named_with_what_to_do(unused_url: str) -> None:
+    with pytest.raises(ConnectionError, match="in 3 attempts over 0.03 s") as failure:
+        asyncio.run(ask_server(unused_url, "x", topk=3))
+    assert f"no retrieval server at {unused_url} " in str(failure.value)
+    assert (
+        "start it: python -m envs.search.server --corpus FILE, or change env.options.retriever"
+        in str(failure.value)
+    )
+    assert "\n" not in str(failure.value)
+    with pytest.raises(
+        EnvironmentFailed,
+        match="env.name=search does not start with task heldout/nq-test_0: .*no retrieval server at",
+    ):
+        try_environment("search", remote(unused_url), a_task("q?", ["a"]), answer_timeout_s=30.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_lost_connection_is_tried_again_and_nothing_else_is() -> None:
+    requests = []
+
+    async def answer(request: web.Request) -> web.Response:
+        requests.append(await request.json())
+        if len(requests) < 3:
+            assert request.transport is not None
+            request.transport.abort()
+        if len(requests) > 3:
+            return web.Response(status=500, text="out of\nmemory")
+        return web.json_response(RECORDED["response"])
+
+    async def ask() -> None:
+        async with theirs(answer) as server:
+            assert len(await ask_server(url_of(server), "x", topk=3)) == 3
+            assert len(requests) == 3
+            with pytest.raises(
+                ValueError,
+                match=f"server at {url_of(server)} answered 500: out of memory; its log may say why",
+            ):
+                await ask_server(url_of(server), "x", topk=3)
+            assert len(requests) == 4
+
+    asyncio.run(ask())
+
+
+def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 0.05)
+
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.json_response(RECORDED["response"])
+
+    async def play() -> None:
+        async with theirs(answer) as server:
+            pool = EnvironmentPool(
+                "search", remote(url_of(server)), processes=1, answer_timeout_s=30.0
+            )
+            async with pool.environment() as environment:
+                with pytest.raises(
+                    EnvironmentDied,
+                    match=f"server at {url_of(server)} did not answer within 0.05 s",
+                ):
+                    await environment.reset(a_task("q?", ["a"]))
+            pool.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<html>",
+        "{}",
+        '{"result": []}',
+        '{"result": [[{"id": "1", "contents": "x"}]]}',
+        '{"result": [[{"document": {"text": "x"}, "score": 1.0}]]}',
+        '{"result": [[{"document": {"contents": "x"}, "score": null}]]}',
+    ],
+)
+def test_another_protocol_is_refused_with_what_was_answered(answer: str) -> None:
+    async def say(request: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    async def ask() -> None:
+        async with theirs(say) as server:
+            with pytest.raises(ValueError, match="not Search-R1's") as refusal:
+                await ask_server(url_of(server), "x", topk=3)
+            assert answer in str(refusal.value)
+
+    asyncio.run(ask())
+
+
+def test_anybodys_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_index.py").write_text(
+        "def make(corpus):\n    return lambda queries, topk: [[('3', 1.5), (corpus.stem, "
+        "1.0)][:topk] for _ in queries]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    library = load(CORPUS, "my_index:make")
+    ((hit,),) = library.search(["whatever"], 1)
+    assert (hit.passage.contents.partition("\n")[0], hit.score) == ('"Mount Garrow"', 1.5)
+    with pytest.raises(
+        ValueError, match=r"the index found passage 'corpus', which the corpus does not have"
+    ):
+        library.search(["whatever"], 2)
+    for name in ("no_such_index:make", "my_index:none", "my_index"):
+        with pytest.raises(
+            ValueError,
+            match=f"--index '{name}': .*; it is module:function, with its folder on PYTHONPATH",
+        ):
+            load(CORPUS, name)
+
+
+def test_the_server_command() -> None:
+    command = [sys.executable, "-m", "envs.search.server", "--port", "0", "--corpus"]
+    with subprocess.Popen(
+        [*command, str(CORPUS)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            url, _, rest = server.stdout.readline().strip().partition(" ")
+            assert rest == "answers from 18 passages"
+            (hit,) = asyncio.run(ask_server(url, "anthem of Norrland", topk=1))
+            assert hit.passage.contents.startswith('"Ivo Castelan"\n')
+        finally:
+            server.terminate()
+    wrong = subprocess.run(
+        [*command, "nowhere.jsonl"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "no corpus at nowhere.jsonl; docs/search.md says where to get some\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "complaint"),
+    [
+        ({"Origin": "https://a.site"}, 403, "not for pages of a browser"),
+        ({"Content-Type": "text/plain"}, 415, "takes application/json"),
+    ],
+)
+def test_a_page_of_another_site_cannot_search(
+    headers: dict[str, str], status: int, complaint: str
+) -> None:
+    async def ask() -> tuple[int, str]:
+        async with ours(bm25_library(CORPUS)) as server, aiohttp.ClientSession() as session:
+            sent = {"Content-Type": "application/json"} | headers
+            async with session.post(
+                url_of(server), data=b'{"queries": ["x"]}', headers=sent
+            ) as answer:
+                return answer.status, await answer.text()
+
+    code, said = asyncio.run(ask())
+    assert code == status and complaint in said
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /retrieve HTTP/1.1\r\nHost: a\r\nX: "], ids=["nothing", "half a head"]
+)
+def test_who_sends_half_a_request_is_disconnected(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
+
+    async def attack() -> bytes:
+        runner = await http_server.listen(application(bm25_library(CORPUS), topk=3), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        try:
+            writer.write(sent)
+            async with asyncio.timeout(30.0):
+                return await reader.read()
+        finally:
+            writer.close()
+            await runner.cleanup()
+
+    assert asyncio.run(attack()) == b""
+
+
+HEAD = b"POST /retrieve HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /\x1b[31m HTTP/9.9\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
+    ],
+    ids=["version", "chunk", "gzip"],
+)
+def test_what_is_no_request_is_400_and_one_line(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them had the server write a traceback."""
+
+    async def attack() -> bytes:
+        runner = await http_server.listen(application(bm25_library(CORPUS), topk=3), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        try:
+            writer.write(sent)
+            async with asyncio.timeout(30.0):
+                return await reader.readline()
+        finally:
+            writer.close()
+            await runner.cleanup()
+
+    assert b" 400 " in asyncio.run(attack())
+    said = "".join(f"{record.getMessage()}\n{record.exc_text or ''}" for record in caplog.records)
+    assert "Traceback" not in caplog.text and "\x1b" not in said
+    assert len(caplog.records) <= 1
+
+
+def test_an_error_of_our_own_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("a fault \x1b[2J")
+    except RuntimeError:
+        logger = logging.getLogger("envs.hosting.http_requests")
+        logger.addFilter(http_server._shorten)
+        logger.exception("Error handling request")
+    assert (
+        "Traceback" in caplog.text
+        and "a fault \\x1b[2J" in caplog.text
+        and "\x1b" not in caplog.text
+    )

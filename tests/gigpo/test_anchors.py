@@ -1,0 +1,431 @@
+"""Which steps are compared: anchor keys of every kind, similar texts, and policy versions. Numbers
+worked out by hand.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from fractions import Fraction
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, similarity_keys
+from tests.support.gigpo_samples import column, episode, settings, table, uid
+
+
+def one_step_each(*values: float, states: str = "") -> pa.Table:
+    """One trajectory of one step per value; all in one state unless `states` names them."""
+    names = states.split() or ["s"] * len(values)
+    return table({f"t{i}": [(names[i], value, True)] for i, value in enumerate(values)})
+
+
+def texts(*values: str | None, group: str = "task") -> pa.Table:
+    return pa.table(
+        {
+            "group_uid": pa.array([uid(group)] * len(values), pa.binary(16)),
+            "anchor_text": pa.array(values),
+        }
+    )
+
+
+def partition(values: list[object]) -> list[int]:
+    """Each value's first position: what is equal to what."""
+    return [values.index(value) for value in values]
+
+
+def test_suffixes_keep_apart_what_was_reached_differently():
+    steps = table(
+        {"A": episode("s t", end=4), "B": episode("u t", end=0), "C": episode("s t", end=1)}
+    )
+    sizes = {k: column(steps, "anchor_size", anchor="suffix", anchor_history=k) for k in (1, 2, 3)}
+    assert sizes[1] == column(steps, "anchor_size") == [2, 3, 1, 3, 2, 3]
+    # At 2 states t after s is not t after u; a first step has a history of one state, like other
+    # first steps.
+    assert sizes[2] == sizes[3] == [2, 2, 1, 1, 2, 2]
+    beginning = table({"A": episode("s", end=4), "B": episode("u s", end=0)})
+    assert column(beginning, "anchor_size", anchor="suffix", anchor_history=2) == [1, 1, 1]
+
+
+def test_a_suffix_with_an_unknown_state_equals_nothing():
+    episodes = {
+        name: [("s", 0.0, True), (None, 0.0, True), ("t", reward, True)]
+        for name, reward in (("A", 1), ("B", 0))
+    }
+    assert (
+        column(table(episodes), "anchor_size", anchor="suffix", anchor_history=2) == [2, 1, 1] * 2
+    )
+    assert (
+        column(table(episodes), "anchor_size", anchor="suffix", anchor_history=1) == [2, 1, 2] * 2
+    )
+
+
+def test_admissible_actions_are_a_set():
+    steps = one_step_each(3, 1, 0, 0, 0, 0, 0)
+    actions = [
+        ["go", "take"],
+        ["take", "go"],
+        ["go"],
+        ["go,take"],
+        [],
+        ["go", "take", "go"],
+        ["go", "go"],
+    ]
+    steps = steps.append_column("admissible_actions", pa.array(actions))
+    assert column(steps, "anchor_size", anchor="state_and_actions") == [3, 3, 2, 1, 1, 3, 2]
+    run_together = one_step_each(3, 1).append_column(
+        "admissible_actions", pa.array([["ab", "c"], ["a", "bc"]])
+    )
+    assert column(run_together, "anchor_size", anchor="state_and_actions") == [1, 1]
+    with pytest.raises(ValueError, match=r"lacks the columns \['admissible_actions'\]"):
+        column(one_step_each(1, 2), "advantage", anchor="state_and_actions")
+    for unknown in ([None, None], [["go"], None], [["go"], ["go", None]]):
+        nothing = one_step_each(1, 2).append_column(
+            "admissible_actions", pa.array(unknown, pa.list_(pa.string()))
+        )
+        with pytest.raises(
+            ValueError, match="needs a list admissible_actions without NULL for every step"
+        ):
+            column(nothing, "advantage", anchor="state_and_actions")
+
+
+def test_a_given_key_may_be_of_any_type_and_null_is_alone():
+    for keys in (
+        pa.array([7, 7, None, None]),
+        pa.array(["", "", None, None]),
+        pa.array([uid("x")] * 2 + [None] * 2),
+    ):
+        steps = one_step_each(3, 1, 5, 9, states="a b c c").append_column("anchor_key", keys)
+        assert column(steps, "step_advantage", anchor="anchor_key") == [1.0, -1.0, 0.0, 0.0]
+    for nothing in (pa.nulls(2), pa.array([float("nan")] * 2)):
+        with pytest.raises(
+            ValueError, match="needs a column anchor_key; this table has none, or only NULL"
+        ):
+            column(
+                one_step_each(3, 1).append_column("anchor_key", nothing),
+                "advantage",
+                anchor="anchor_key",
+            )
+
+
+@pytest.mark.parametrize("name", ["state_hash", "anchor_key"])
+def test_nan_is_no_state_in_python_and_in_a_shell(name):
+    steps = one_step_each(3, 1, 5, 9)
+    keys = pa.array([float("nan"), float("nan"), 2.0, 2.0])
+    steps = steps.drop_columns(["state_hash"]).append_column(name, keys)
+    if name == "anchor_key":
+        steps = steps.append_column("state_hash", pa.array(["s"] * 4))
+    anchor = "state" if name == "state_hash" else name
+    assert column(steps, "anchor_size", anchor=anchor) == [1, 1, 2, 2]
+    with duckdb.connect() as shell:
+        shell.register("steps", steps)
+        shell.execute(advantages_macro(settings(anchor=anchor)))
+        assert shell.execute("SELECT anchor_size FROM advantages() ORDER BY 1").fetchall() == [
+            (1,),
+            (1,),
+            (2,),
+            (2,),
+        ]
+
+
+def test_a_key_can_be_recomputed_in_sql_from_the_stored_text():
+    steps = one_step_each(3, 1, 5, states="Nothing nothing Other")
+    with duckdb.connect() as shell:
+        shell.register("steps", steps)
+        shell.execute(
+            advantages_macro(settings(anchor="anchor_key"), anchor_expression="lower(anchor_text)")
+        )
+        lowered = shell.execute(
+            "SELECT step_advantage FROM advantages() ORDER BY step_return"
+        ).fetchall()
+        as_stored = shell.execute(
+            "SELECT step_advantage FROM advantages(anchor := 'state')"
+        ).fetchall()
+        shell.register("steps", steps.append_column("Anchor_Key", pa.array(["x", "y", "z"])))
+        assert (
+            shell.execute("SELECT step_advantage FROM advantages() ORDER BY step_return").fetchall()
+            == lowered
+        )
+        assert lowered == [(-1.0,), (1.0,), (0.0,)]
+        assert as_stored == [(0.0,)] * 3
+        shell.register("steps", steps)
+        shell.execute(advantages_macro(PUBLISHED_SETTINGS))
+        with pytest.raises(duckdb.InvalidInputException, match="needs a column anchor_key"):
+            shell.execute("FROM advantages(anchor := 'anchor_key')").fetchall()
+
+
+@pytest.mark.parametrize("anchor", ["similar", "similar_greedy"])
+def test_the_macro_of_a_run_that_compares_texts_says_what_to_do(anchor):
+    """Its default is the run's own anchor, which a shell cannot compute."""
+    with duckdb.connect() as shell:
+        shell.register("steps", one_step_each(3, 1, 5, states="a a b"))
+        shell.execute(advantages_macro(settings(anchor=anchor)))
+        with pytest.raises(
+            duckdb.InvalidInputException,
+            match=f"anchor {anchor} compares texts.*`python cli/audit.py RUN`.*similarity_keys",
+        ) as caught:
+            shell.execute("FROM advantages()").fetchall()
+        by_key, by_state = re.findall(r"advantages\(.*?\)", str(caught.value))
+        assert shell.execute(f"SELECT anchor_size FROM {by_state} ORDER BY 1").fetchall() == [
+            (1,),
+            (2,),
+            (2,),
+        ]
+        keyed = one_step_each(3, 1, 5, states=f"{A} {B} other")
+        keys = similarity_keys(keyed, threshold=0.9, method="linked")
+        shell.register("steps", keyed.append_column("anchor_key", keys))
+        assert shell.execute(f"SELECT anchor_size FROM {by_key} ORDER BY 1").fetchall() == [
+            (1,),
+            (2,),
+            (2,),
+        ]
+
+
+def test_keys_that_are_texts_in_a_shell_cannot_run_together():
+    states = [["a", "aa", "x"], ["aa", "a", "x"], ["a", "aa", "x"]]
+    rows = [
+        {
+            "group_uid": 1,
+            "traj_uid": t,
+            "step_index": i,
+            "reward": 0.0,
+            "is_action_valid": True,
+            "state_hash": s,
+            "anchor_key": "",
+        }
+        for t, names in enumerate(states)
+        for i, s in enumerate(names)
+    ]
+    with duckdb.connect() as shell:
+        shell.register("steps", pa.Table.from_pylist(rows))
+        shell.execute(advantages_macro(PUBLISHED_SETTINGS))
+        sizes = "SELECT anchor_size FROM advantages({}) WHERE step_index = 2 ORDER BY traj_uid"
+        assert shell.execute(
+            sizes.format("anchor := 'suffix', anchor_history := 3")
+        ).fetchall() == [(2,), (1,), (2,)]
+        # '' is a key, NULL is none
+        assert shell.execute(sizes.format("anchor := 'anchor_key'")).fetchall() == [(9,)] * 3
+
+
+# A-B and B-C .95, A-C .90
+A, B, C = "abcdefghijklmnopqrst", "abcdefghijklmnopqrsX", "abcdefghijklmnopqrYX"
+
+
+@pytest.mark.parametrize(
+    ("order", "greedy"), [((A, B, C), [0, 0, 2]), ((B, A, C), [0, 0, 0]), ((C, A, B), [0, 1, 0])]
+)
+def test_example_8_greedy_depends_on_the_order_and_linked_does_not(order, greedy):
+    keys = similarity_keys(texts(*order), threshold=0.95, method="greedy").to_pylist()
+    assert partition(keys) == greedy
+    # the smallest
+    assert similarity_keys(texts(*order), threshold=0.95, method="linked").to_pylist() == [C] * 3
+
+
+def test_example_8_upstreams_ratio_is_not_symmetric_and_junks_long_texts():
+    def together(a: str, b: str, **how: object) -> bool:
+        return len(set(similarity_keys(texts(b, a), **how).to_pylist())) == 1  # type: ignore[arg-type]
+
+    # ratio(tide, diet) = .25, ratio(diet, tide) = .5; their longest common subsequence is 2 of 4
+    # either way.
+    assert not together("tide", "diet", threshold=0.4, method="greedy")
+    assert together("diet", "tide", threshold=0.4, method="greedy")
+    assert together("tide", "diet", threshold=0.4, method="linked") and together(
+        "diet", "tide", threshold=0.4, method="linked"
+    )
+    rng = random.Random(0)
+    short, long = ("".join(rng.choice("abcde") for _ in range(n)) for n in (199, 200))
+    assert together("Z" + short, short, threshold=0.95, method="greedy")
+    assert not together("Z" + long, long, threshold=0.95, method="greedy")
+    assert together("Z" + long, long, threshold=0.95, method="linked")
+    assert together(long, long, threshold=0.95, method="greedy")
+
+
+def test_the_threshold_itself_is_alike():
+    for n in range(2, 60):  # n - 1 of n characters in common: 2 (n - 1) / 2n, to the last bit
+        a, b = "a" * (n - 1) + "b", "a" * (n - 1) + "c"
+        for method in ("linked", "greedy"):
+            keys = similarity_keys(texts(a, b), threshold=2 * (n - 1) / (2 * n), method=method)
+            assert len(set(keys.to_pylist())) == 1, (n, method)
+
+
+def test_linked_is_the_closure_of_alike():
+    """Against all pairs of a slow longest common subsequence; any order of rows, with repeats, the
+    same keys.
+    """
+
+    def common(a: str, b: str) -> int:
+        above = [0] * (len(b) + 1)
+        for x in a:
+            row = [0]
+            for j, y in enumerate(b):
+                row.append(above[j] + 1 if x == y else max(above[j + 1], row[j]))
+            above = row
+        return above[-1]
+
+    rng = random.Random(1)
+    for _ in range(20):
+        values = ["".join(rng.choice("abc") for _ in range(rng.randint(0, 7))) for _ in range(14)]
+        key = dict(zip(values, values, strict=True))
+        for _ in values:
+            for a in values:
+                for b in values:
+                    if a == b or 2 * common(a, b) / (len(a) + len(b)) >= 0.7:
+                        key[a] = key[b] = min(key[a], key[b])
+        rows = values + rng.choices(values, k=6)
+        rng.shuffle(rows)
+        assert similarity_keys(texts(*rows), threshold=0.7, method="linked").to_pylist() == [
+            key[text] for text in rows
+        ]
+
+
+def test_texts_of_two_groups_or_none_are_never_compared():
+    both = pa.concat_tables(
+        [texts("abcd", None, group="g"), texts("abce", None, "abcf", group="h")]
+    )
+    for method in ("linked", "greedy"):
+        keys = similarity_keys(both, threshold=0.7, method=method).to_pylist()
+        assert keys == ["abcd", None, "abce", None, "abce"]
+    assert similarity_keys(texts(), threshold=0.7, method="linked").to_pylist() == []
+    with pytest.raises(ValueError, match=r"threshold=1.0 is outside \(0, 1\)"):
+        similarity_keys(both, threshold=1.0, method="linked")
+    with pytest.raises(ValueError, match="one of linked, greedy"):
+        similarity_keys(both, threshold=0.7, method="nearest")
+    nowhere = {"group_uid": ["g", None], "anchor_text": ["a", "b"]}
+    with pytest.raises(ValueError, match="row 1 has no group_uid"):
+        similarity_keys(nowhere, threshold=0.7, method="linked")
+
+
+def test_similar_anchors_end_to_end():
+    steps = one_step_each(3, 1, 5, states=f"{A} {B} other")
+    similar = settings(anchor="similar", similarity=0.9)
+    assert compute_advantages(steps, similar)["step_advantage"].to_pylist() == [1.0, -1.0, 0.0]
+    # it is the text that is compared, at any threshold
+    keyed = steps.append_column("anchor_key", pa.array(["k", "l", "l"]))
+    assert compute_advantages(keyed, similar)["step_advantage"].to_pylist() == [1.0, -1.0, 0.0]
+    assert column(keyed, "step_advantage", anchor="similar", similarity=0.99) == [0.0, 0.0, 0.0]
+    assert column(keyed, "step_advantage", anchor="anchor_key") == [0.0, -2.0, 2.0]
+    unknown = steps.set_column(
+        steps.column_names.index("anchor_text"), "anchor_text", pa.nulls(3, pa.string())
+    )
+    with pytest.raises(ValueError, match="similar compares anchor_text, and every step's is NULL"):
+        compute_advantages(unknown, similar)
+    with pytest.raises(ValueError, match=r"lacks the columns \['anchor_text'\]"):
+        compute_advantages(steps.drop_columns(["anchor_text"]), similar)
+
+
+def test_the_authors_way_to_group_similar_texts_is_an_anchor_too():
+    """A and C are like B and not like each other: a chain for 'similar', two clusters for the
+    authors' code, if A is first.
+    """
+    steps = one_step_each(3, 1, 5, states=f"{A} {B} {C}")
+    sizes = {
+        anchor: column(steps, "anchor_size", anchor=anchor, similarity=0.95)
+        for anchor in ("similar", "similar_greedy")
+    }
+    assert sizes == {"similar": [3, 3, 3], "similar_greedy": [2, 2, 1]}
+    assert column(
+        steps.take([1, 0, 2]), "anchor_size", anchor="similar_greedy", similarity=0.95
+    ) == [3, 3, 3]
+
+
+def test_many_unrelated_texts_stay_apart():
+    rng = random.Random(0)
+    values = [
+        "".join(rng.choice(string.ascii_lowercase + " ") for _ in range(300)) for _ in range(100)
+    ]
+    for method in ("linked", "greedy"):
+        assert similarity_keys(texts(*values), threshold=0.9, method=method).to_pylist() == values
+
+
+def test_a_window_of_versions_is_counted_from_the_groups_newest():
+    steps = one_step_each(1, 2, 6).append_column("version_min", pa.array([5, 4, 3]))
+    by_window = {
+        w: column(steps, "step_advantage", anchor_versions="window", version_window=w)
+        for w in (0, 1, 2)
+    }
+    assert by_window == {0: [0.0, 0.0, 0.0], 1: [-0.5, 0.5, 0.0], 2: [-2.0, -1.0, 3.0]}
+    assert column(steps, "episode_advantage", anchor_versions="window", version_window=0) == [
+        -2.0,
+        -1.0,
+        3.0,
+    ]
+    with pytest.raises(ValueError, match=r"lacks the columns \['version_min'\]"):
+        column(one_step_each(1, 2), "advantage", anchor_versions="window")
+    with pytest.raises(ValueError, match="needs a version_min for every step"):
+        column(
+            one_step_each(1, 2).append_column("version_min", pa.nulls(2)),
+            "advantage",
+            anchor_versions="window",
+        )
+
+
+def test_weights_move_the_baseline():
+    steps = one_step_each(0, 3).append_column("weight", pa.array([2.0, 1.0]))
+    assert column(steps, "step_advantage", anchor_versions="weighted") == pytest.approx([-1, 2])
+    # v = 1, 1/2; V = 3/2; var = (1 + 4 / 2) / (3/2 - (5/4) / (3/2)) = 3 / (2/3)
+    deviation = 4.5**0.5 + 1e-6
+    got = column(steps, "step_advantage", anchor_versions="weighted", normalise="mean_std")
+    assert got == pytest.approx([-1 / deviation, 2 / deviation])
+    assert column(
+        steps, "step_advantage", anchor_versions="weighted", normalise="leave_one_out"
+    ) == pytest.approx([-3, 3])
+    assert column(steps, "episode_advantage", anchor_versions="weighted") == [-1.5, 1.5]
+    for weight in (0.0, -1.0, 1e-101, 1e101, float("nan"), float("inf"), None):
+        bad = one_step_each(0, 3).append_column("weight", pa.array([weight, 1.0]))
+        with pytest.raises(
+            ValueError,
+            match="a weight from 1e-100 to 1e100 for every step; trajectory .* step 0 has",
+        ):
+            column(bad, "advantage", anchor_versions="weighted")
+
+
+@pytest.mark.parametrize("heavy", [1e15, 1e17, 1e100])
+@pytest.mark.parametrize("normalise", ["mean", "mean_std", "leave_one_out"])
+def test_one_weight_may_outweigh_all_others(heavy, normalise):
+    """Against exact fractions. A comes to s twice, once with the weight that dwarfs all; what the
+    others have stays theirs.
+    """
+    steps = table({"A": episode("s s", end=8), "B": episode("s", end=2), "C": episode("s", end=5)})
+    weights = [heavy, 1.0, 0.5, 3.0]
+    got = column(
+        steps.append_column("weight", pa.array(weights)),
+        "step_advantage",
+        anchor_versions="weighted",
+        normalise=normalise,
+        gamma=0.5,
+    )
+    v, returns, owner = [Fraction(w) for w in weights], [Fraction(r) for r in (4, 8, 2, 5)], "AABC"
+    mean = sum(w * r for w, r in zip(v, returns, strict=True)) / sum(v)
+    if normalise == "leave_one_out":
+        baselines = []
+        for own in owner:
+            others = [(w, r) for w, r, name in zip(v, returns, owner, strict=True) if name != own]
+            baselines.append(sum(w * r for w, r in others) / sum(w for w, _ in others))
+        expected = [float(r - b) for r, b in zip(returns, baselines, strict=True)]
+    else:
+        squares = sum(w * (r - mean) ** 2 for w, r in zip(v, returns, strict=True))
+        deviation = float(squares / (sum(v) - sum(w * w for w in v) / sum(v))) ** 0.5 + 1e-6
+        expected = [
+            float(r - mean) / (deviation if normalise == "mean_std" else 1) for r in returns
+        ]
+    assert got == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("normalise", ["mean", "mean_std", "leave_one_out"])
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_equal_weights_are_no_weights(weight, normalise):
+    rng = random.Random(2)
+    steps = table(
+        {
+            f"t{i}": [(rng.choice("abc"), rng.uniform(-1, 1), True) for _ in range(5)]
+            for i in range(8)
+        }
+    )
+    steps = steps.append_column("weight", pa.array([weight] * len(steps)))
+    mixed = column(steps, "advantage", normalise=normalise)
+    assert column(
+        steps, "advantage", normalise=normalise, anchor_versions="weighted"
+    ) == pytest.approx(mixed, rel=1e-13)

@@ -1,0 +1,297 @@
+"""Each estimator against numbers worked out by hand, what a group without signal is, and what
+unused branches cost.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from configs.rules import WITHOUT_STEP_TERM
+from gigpo import (
+    ESTIMATORS,
+    PUBLISHED_SETTINGS,
+    advantages_macro,
+    anchor_size_histogram,
+    compute_advantages,
+    singleton_fraction,
+    step_variance_share,
+)
+from tests.support.gigpo_samples import column, episode, settings, table
+
+EXAMPLE_10 = table(
+    {
+        "a": episode("home shelf home desk", end=10),
+        "b": episode("home desk", end=10),
+        "c": episode("home shelf shelf", end=0),
+    }
+).append_column("won", pa.array([True] * 6 + [False] * 3))
+
+
+def scores(*values: float, group: str = "task") -> pa.Table:
+    """One trajectory of one step per score, each in a state of its own."""
+    return table(
+        {f"{group}{i}": [(f"s{i}", value, True)] for i, value in enumerate(values)}, group=group
+    )
+
+
+def test_rloo_is_compared_with_the_others():
+    steps = table({"A": episode("a b c", end=10, invalid=(2,)), "B": episode("d e f", end=0)})
+    assert column(steps, "advantage", estimator="rloo") == pytest.approx(
+        [6.02, 6.02, 5.9, -5.98, -5.98, -5.98]
+    )
+    # Of trajectories: the other one's mean, 0; and for B the mean of A's rows, 9.9666...
+    others = [10, 10, 9.9, *[-(29.9 / 3)] * 3]
+    assert column(steps, "advantage", estimator="rloo", weighting="trajectories") == pytest.approx(
+        others
+    )
+    assert column(scores(10), "advantage", estimator="rloo") == [10.0]
+    assert column(scores(6, 6, 6), "advantage", estimator="rloo") == [0.0, 0.0, 0.0]
+
+
+def test_a_dropped_trajectory_is_left_out_of_everyones_baseline():
+    """A published trap: a mask of who leaves out whom, made before a member was dropped, broke the
+    rest of its group.
+    """
+    four = scores(8, 4, 0, 100)
+    assert column(four.slice(0, 3), "advantage", estimator="rloo") == pytest.approx(
+        [8 - 2, 4 - 4, 0 - 6]
+    )
+
+
+def test_leave_one_out_is_mean_scaled_up_and_free_of_its_own_score():
+    steps = table(
+        {"A": episode("s t", end=9), "B": episode("s u", end=0), "C": episode("s v", end=3)}
+    )
+    got = compute_advantages(
+        steps, settings(normalise="leave_one_out", gamma=1.0, weighting="trajectories")
+    )
+    assert got["episode_advantage"].to_pylist() == pytest.approx([7.5, 7.5, -6, -6, -1.5, -1.5])
+    assert got["step_advantage"].to_pylist() == pytest.approx([7.5, 0, -6, 0, -1.5, 0])
+    mean = column(steps, "step_advantage", gamma=1.0)
+    assert got["step_advantage"].to_pylist() == pytest.approx([x * 3 / 2 for x in mean])
+
+
+def test_a_step_is_not_compared_with_its_own_trajectory_under_leave_one_out():
+    """A comes to s twice, with returns 8 and 8, B once with 2, C once with 5. Leaving out one step,
+    A's baseline would have contained its own reward."""
+    steps = table({"A": episode("s s", end=8), "B": episode("s", end=2), "C": episode("s", end=5)})
+    got = column(steps, "step_advantage", normalise="leave_one_out", gamma=1.0)
+    assert got == pytest.approx([8 - 3.5, 8 - 3.5, 2 - 21 / 3, 5 - 18 / 3])
+    weighted = steps.append_column("weight", pa.array([1.0, 2.0, 2.0, 0.5]))
+    got = column(
+        weighted, "step_advantage", normalise="leave_one_out", gamma=1.0, anchor_versions="weighted"
+    )
+    others = [(2 * 2 + 5 * 0.5) / 2.5] * 2 + [(8 * 3 + 5 * 0.5) / 3.5, (8 * 3 + 2 * 2) / 5]
+    assert got == pytest.approx([8 - others[0], 8 - others[1], 2 - others[2], 5 - others[3]])
+    alone = table({"A": episode("s s t", end=8), "B": episode("u", end=2)})
+    assert column(alone, "step_advantage", normalise="leave_one_out") == [0.0] * 4, (
+        "nobody else was there"
+    )
+
+
+@pytest.mark.parametrize("estimator", ["gigpo", "hgpo"])
+def test_a_leave_one_out_baseline_does_not_know_its_own_trajectory(estimator):
+    """R - A_S of a trajectory's steps stays what it is, whatever that trajectory earned."""
+    rng = random.Random(0)
+
+    def baselines(end_of_a: float) -> list[float]:
+        episodes = {
+            name: episode(" ".join(rng.choices("st", k=4)), end=rng.choice([0, 3, 7]))
+            for name in "BCDE"
+        }
+        steps = table({"A": episode("s t s t", end=end_of_a)} | episodes)
+        got = compute_advantages(
+            steps, settings(estimator=estimator, normalise="leave_one_out", anchor_history=1)
+        )
+        return [
+            r - a
+            for r, a in zip(
+                got["step_return"].to_pylist()[:4],
+                got["step_advantage"].to_pylist()[:4],
+                strict=True,
+            )
+        ]
+
+    first = baselines(10.0)
+    rng.seed(0)
+    assert baselines(-6.0) == pytest.approx(first)
+
+
+def test_dr_grpo_divides_by_no_deviation_whatever_normalise_says():
+    for normalise in ("mean", "mean_std", "leave_one_out"):
+        assert column(
+            scores(10, 0, 2), "advantage", estimator="dr_grpo", normalise=normalise
+        ) == pytest.approx([6, -4, -2])
+    assert column(
+        scores(10, 0), "advantage", estimator="grpo", normalise="mean_std"
+    ) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-6)
+
+
+def test_reinforce_pp_whitens_over_the_batch():
+    batch = pa.concat_tables([scores(10, 0, group="g"), scores(4, group="h")])
+    deviation = ((16**2 + 14**2 + 2**2) / 9 / 2 + 1e-8) ** 0.5  # about the mean 14 / 3
+    assert column(batch, "advantage", estimator="reinforce_pp") == pytest.approx(
+        [16 / 3 / deviation, -14 / 3 / deviation, -2 / 3 / deviation]
+    )
+    # With the group's mean off first: 5, -5 and, alone, 4; their mean is 4 / 3.
+    deviation = ((11**2 + 19**2 + 8**2) / 9 / 2 + 1e-8) ** 0.5
+    assert column(batch, "advantage", estimator="reinforce_pp_baseline") == pytest.approx(
+        [11 / 3 / deviation, -19 / 3 / deviation, 8 / 3 / deviation]
+    )
+    for estimator in ("reinforce_pp", "reinforce_pp_baseline"):
+        assert column(scores(3, 3, 3), "advantage", estimator=estimator) == [0.0] * 3
+        assert column(scores(3), "advantage", estimator=estimator) == [0.0]
+
+
+def test_hgpo_is_what_its_authors_compute():
+    expected = [0.420303, 1.165685, 0.65199, 0, 0.65199, 0, -1.724284, -0.882842, -0.707106]
+    got = compute_advantages(EXAMPLE_10, settings(estimator="hgpo", normalise="mean_std"))
+    assert got["advantage"].to_pylist() == pytest.approx(expected, abs=2e-6)
+    assert got["episode_advantage"].to_pylist() == [0.0] * 9
+    assert got["anchor_size"].to_pylist() == [4, 3, 4, 2, 4, 2, 4, 3, 3]
+
+
+def test_hgpo_does_not_care_on_which_side_of_the_mean_rounding_falls():
+    """In t the returns are 0.2, 0.3 and 0.1, and A's 0.2 is their mean, or an ulp beside it, as
+    (0.1 + 0.2 + 0.3) / 3 is. After x, t it is 0.05 below the mean of A and B, and that alone is
+    what its history says."""
+    steps = table(
+        {"A": [("x", 0, True), ("t", 0.2, True)], "B": [("x", 0, True), ("t", 0.3, True)]}
+    )
+    steps = pa.concat_tables([steps, table({"C": [("y", 0, True), ("t", 0.1, True)]})])
+    of_states = compute_advantages(steps, settings())["step_advantage"].to_pylist()
+    assert 0.0 < abs(of_states[1]) < 1e-15, "the case tests something"
+    for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 5, 1, 0, 2, 4]):
+        got = column(steps.take(order), "advantage", estimator="hgpo")
+        assert got[order.index(1)] == pytest.approx(-0.05)
+
+
+def test_graphgpo_counts_steps_to_success():
+    got = compute_advantages(EXAMPLE_10, settings(estimator="graphgpo"))
+    # From desk 1 step, from home 2, from shelf 3; each step has the distance of the state it leads
+    # to.
+    assert got["step_return"].to_pylist() == pytest.approx([0.01, 0.1, 1, 10, 1, 10, 0.01, 0.01, 0])
+    home, shelf = (0.01 + 1 + 1 + 0.01) / 4, (0.1 + 0.01 + 0) / 3
+    assert got["step_advantage"].to_pylist() == pytest.approx(
+        [0.01 - home, 0.1 - shelf, 1 - home, 0, 1 - home, 0, 0.01 - home, 0.01 - shelf, -shelf]
+    )
+    assert got["episode_advantage"].to_pylist() == column(EXAMPLE_10, "episode_advantage")
+
+
+def test_graphgpo_without_a_win_or_a_state_has_no_way_and_without_won_refuses():
+    lost = EXAMPLE_10.set_column(7, "won", pa.array([False] * 9))
+    assert column(lost, "step_return", estimator="graphgpo") == [0.0] * 9
+    unknown = table({"A": [("s", 0, True), (None, 0, True), ("t", 4, True)]}).append_column(
+        "won", pa.array([True] * 3)
+    )
+    assert column(unknown, "step_return", estimator="graphgpo") == pytest.approx([0.04, 0.4, 4])
+    with pytest.raises(ValueError, match=r"lacks the columns \['won'\]"):
+        compute_advantages(EXAMPLE_10.drop_columns(["won"]), settings(estimator="graphgpo"))
+    nothing = EXAMPLE_10.set_column(7, "won", pa.nulls(9, pa.bool_()))
+    with pytest.raises(ValueError, match="whether trajectory .* was won"):
+        compute_advantages(nothing, settings(estimator="graphgpo"))
+
+
+def test_graphgpo_refuses_wins_that_cost_more_than_they_pay():
+    """With a scale below 0 the nearer to success the lower the return would be, and the ranking
+    upside down.
+    """
+    dear = {name: [("s", -1.0, True), ("t", end, True)] for name, end in (("A", 0.5), ("B", -3.0))}
+    for scale, shift in ((-0.5, 0.0), (0.0, 0.5)):
+        steps = table(
+            {
+                name: [(s, r + shift * i, v) for i, (s, r, v) in enumerate(rows)]
+                for name, rows in dear.items()
+            }
+        )
+        steps = steps.append_column("won", pa.array([True] * 4))
+        with pytest.raises(
+            ValueError,
+            match=f"more than it costs; the best won trajectory of group .* returned {scale}",
+        ):
+            compute_advantages(steps, settings(estimator="graphgpo"))
+    lost = table(dear).append_column("won", pa.array([False] * 4))
+    assert column(lost, "step_return", estimator="graphgpo") == [0.0] * 4
+
+
+def test_graphgpo_walks_states_whatever_the_anchor_compares():
+    one_key = EXAMPLE_10.append_column("anchor_key", pa.array(["k"] * 9))
+    returns = column(EXAMPLE_10, "step_return", estimator="graphgpo")
+    assert column(one_key, "step_return", estimator="graphgpo", anchor="anchor_key") == returns
+    assert column(one_key, "anchor_size", estimator="graphgpo", anchor="anchor_key") == [9] * 9
+
+
+def test_truncation_is_the_end_and_an_overlong_answer_is_an_invalid_action():
+    """No bootstrap at the step limit; what the actors recorded beside the reward changes nothing
+    here.
+    """
+    steps = table({"A": episode("s t", end=0, invalid=(1,)), "B": episode("s t", end=10)})
+    more = steps.append_column("truncated", pa.array([False, True, False, False]))
+    more = more.append_column("finish_reason", pa.array(["stop", "length", "stop", "stop"]))
+    got = compute_advantages(more, settings())
+    assert got["step_return"].to_pylist() == pytest.approx([0, -0.1, 9.5, 10])
+    assert got.equals(compute_advantages(steps, settings()))
+
+
+def test_table_diagnostics():
+    steps = pa.concat_tables(
+        [
+            table({"A": episode("s t s", end=10), "B": episode("s u", end=0)}, group="g"),
+            scores(1, 1, group="h"),
+        ]
+    )
+    got = compute_advantages(steps, settings())
+    assert anchor_size_histogram(got) == {1: 4, 3: 3}
+    assert singleton_fraction(got) == pytest.approx(4 / 7)
+    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) == {"gigpo", "hgpo", "graphgpo"}
+    for estimator in WITHOUT_STEP_TERM:
+        assert step_variance_share(compute_advantages(steps, settings(estimator=estimator))) == 0.0
+    assert 0.0 < step_variance_share(got) < 1.0
+    # hgpo has no use for omega: its step term is all there is, at any.
+    hierarchical = compute_advantages(steps, settings(estimator="hgpo", omega=0.0))
+    assert step_variance_share(hierarchical) == 1.0
+
+
+def operators(plan: dict) -> Iterator[dict]:
+    yield plan
+    for child in plan.get("children", []):
+        yield from operators(child)
+
+
+@pytest.mark.parametrize(
+    ("call", "costly"),
+    [
+        ("", set()),
+        ("estimator := 'grpo'", set()),
+        ("estimator := 'hgpo'", {"WINDOW", "INOUT_FUNCTION"}),
+        ("estimator := 'reinforce_pp'", {"CROSS_PRODUCT"}),
+        ("estimator := 'graphgpo'", {"RECURSIVE_CTE distances"}),
+        ("anchor_versions := 'window'", {"WINDOW"}),
+        ("anchor := 'suffix'", {"WINDOW", "INOUT_FUNCTION"}),
+    ],
+)
+def test_a_call_computes_nothing_that_it_does_not_use(call, costly):
+    """Branches that a call's constants rule out have gone from the plan, or run over no rows at
+    all.
+    """
+    connection = duckdb.connect()
+    connection.register("steps", EXAMPLE_10.append_column("version_min", pa.array([1] * 9)))
+    connection.execute(advantages_macro(PUBLISHED_SETTINGS))
+    text = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) FROM advantages({call})").fetchall()[
+        0
+    ][1]
+    busy = {
+        f"{node['type']} {node['extra_info']['CTE Name']}"
+        if node["type"] == "RECURSIVE_CTE"
+        else node["type"]
+        for node in operators(json.loads(text)["operator"][0])
+        if node["intermediate_rows"]
+    }
+    assert "HASH_JOIN" in busy and "RECURSIVE_CTE returns" in busy
+    assert busy & {"WINDOW", "INOUT_FUNCTION", "CROSS_PRODUCT", "RECURSIVE_CTE distances"} == costly

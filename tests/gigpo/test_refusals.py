@@ -1,0 +1,187 @@
+"""The table of docs/algorithms.md, section 11, is what is refused: every row is, and
+combinations.py refuses nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import configs
+from configs import AlgorithmConfig, Config, LossConfig
+from gigpo import (
+    CORRECTIONS,
+    POLICY_LOSSES,
+    PROXIMAL_POLICIES,
+    DppoTv,
+    GeometricMask,
+    K3Mask,
+    Objective,
+    PpoClip,
+    SequenceMask,
+    SequenceTis,
+    TokenIcepop,
+    TokenTis,
+    compute_advantages,
+)
+from gigpo.compatibility import check_combination
+from learner import with_published
+from tests.support.gigpo_samples import episode, settings, table
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
+# Beginning of a row of the table -> what check_combination says of it.
+COMBINATIONS = {
+    "`token_tis`, `sequence_tis`, `token_icepop` or `m2po` with `cispo`": [r"\w+ on top of \w+: "],
+    "any correction with `behaviour_cloning`": [
+        "with behaviour_cloning: it wants every recorded token"
+    ],
+    "`token_tis` with `sequence_tis`; one correction twice": [
+        "each set the whole weight",
+        r"\w+ twice; the narrower",
+    ],
+    "`sequence_mask` with `geometric_mask`": ["both masks bound the same sum"],
+    "`token_icepop` with a `tis_cap`": [
+        "token_icepop drops what is above",
+        "sequence_mask drops what is above",
+    ],
+    "`proximal` other than `none` without `ppo_clip`": ["proximal='[a-z]+' with (?!ppo_clip)"],
+    "`ppo_clip` around mu": [
+        "ppo_clip leaves no gradient above.* so tis_cap=.* would never act",
+        "ppo_clip leaves no gradient above.* so icepop_high=.* would never act",
+    ],
+}
+
+
+def dense_loss() -> pa.Table:
+    steps = table({"A": episode("s t", end=-1), "B": episode("s", end=-2)})
+    return steps.append_column("won", pa.array([True, True, False]))
+
+
+def config(**loss: Any) -> Config:
+    return Config(loss=LossConfig(**loss))
+
+
+# Beginning of a row -> what it says is refused.
+OTHERS: dict[str, list[Callable[[], object]]] = {
+    "`proximal=recomputed` with one update": [lambda: configs.check(config(proximal="recomputed"))],
+    "`kl=k1` with `kl_coef`": [lambda: Objective(policy=PpoClip(), kl="k1", kl_coef=0.1)],
+    "a number of a loss or correction that is not in use": [
+        lambda: with_published(config(delta_low=0.1)),
+        lambda: with_published(config(m2_max=0.1)),
+    ],
+    "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
+    "a setting of `algorithm` that is not the default": [
+        lambda: configs.check(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
+        lambda: configs.check(Config(algorithm=AlgorithmConfig(version_window=0))),
+    ],
+    "a mask with low 0 and high `.inf`": [
+        lambda: TokenIcepop(icepop_low=0, icepop_high=math.inf),
+        lambda: SequenceMask(sequence_low=0, sequence_high=math.inf),
+        lambda: GeometricMask(geometric_low=0, geometric_high=math.inf),
+    ],
+    "a cap below 1, a band without 1 in it, a threshold of 0": [
+        lambda: TokenTis(tis_cap=0.9),
+        lambda: SequenceTis(tis_cap=0.9),
+        lambda: DppoTv(ratio_cap=0.9),
+        lambda: TokenIcepop(icepop_low=1.0),
+        lambda: GeometricMask(geometric_high=1.0),
+        lambda: K3Mask(k3_max=0.0),
+    ],
+    "`graphgpo` over a group whose best win": [
+        lambda: compute_advantages(dense_loss(), settings(estimator="graphgpo"))
+    ],
+    "`gamma` outside [0, 1]": [
+        lambda: settings(gamma=1.1),
+        lambda: settings(omega=-0.1),
+        lambda: settings(invalid_penalty=-0.1),
+        lambda: settings(similarity=0.0),
+        lambda: settings(similarity=1.0),
+    ],
+    "text, None, True or False as a number": [
+        lambda: settings(gamma="0.5"),
+        lambda: settings(gamma=None),
+        lambda: settings(omega=True),
+        lambda: settings(anchor_history=2.0),
+        lambda: settings(version_window=2.5),
+        lambda: settings(version_window=2**62),
+        lambda: settings(anchor_history=2**62),
+    ],
+}
+
+
+def refusals() -> Iterator[str]:
+    """What check_combination says of every loss with every one or two corrections, usual and with
+    numbers at the edges.
+    """
+    numbers = {
+        "token_tis": ({}, {"tis_cap": 8.0}, {"tis_cap": math.inf}),
+        "sequence_tis": ({}, {"tis_cap": 8.0}),
+        "token_icepop": ({}, {"icepop_low": 0.0}, {"icepop_low": 0.0, "icepop_high": 2.0}),
+    }
+    parts = [
+        kind(**given) for name, kind in CORRECTIONS.items() for given in numbers.get(name, ({},))
+    ]
+    chosen = [(), *((part,) for part in parts), *itertools.product(parts, repeat=2)]
+    for policy, corrections, proximal in itertools.product(
+        POLICY_LOSSES.values(), chosen, PROXIMAL_POLICIES
+    ):
+        try:
+            check_combination(policy(), corrections, proximal=proximal)
+        except ValueError as error:
+            yield str(error)
+
+
+def test_every_row_of_the_table_has_its_examples_here() -> None:
+    section = DOCS[DOCS.index("## 11. What is refused") : DOCS.index("## 12. ")]
+    rows = [line.removeprefix("| ") for line in section.splitlines() if line.startswith("| ")][1:]
+    examples = [*COMBINATIONS, *OTHERS]
+    assert len(rows) == len(examples)
+    assert all(sum(row.startswith(example) for row in rows) == 1 for example in examples)
+
+
+def test_what_combinations_refuses_is_in_the_table_and_the_table_in_it() -> None:
+    said = set(refusals())
+    patterns = [pattern for ways in COMBINATIONS.values() for pattern in ways]
+    found = {
+        message: [pattern for pattern in patterns if re.search(pattern, message)]
+        for message in said
+    }
+    assert {message: which for message, which in found.items() if len(which) != 1} == {}
+    assert {which[0] for which in found.values()} == set(patterns)
+
+
+@pytest.mark.parametrize("row", COMBINATIONS)
+def test_the_names_in_a_row_are_those_that_are_refused(row: str) -> None:
+    """Every loss and correction that a row names, every setting that would never act, and every
+    pair of the first row.
+    """
+    (line,) = [line for line in DOCS.splitlines() if line.startswith(f"| {row}")]
+    named = set(re.findall(r"`(\w+)`", line)) & {*POLICY_LOSSES, *CORRECTIONS}
+    messages = [
+        message
+        for message in refusals()
+        if any(re.search(pattern, message) for pattern in COMBINATIONS[row])
+    ]
+    assert named <= {name for message in messages for name in re.findall(r"\w+", message)}
+    never_act = {name for message in messages for name in re.findall(r"so (\w+)=", message)}
+    assert all(f"`{name}`" in line for name in never_act)
+    if row.startswith("`token_tis`, `sequence_tis`, "):
+        pairs = {
+            pair for message in messages for pair in re.findall(r"(\w+) on top of (\w+)", message)
+        }
+        of_corrections, of_losses = named & CORRECTIONS.keys(), named & POLICY_LOSSES.keys()
+        assert pairs == set(itertools.product(of_corrections, of_losses))
+
+
+@pytest.mark.parametrize("row", OTHERS)
+def test_every_other_row_is_refused(row: str) -> None:
+    for example in OTHERS[row]:
+        with pytest.raises(ValueError):  # noqa: PT011
+            example()

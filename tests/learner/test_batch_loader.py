@@ -1,0 +1,210 @@
+"""From a claimed batch to updates: which rows, in which order, with which staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from configs import Config
+from coordinator import Coordinator
+from learner.data.batch_loader import (
+    ReadyBatch,
+    cut_updates,
+    in_batch_order,
+    ready_batch,
+    source_of,
+)
+from store import DigestError, VersionRecord, read_segments
+from tests.support.learner_loop import fast_directory, make_config, open_coordinator, play, play_all
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with fast_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=2))
+    coordinator.publish(VersionRecord(version=0, path="weights/v0", digest="d", learner_step=0))
+    yield coordinator
+    coordinator.close()
+
+
+def next_ready(
+    coordinator: Coordinator, *, config: Config | None = None, version: int = 0
+) -> ReadyBatch:
+    source = source_of(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
+    batch = source.claim(version)
+    assert batch is not None
+    return ready_batch(source, batch, version=version, learner_step=version + 1)
+
+
+def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coordinator) -> None:
+    for alike in (True, False):
+        lease = coordinator.lease("w")
+        assert lease is not None
+        play(coordinator, lease, alike=alike, n_response_tokens=3)
+    ready = next_ready(coordinator)
+    silent, telling = (group.group_uid for group in ready.batch.groups)
+    assert list(ready.no_signal) == [silent]
+    assert set(ready.rows["group_uid"].to_pylist()) == {telling}
+    assert (ready.n_rows, ready.rows.num_rows, ready.n_response_tokens) == (8, 4, 24)
+    assert ready.success == 0.5
+    (update,) = ready.updates
+    assert sum(batch.n_response_tokens for batch in update.micro_batches) == 12
+    assert {"advantage", "episode_advantage", "step_advantage", "anchor_size"} <= set(
+        ready.rows.column_names
+    )
+
+
+def test_a_batch_without_any_signal_has_no_updates(coordinator: Coordinator) -> None:
+    play_all(coordinator, alike=True)
+    ready = next_ready(coordinator)
+    assert (ready.rows.num_rows, ready.updates, len(ready.no_signal)) == (0, [], 2)
+
+
+@pytest.mark.parametrize("updates_per_step", [2, 9])
+def test_nor_has_it_any_where_a_batch_is_several_updates(
+    coordinator: Coordinator, updates_per_step: int
+) -> None:
+    play_all(coordinator, alike=True)
+    learner = replace(coordinator.config.learner, updates_per_step=updates_per_step)
+    ready = next_ready(coordinator, config=replace(coordinator.config, learner=learner))
+    assert (ready.rows.num_rows, ready.updates, len(ready.no_signal)) == (0, [], 2)
+
+
+def test_to_clone_is_to_need_no_signal(coordinator: Coordinator) -> None:
+    play_all(coordinator, alike=True)
+    config = replace(
+        coordinator.config, loss=replace(coordinator.config.loss, policy="behaviour_cloning")
+    )
+    assert next_ready(coordinator, config=config).rows.num_rows == 8
+
+
+def test_staleness_is_counted_from_the_version_it_is_trained_at(coordinator: Coordinator) -> None:
+    play_all(coordinator)
+    ready = next_ready(coordinator, version=2)
+    assert ready.version == 2
+    (update,) = ready.updates
+    assert {int(value) for batch in update.micro_batches for value in batch.staleness_N} == {2}
+
+
+def test_a_file_that_changed_on_disk_is_refused(coordinator: Coordinator) -> None:
+    play_all(coordinator)
+    for path in coordinator.layout.segments.rglob("*.parquet"):
+        path.chmod(0o644)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(DigestError, match="its bytes changed on disk"):
+        next_ready(coordinator)
+
+
+def test_rows_come_as_claimed_whatever_files_they_are_in(coordinator: Coordinator) -> None:
+    play_all(coordinator)
+    batch = coordinator.claim(0)
+    assert batch is not None
+    rows = read_segments(coordinator.layout, batch.segments)
+    ordered = in_batch_order(rows, batch)
+    assert in_batch_order(rows.take(pa.array([5, 0, 7, 2, 4, 1, 6, 3])), batch).equals(ordered)
+    keys = [
+        tuple(row.values())
+        for row in ordered.select(["group_uid", "member", "step_index"]).to_pylist()
+    ]
+    uids = [group.group_uid for group in batch.groups]
+    assert keys == [(uid, member, step) for uid in uids for member in range(2) for step in range(2)]
+
+
+def make_rows(versions: list[int], lengths: list[int]) -> pa.Table:
+    n = len(versions)
+    return pa.table(
+        {
+            "traj_uid": pa.array([bytes([row]) * 16 for row in range(n)], pa.binary(16)),
+            "step_index": pa.array([0] * n, pa.int32()),
+            "prompt_ids": pa.array([[1, 2]] * n, pa.list_(pa.int32())),
+            "response_ids": pa.array([[3] * length for length in lengths], pa.list_(pa.int32())),
+            "response_logprobs": pa.array(
+                [[-0.5] * length for length in lengths], pa.list_(pa.float32())
+            ),
+            "advantage": pa.array([float(row) for row in range(n)], pa.float64()),
+            "version_min": pa.array(versions, pa.int64()),
+            "split": pa.array(["train"] * n, pa.string()),
+        }
+    )
+
+
+def learner_config(**changes: Any) -> Any:
+    return replace(Config().learner, **changes)
+
+
+def test_the_example_in_the_docstring() -> None:
+    rows = make_rows([6, 6, 7, 7, 7], [1] * 5)
+    updates = cut_updates(rows, learner=learner_config(updates_per_step=2), version=7, seed=3)
+    assert [update.rows.num_rows for update in updates] == [3, 2]
+    seen = {}
+    for update in updates:
+        for batch in update.micro_batches:
+            for row, advantage, staleness in zip(
+                batch.rows_N, batch.advantages_N, batch.staleness_N, strict=True
+            ):
+                # rows_N counts in the update's own rows
+                assert update.rows["advantage"][int(row)].as_py() == float(advantage)
+                seen[float(advantage)] = int(staleness)
+    assert seen == {0.0: 1, 1.0: 1, 2.0: 0, 3.0: 0, 4.0: 0}
+
+
+def test_updates_of_a_given_number_of_rows_count_steps_whether_they_are_merged_or_not() -> None:
+    """Seven steps of one trajectory, each of which repeats the last one's tokens: 3, 3 and 1 of
+    them, on two ranks.
+    """
+    prompts = [list(range(1, 2 + 2 * step)) for step in range(7)]
+    rows = pa.table(
+        {
+            "traj_uid": pa.array([bytes(16)] * 7, pa.binary(16)),
+            "step_index": pa.array(range(7), pa.int32()),
+            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "response_ids": pa.array(
+                [[len(prompt) + 1] for prompt in prompts], pa.list_(pa.int32())
+            ),
+            "response_logprobs": pa.array([[-0.5]] * 7, pa.list_(pa.float32())),
+            "advantage": pa.array([float(step) for step in range(7)], pa.float64()),
+            "version_min": pa.array([0] * 7, pa.int64()),
+            "split": pa.array(["train"] * 7, pa.string()),
+        }
+    )
+    for merge_steps in (True, False):
+        learner = learner_config(rows_per_update=3, merge_steps=merge_steps, ranks=2)
+        updates = cut_updates(rows, learner=learner, version=0, seed=1)
+        assert [sum(batch.n_rows for batch in update.micro_batches) for update in updates] == [
+            3,
+            3,
+            1,
+        ]
+        assert [len(update.micro_batches) % 2 for update in updates] == [0, 0, 0]
+
+
+def test_parts_without_a_response_token_are_left_out() -> None:
+    assert cut_updates(make_rows([0, 0], [0, 0]), learner=learner_config(), version=0, seed=0) == []
+    (update,) = cut_updates(
+        make_rows([0, 0], [0, 2]), learner=learner_config(updates_per_step=2), version=0, seed=0
+    )
+    assert update.rows["advantage"].to_pylist() == [1.0]
+
+
+def test_the_order_of_rows_is_that_of_the_seed() -> None:
+    rows, learner = make_rows(list(range(8)), [1] * 8), learner_config(updates_per_step=2)
+
+    def cut(seed: int) -> list[float]:
+        return (
+            cut_updates(rows, learner=learner, version=9, seed=seed)[0]
+            .rows["advantage"]
+            .to_pylist()
+        )
+
+    assert cut(4) == cut(4)
+    assert any(cut(4) != cut(seed) for seed in range(5, 9))

@@ -1,0 +1,124 @@
+"""The device of a rank: the config's, or the process refuses to compute."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from configs import LearnerConfig, ModelConfig
+from learner.distributed import device
+from learner.distributed.device import (
+    adapters_in_tf32,
+    check_device,
+    described,
+    device_type,
+    prepare_device,
+    reservation,
+)
+from learner.ray_actor import LearnerProcess, RankError
+
+
+def test_the_config_chooses_the_device() -> None:
+    assert [device_type(LearnerConfig(gpus_per_rank=n)) for n in (0, 1)] == ["cpu", "cuda"]
+    check_device(LearnerConfig(), found="cpu")
+    check_device(LearnerConfig(gpus_per_rank=1), found="cuda")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "found", "words"),
+    [
+        (0, "cuda", ["learner.gpus_per_rank=0", "sees a GPU", "CUDA_VISIBLE_DEVICES="]),
+        (1, "cpu", ["learner.gpus_per_rank=1", torch.__version__, "learner.gpus_per_rank=0"]),
+    ],
+)
+def test_a_device_that_is_not_the_configs_is_refused_in_a_line(
+    gpus: int, found: str, words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="gpus_per_rank") as caught:
+        check_device(LearnerConfig(gpus_per_rank=gpus), found=found)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_does_not_start_on_a_device_that_is_not_the_configs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    with pytest.raises(ValueError, match="learner.gpus_per_rank=0 asks for a CPU learner"):
+        prepare_device(LearnerConfig())
+
+
+def test_a_cpu_learner_has_the_threads_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    prepare_device(LearnerConfig(threads=3))
+    assert given == [3]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[object]]:
+    """DeepSpeed has found a GPU; what torch is told is noted and not done."""
+    told: dict[str, list[object]] = {"threads": [], "deterministic": []}
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch, "set_num_threads", told["threads"].append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", told["deterministic"].append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("learner", "threads"),
+    [
+        (LearnerConfig(gpus_per_rank=1), []),
+        (LearnerConfig(gpus_per_rank=1, offload=True, zero_stage=1), [16]),
+        (LearnerConfig(gpus_per_rank=1, offload=True, zero_stage=1, ranks=4), [4]),
+        (LearnerConfig(gpus_per_rank=1, offload=True, zero_stage=1, ranks=4, threads=6), [6]),
+    ],
+)
+def test_an_offloaded_optimizer_has_its_share_of_the_cores(
+    on_a_gpu: dict[str, list[object]], learner: LearnerConfig, threads: list[int]
+) -> None:
+    prepare_device(learner)
+    assert on_a_gpu["threads"] == threads
+
+
+@pytest.mark.parametrize(("deterministic", "cublas"), [(True, ":4096:8"), (False, "")])
+def test_torchs_deterministic_mode_is_a_setting(
+    on_a_gpu: dict[str, list[object]], deterministic: bool, cublas: str
+) -> None:
+    learner = LearnerConfig(gpus_per_rank=1, deterministic=deterministic)
+    prepare_device(learner)
+    assert on_a_gpu["deterministic"] == [deterministic]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == cublas
+    assert ("not promised" in reservation(learner)) == (not deterministic)
+
+
+def test_a_cpu_promises_the_same_bits() -> None:
+    assert reservation(LearnerConfig()) == ""
+    assert described(LearnerConfig(threads=2)) == "a CPU, learner.threads=2"
+
+
+def test_adapters_multiply_in_tf32_on_a_gpu_beside_a_bfloat16_base_only() -> None:
+    gpu, bf16 = LearnerConfig(gpus_per_rank=1), ModelConfig(dtype="bfloat16")
+    assert adapters_in_tf32(gpu, bf16)
+    assert not adapters_in_tf32(LearnerConfig(), bf16)
+    assert not adapters_in_tf32(gpu, ModelConfig())
+    assert not adapters_in_tf32(gpu, ModelConfig(dtype="bfloat16", lora_tf32=False))
+
+
+def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again() -> None:
+    """Its memory may be that of the learner before it, which was killed a second ago."""
+
+    class Full:
+        def start(self) -> str:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    process = LearnerProcess.__new__(LearnerProcess)
+    process._learner = Full()
+    with pytest.raises(
+        RankError, match="no room for its start: CUDA out of memory. Tried to allocate 2 GiB"
+    ):
+        process.start()

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import configs
+from actors.inference.engine_environment import engine_environment
+from cli.learner import main
+from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
+from learner.checkpointing.checkpoint import save_checkpoint
+from learner.distributed.deepspeed_setup import initialize, join_ranks
+from learner.distributed.optimizer_state import trainable
+from learner.model.lora import add_adapters, merged
+from learner.model.policy_model import load_policy
+from learner.publishing.publish import prune_versions, write_weights
+from learner.training.engine import Engine
+from store import Catalog, RunLayout, export, files_digest, write_open_sql
+from tests.support.engine_samples import copied, cut, make_base, random_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, dict[int, Weights]]:
+    """A run in bfloat16 with versions 0 to 3, the first of them removed, and checkpoints 1 and 3;
+    its weights by version.
+    """
+    root = tmp_path_factory.mktemp("runs") / "run"
+    learner = LearnerConfig(learning_rate=1e-2, zero_stage=1)
+    config = Config(run_dir=str(root), model=ModelConfig(dtype="bfloat16"), learner=learner)
+    layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
+    base = make_base(root / "base" / "policy")
+    engine = Engine(
+        model_path=base,
+        model=config.model,
+        learner=learner,
+        loss=LossConfig(),
+        temperature=1.0,
+        seed=0,
+    )
+    weights = {}
+    with Catalog.open(layout) as catalog:
+        for version in range(4):
+            if version:
+                engine.train([cut(random_rows(seed=version), 40)])
+            directory = layout.weights_dir(version)
+            digest = write_weights(engine.weights(), directory, source_dir=base)
+            path = layout.relative(directory)
+            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+            weights[version] = copied(engine)
+            if version in (1, 3):
+                save_checkpoint(
+                    engine,
+                    layout.checkpoint_dir(version),
+                    learner_step=version,
+                    version=version,
+                    lsn=1,
+                )
+        prune_versions(layout.weights, keep=3)
+        export(catalog, layout)
+    engine.close()
+    return layout, weights
+
+
+@pytest.fixture
+def run(trained: tuple[RunLayout, dict[int, Weights]], tmp_path: Path) -> Path:
+    """A copy to damage."""
+    shutil.copytree(trained[0].root, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def assert_weights(directory: Path, weights: Weights) -> None:
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    assert AutoTokenizer.from_pretrained(directory).encode("go north")
+
+
+@pytest.mark.parametrize(
+    ("options", "version"),
+    [([], 3), (["--version", "1"], 1), (["--version", "2"], 2), (["--checkpoint", "1"], 1)],
+)
+def test_what_is_exported_is_what_was_published(
+    trained: tuple[RunLayout, dict[int, Weights]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    version: int,
+) -> None:
+    layout, weights = trained
+    assert main(["export", str(layout.root), *options, str(tmp_path / "out")]) == 0
+    assert_weights(tmp_path / "out", weights[version])
+    digest = files_digest([layout.weights_dir(version) / "model.safetensors"])
+    assert capsys.readouterr().out.strip().endswith(f"of {layout.root}; digest {digest}")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--version", "0"],
+            "version 0 of RUN has been removed; there are versions 1, 2, 3 and checkpoints of "
+            "learner steps 1, 3",
+        ),
+        (
+            ["--version", "7"],
+            "version 7 of RUN was never published; there are versions 1, 2, 3 and checkpoints",
+        ),
+        (
+            ["--checkpoint", "2"],
+            "RUN has no checkpoint of learner step 2; there are versions 1, 2, 3 and checkpoints",
+        ),
+    ],
+)
+def test_what_is_gone_is_named_with_what_there_is(
+    trained: tuple[RunLayout, dict[int, Weights]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    root = str(trained[0].root)
+    assert main(["export", root, *options, str(tmp_path / "out")]) == 2
+    assert words.replace("RUN", root) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_files_are_not_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    weights = run / "weights" / "v000003" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert main(["export", str(run), str(out)]) == 2
+    assert (
+        "it was changed or cut; export another version, or a checkpoint" in capsys.readouterr().err
+    )
+    master = run / "checkpoints" / "step000003" / "master-rank00000.safetensors"
+    tensors = load_file(master)
+    save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, master)
+    assert main(["export", str(run), "--checkpoint", "3", str(out)]) == 2
+    assert "step000003/master-rank00000.safetensors" in capsys.readouterr().err
+    shutil.rmtree(run / "base")
+    assert main(["export", str(run), "--checkpoint", "1", str(out)]) == 2
+    assert "base model of" in capsys.readouterr().err
+    out.mkdir()
+    assert main(["export", str(run), str(out)]) == 2
+    assert f"{out} exists; choose another directory" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    assert list(out.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTrainedModel]:
+    """A run with adapters and its checkpoint 5, and the model as it was then."""
+    root = tmp_path_factory.mktemp("adapted") / "run"
+    config = Config(run_dir=str(root), model=ModelConfig(lora_rank=2, lora_alpha=4.0))
+    layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
+    base = make_base(root / "base" / "policy")
+    policy = load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    add_adapters(policy.causal_lm, rank=2, alpha=4.0)
+    with torch.no_grad():
+        for parameter in trainable(policy.causal_lm).values():
+            parameter.normal_(std=0.1)
+    join_ranks(0, ranks=1, address=None)
+    deepspeed = initialize(policy, dtype="float32", learner=config.learner)
+    engine: Any = SimpleNamespace(
+        policy=policy, deepspeed=deepspeed, learner=config.learner, rank=0, ranks=1, n_updates=0
+    )
+    save_checkpoint(engine, layout.checkpoint_dir(5), learner_step=5, version=5, lsn=1)
+    deepspeed.destroy()
+    with Catalog.open(layout) as catalog:
+        for learner_step in (5, 8):  # the second has been removed
+            path = layout.relative(layout.checkpoint_dir(learner_step))
+            catalog.record_checkpoint(learner_step=learner_step, path=path, version=learner_step)
+        export(catalog, layout)
+    return layout, policy.causal_lm
+
+
+def test_adapters_of_a_checkpoint_are_merged_into_the_base_model(
+    adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path
+) -> None:
+    layout, model = adapted
+    assert main(["export", str(layout.root), "--checkpoint", "5", str(tmp_path / "out")]) == 0
+    assert_weights(tmp_path / "out", {name: tensor.clone() for name, tensor in merged(model)})
+
+
+@pytest.mark.parametrize("options", [[], ["--checkpoint", "5"]])
+def test_adapters_alone_are_the_same_policy_in_peft(
+    adapted: tuple[RunLayout, PreTrainedModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    layout, model = adapted
+    out = tmp_path / "out"
+    assert main(["export", str(layout.root), str(out), "--adapter", *options]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    digest = files_digest([out / "adapter_model.safetensors"])
+    assert (
+        capsys.readouterr().out
+        == f"{out}: the adapters after learner step 5 of {layout.root}; digest {digest}\n"
+    )
+    # By the base model's name in the adapter, from wherever this is read.
+    read = AutoPeftModelForCausalLM.from_pretrained(str(out)).get_base_model().state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
+    assert any(".lora_B." in name and tensor.any() for name, tensor in read.items())
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_adapters_alone_are_the_same_policy_in_vllm(
+    adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path
+) -> None:
+    """The log-probabilities of what vLLM generates with them and without, against the same policy
+    in peft.
+    """
+    layout, _ = adapted
+    base, out = layout.root / "base" / "policy", tmp_path / "out"
+    assert main(["export", str(layout.root), str(out), "--adapter"]) == 0
+    command = [sys.executable, "-m", "tests.support.vllm_adapter", str(base), str(out)]
+    environment = os.environ | engine_environment(ActorsConfig(), tmp_path / "engine.log")
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    prompt_ids, adapted_answer, base_answer = json.loads(done.stdout.splitlines()[-1])
+    assert adapted_answer != base_answer
+    models = (
+        AutoPeftModelForCausalLM.from_pretrained(str(out)),
+        AutoModelForCausalLM.from_pretrained(base),
+    )
+    for (token_ids, logprobs), model in zip((adapted_answer, base_answer), models, strict=True):
+        with torch.no_grad():
+            logits_TV = model.eval()(torch.tensor([prompt_ids + token_ids])).logits[
+                0, len(prompt_ids) - 1 : -1
+            ]
+        expected_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected_T, atol=1e-5, rtol=0.0)
+
+
+def test_adapters_that_are_nowhere_are_an_error_in_one_line(
+    trained: tuple[RunLayout, dict[int, Weights]],
+    adapted: tuple[RunLayout, PreTrainedModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = str(tmp_path / "out")
+    for layout, options, words in (
+        (
+            trained[0],
+            ["--checkpoint", "3"],
+            "has model.lora_rank=0: there are no adapters; leave out --adapter",
+        ),
+        (trained[0], [], "has no checkpoint yet; adapters are in checkpoints only"),
+        (
+            adapted[0],
+            ["--version", "1"],
+            "--version 1 was published with its adapters merged; give --checkpoint STEP instead",
+        ),
+        (
+            adapted[0],
+            ["--checkpoint", "8"],
+            "has no checkpoint of learner step 8; there are versions (none) and",
+        ),
+    ):
+        assert main(["export", str(layout.root), out, "--adapter", *options]) == 2
+        assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_no_run_is_an_error_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["base/policy/config.json", "checkpoints/step000005", "weights", "untrained"]
+)
+def test_a_link_in_a_strangers_run_is_not_followed(
+    adapted: tuple[RunLayout, PreTrainedModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    run, outside = tmp_path / "stranger", tmp_path / "outside"
+    shutil.copytree(adapted[0].root, run)
+    shutil.copytree(run / "base" / "policy", run / "untrained")
+    (run / name).rename(outside)
+    (run / name).symlink_to(outside)
+    for words in (
+        ["export", str(run), str(tmp_path / "dest")],
+        ["replay", str(run), "--step", "5"],
+    ):
+        assert main(words) == 2
+        assert f"{run / name} is a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_strangers_run_brings_no_model_of_the_reader_into_an_export(
+    adapted: tuple[RunLayout, PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, private, dest = tmp_path / "stranger", tmp_path / "private", tmp_path / "dest"
+    shutil.copytree(adapted[0].root, run)
+    shutil.copytree(run / "base" / "policy", private)
+    (private / "vocab.txt").write_text("a text of the reader")
+    content = json.loads((run / "run.json").read_text())
+    config = configs.from_yaml(content["config_yaml"])
+    content["config_yaml"] = configs.to_yaml(
+        replace(config, model=replace(config.model, path=str(private)))
+    )
+    (run / "run.json").chmod(0o644)
+    (run / "run.json").write_text(json.dumps(content))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    words = ["export", str(run), "--checkpoint", "5", str(dest)]
+    assert main(words) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert not dest.exists()
+    assert main([*words, "--trust"]) == 0

@@ -1,0 +1,292 @@
+"""The loop beside its training: what it promises, how it stops, what it measures, what it remembers
+after a restart.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from analysis import report
+from configs import Config
+from coordinator import Coordinator
+from learner import LEARNER_STEP, BadUpdatesError, Learner, StarvationError
+from learner.data.batch_loader import ready_batch
+from learner.data.prefetch import Prefetch
+from store import RunLayout
+from store.reading.query import connect
+from tests.support.learner_loop import (
+    GROUPS_PER_STEP,
+    Handle,
+    Silent,
+    StandIn,
+    bad,
+    fast_directory,
+    good,
+    make_config,
+    make_learner,
+    open_coordinator,
+    play_all,
+)
+
+DEADLINE_S = 20.0
+STEP_TIMEOUT_S = 77.0
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with fast_directory() as path:
+        yield path
+
+
+class Noted(Silent):
+    """In the place of a Heartbeat: what was promised."""
+
+    def __init__(self) -> None:
+        self.promised: list[tuple[str | None, float]] = []
+        self.waits_s: list[tuple[str | None, float]] = []
+
+    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
+        self.promised.append((waiting_on, within_s))
+        self.waits_s.append((waiting_on, waits_s))
+
+
+class Loop:
+    """A learner of the run at `config.run_dir`, started; workers are always ready."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        config: Config,
+        *,
+        stats: Any = None,
+        alike: bool = False,
+    ) -> None:
+        self.coordinator: Coordinator = open_coordinator(config)
+        handle = Handle(
+            self.coordinator, playing=lambda coordinator: play_all(coordinator, alike=alike)
+        )
+        answer = stats or (lambda step, updates: good(updates))
+        self.learner: Learner = make_learner(
+            monkeypatch,
+            config,
+            handle,
+            lambda stand_in, updates: answer(self.learner.step + 1, updates),
+        )
+        self.heart = Noted()
+        self.learner.heart = self.heart  # type: ignore[assignment]
+        self.learner.start()
+
+
+def metrics(run: Path, name: str) -> list[float]:
+    """By learner step."""
+    with connect(RunLayout.open(run)) as connection:
+        found = connection.execute(
+            "SELECT value FROM metrics WHERE name = ? ORDER BY learner_step", [name]
+        ).fetchall()
+    return [value for (value,) in found]
+
+
+def test_batches_without_a_signal_are_settled_without_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path / "run", max_staleness=1, steps=2, updates_per_step=2)
+    loop = Loop(monkeypatch, config, alike=True)
+    assert loop.learner.run() == 2
+    loop.coordinator.close()
+    assert metrics(tmp_path / "run", "groups/no_signal") == [GROUPS_PER_STEP] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "figures"), [(5, "0.50"), (6, "0.50 at the start, 0.50 at the end")]
+)
+def test_a_run_as_long_as_one_window_is_reported_with_one_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, figures: str
+) -> None:
+    config = make_config(tmp_path / "run", max_staleness=1, steps=steps)
+    loop = Loop(monkeypatch, config)
+    loop.learner.run()
+    loop.coordinator.close()
+    out = io.StringIO()
+    report.show(config, Console(file=out, width=400))
+    assert f"success on training tasks: {figures}\n" in out.getvalue()
+
+
+def test_the_last_checkpoint_has_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(
+        monkeypatch,
+        make_config(tmp_path / "run", max_staleness=1, steps=2, step_timeout_s=STEP_TIMEOUT_S),
+    )
+    promised: list[tuple[str | None, float]] = []
+    save = StandIn.save_checkpoint
+
+    def noting(stand_in: StandIn, directory: Path, **point: int) -> None:
+        promised.append(loop.heart.promised[-1])
+        save(stand_in, directory, **point)
+
+    monkeypatch.setattr(StandIn, "save_checkpoint", noting)
+    loop.learner.run()
+    loop.coordinator.close()
+    assert promised == [(None, STEP_TIMEOUT_S)]
+    assert loop.heart.promised[-1] == (None, math.inf), "all that is left is to be closed"
+
+
+def test_who_is_stuck_in_reading_a_batch_promises_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path / "run", max_staleness=0, steps=1, step_timeout_s=STEP_TIMEOUT_S)
+    loop = Loop(monkeypatch, config)
+    looks = threading.Semaphore(0)  # the loop looked whether the batch is ready
+    taken = Prefetch.take
+
+    def read_slowly(*given: Any, **named: Any) -> Any:
+        while looks.acquire(blocking=False):
+            pass  # those while the groups were not there yet
+        for _ in range(5):
+            assert looks.acquire(timeout=DEADLINE_S)
+        return ready_batch(*given, **named)
+
+    def noting(batches: Any, *, timeout_s: float) -> Any:
+        ready = taken(batches, timeout_s=timeout_s)
+        looks.release()
+        return ready
+
+    monkeypatch.setattr(Prefetch, "take", noting)
+    monkeypatch.setattr("learner.data.prefetch.ready_batch", read_slowly)
+    loop.learner.run()
+    loop.coordinator.close()
+    working = [at for at, within_s in loop.heart.promised if within_s == STEP_TIMEOUT_S]
+    assert working == [None, LEARNER_STEP, None], "once while it reads, once to train, once to end"
+    assert loop.heart.promised[-1] == (None, math.inf)
+
+
+def test_every_learner_step_says_that_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where batches are always ready no other reason comes between two learner steps."""
+    loop = Loop(monkeypatch, make_config(tmp_path / "run", max_staleness=1, steps=3))
+    loop.learner.run()
+    loop.coordinator.close()
+    steps = [waits_s for reason, waits_s in loop.heart.waits_s if reason == LEARNER_STEP]
+    assert steps == [0.0, 0.0, 0.0]
+
+
+def test_to_close_beside_a_run_waits_for_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(monkeypatch, make_config(tmp_path / "run", max_staleness=1, steps=100))
+    closer = threading.Thread(target=loop.learner.close)
+    closed: list[bool] = []
+    save = StandIn.save_checkpoint
+
+    def closing(stand_in: StandIn, directory: Path, **point: int) -> None:
+        closer.join(timeout=0.2)  # it would be through in no time if it did not wait
+        closed.append(stand_in.closed)
+        save(stand_in, directory, **point)
+
+    def close_while_it_trains(updates: Any) -> Any:
+        closer.start()
+        while not loop.learner.stopping:
+            time.sleep(0.001)
+        return good(updates)
+
+    monkeypatch.setattr(StandIn, "save_checkpoint", closing)
+    train = {2: close_while_it_trains}
+    monkeypatch.setattr(
+        type(loop.learner.ranks),
+        "stats",
+        lambda _, updates: train.get(loop.learner.step + 1, good)(updates),
+    )
+    at = loop.learner.run()
+    closer.join(timeout=DEADLINE_S)
+    loop.coordinator.close()
+    assert at == 2, "the step it was at"
+    assert closed == [False]
+    assert loop.learner.ranks.closed  # type: ignore[attr-defined]
+    assert (tmp_path / "run" / "checkpoints" / f"step{at:06d}" / "point.json").exists()
+
+
+def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on 2 s for training, 3 s for publishing, and 5 s for a checkpoint."""
+    now = [0.0]
+
+    def spending(what: Any, seconds: float) -> Any:
+        def done(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return what(*given, **named)
+
+        return done
+
+    monkeypatch.setattr("learner.learner.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(StandIn, "publish", spending(StandIn.publish, 3.0))
+    monkeypatch.setattr(StandIn, "save_checkpoint", spending(StandIn.save_checkpoint, 5.0))
+    run = tmp_path / "run"
+    loop = Loop(
+        monkeypatch,
+        make_config(run, max_staleness=1, steps=3, checkpoint_every=2),
+        stats=lambda step, updates: spending(good, 2.0)(updates),
+    )
+    loop.learner.run()
+    loop.coordinator.close()
+    assert metrics(run, "time/publish_s") == [3.0, 3.0, 3.0]
+    assert metrics(run, "time/checkpoint_s") == [0.0, 0.0, 5.0]
+    assert metrics(run, "time/step_s") == [5.0, 5.0, 10.0]
+    tokens = metrics(run, "tokens/generated_per_s")
+    assert tokens[2] == pytest.approx(tokens[0] / 2)
+
+
+def test_bad_updates_in_a_row_are_counted_across_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        tmp_path / "run", max_staleness=0, steps=9, max_bad_updates=2, checkpoint_every=1
+    )
+
+    def until_killed(step: int, updates: Any) -> Any:
+        if step == 4:
+            raise MemoryError
+        return good(updates) if step == 1 else bad(updates, rows=(0,))
+
+    first = Loop(monkeypatch, config, stats=until_killed)
+    with pytest.raises(MemoryError):
+        first.learner.run()
+    first.coordinator.close()
+    again = Loop(monkeypatch, config, stats=lambda step, updates: bad(updates, rows=(0,)))
+    with pytest.raises(
+        BadUpdatesError, match="3 optimizer updates in a row, the last in learner step 4,"
+    ):
+        again.learner.run()
+    again.coordinator.close()
+
+
+def test_batches_without_a_signal_in_a_row_are_counted_across_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path / "run", max_staleness=0, steps=6)
+    first = Loop(monkeypatch, config, alike=True)
+    assert first.learner.run() == 6
+    first.coordinator.close()
+    again = Loop(
+        monkeypatch, replace(config, learner=replace(config.learner, steps=99)), alike=True
+    )
+    with pytest.raises(
+        StarvationError,
+        match="11 batches in a row had no advantage to learn from, with success 0.50",
+    ):
+        again.learner.run()
+    assert again.learner.step == 10
+    again.coordinator.close()

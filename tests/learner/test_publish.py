@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs import TinyModelConfig
+from learner.files.atomic_directory import SyncedBehind, visible_last
+from learner.files.page_reuse import SPARE, _file_system, _is_unused
+from learner.files.safetensors_writer import DTYPE_NAMES, write_shards
+from learner.model.policy_model import PolicyModel, load_policy
+from learner.model.tiny_model import make_tiny_model, train_tokenizer
+from learner.publishing import publish
+from learner.publishing.publish import (
+    copy_weights,
+    prune_versions,
+    publish_weights,
+    weight_files,
+    write_weights,
+)
+from store import files_digest
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "base"
+    config = TinyModelConfig(vocabulary_size=280, hidden_size=32, layers=1, heads=1)
+    make_tiny_model(path, train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0)
+    return path
+
+
+@pytest.fixture
+def policy(base: Path) -> PolicyModel:
+    return load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+
+
+def weights(policy: PolicyModel) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.detach()) for name, tensor in policy.causal_lm.named_parameters()]
+
+
+def assert_same_model(directory: Path, policy: PolicyModel) -> None:
+    loaded, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    live = policy.causal_lm.state_dict()
+    assert set(loaded.state_dict()) == set(live)
+    assert all(torch.equal(tensor, live[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_published_directory_loads_and_equals_the_live_weights(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.125)
+    digest = write_weights(weights(policy), tmp_path / "v000001", source_dir=base)
+    assert digest == files_digest([tmp_path / "v000001" / "model.safetensors"])
+    assert_same_model(tmp_path / "v000001", policy)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "v000001")
+    assert tokenizer.encode("go north") == AutoTokenizer.from_pretrained(base).encode("go north")
+    assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_a_large_model_is_written_in_files_without_holding_more_than_one(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "SHARD_BYTES", 20_000)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    largest = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal largest
+        for name, tensor in weights(policy):
+            copy = tensor.clone()
+            alive.append(weakref.ref(copy))
+            largest = max(
+                largest,
+                sum(held.nbytes for reference in alive if (held := reference()) is not None),
+            )
+            yield name, copy
+
+    digest = write_weights(gathered(), tmp_path / "v", source_dir=base)
+    assert sum(tensor.nbytes for _, tensor in weights(policy)) > 3 * 20_000
+    # larger than a file is meant to be
+    embedding_bytes = policy.causal_lm.get_input_embeddings().weight.nbytes
+    assert largest <= embedding_bytes + 20_000
+    names = [path.name for path in weight_files(tmp_path / "v")]
+    assert len(names) > 2
+    assert names == [
+        f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)
+    ]
+    assert (
+        digest
+        == blake3(b"".join((tmp_path / "v" / name).read_bytes() for name in names)).hexdigest()
+    )
+    assert_same_model(tmp_path / "v", policy)
+
+
+def test_the_digest_is_of_the_weights_and_changes_with_any_of_them(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    first = write_weights(weights(policy), tmp_path / "first", source_dir=base)
+    assert write_weights(weights(policy), tmp_path / "same", source_dir=base) == first
+    digests = {first}
+    for name, tensor in weights(policy):
+        with torch.no_grad():
+            tensor.view(-1)[-1] += 1.0
+        digests.add(write_weights(weights(policy), tmp_path / name, source_dir=base))
+    assert len(digests) == 1 + len(weights(policy))
+
+
+def test_the_recorded_dtype_is_that_of_the_weights(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    halved = {name: tensor.bfloat16() for name, tensor in weights(policy)}
+    write_weights(halved.items(), tmp_path / "v", source_dir=base)
+    assert json.loads((tmp_path / "v" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v", dtype="auto").state_dict()
+    assert torch.equal(loaded["model.norm.weight"], halved["model.norm.weight"])
+    with pytest.raises(ValueError, match=r"one dtype, not \['torch.bfloat16', 'torch.float32'\]"):
+        write_weights((halved | {"x": torch.zeros(1)}).items(), tmp_path / "w", source_dir=base)
+
+
+def test_shard_indices_of_the_base_model_are_not_copied(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text((base / "config.json").read_text())
+    (source / "model.safetensors.index.json").write_text("{}")
+    (source / "model-00001-of-00002.safetensors").write_text("")
+    write_weights(weights(policy), tmp_path / "v", source_dir=source)
+    assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_writer_that_dies_leaves_nothing_visible_and_the_next_one_succeeds(
+    tmp_path: Path,
+) -> None:
+    dest = tmp_path / "v000001"
+
+    def die_half_way() -> None:
+        with visible_last(dest) as unfinished:
+            (unfinished / "half").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        die_half_way()
+    assert not dest.exists()
+    for text in ("whole", "again"):  # the second finds a directory that nobody was told of
+        with visible_last(dest) as unfinished:
+            assert list(unfinished.iterdir()) == []
+            (unfinished / "file").write_text(text)
+            assert not dest.exists() or (dest / "file").read_text() == "whole"
+        assert (dest / "file").read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_a_writer_of_weights_that_dies_leaves_nothing_visible(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    def die_half_way() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(policy)[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_weights(die_half_way(), tmp_path / "v000001", source_dir=base)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000001.tmp"]
+    write_weights(weights(policy), tmp_path / "v000001", source_dir=base)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_published_weights_are_synced_behind(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, the directory and its name, once `wait` has returned; also if some are removed
+    before.
+    """
+    synced: set[str] = set()
+
+    def noting(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    behind = SyncedBehind()
+    for version in range(5):
+        publish_weights(
+            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind, send=None
+        )
+        prune_versions(tmp_path, keep=2)
+    behind.wait()
+    left = [tmp_path, *(path for path in tmp_path.rglob("*") if path.name != SPARE)]
+    assert len(left) == 1 + 2 * (1 + len(list(base.iterdir())))
+    assert {str(path) for path in left} <= synced
+
+
+def test_a_version_is_written_over_a_removed_one_that_nobody_reads(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, digests, inodes = SyncedBehind(), [], []
+
+    def publish(n: int) -> Path:
+        directory = tmp_path / f"v{n:06d}"
+        # half as long
+        tensors = (
+            weights(policy)
+            if n % 2
+            else [(name, tensor.bfloat16()) for name, tensor in weights(policy)]
+        )
+        digests.append(
+            publish_weights(tensors, directory, source_dir=base, behind=behind, send=None)
+        )
+        behind.wait()  # which opens the files
+        prune_versions(tmp_path, keep=2)
+        assert files_digest(weight_files(directory)) == digests[-1]
+        inodes.append((directory / "model.safetensors").stat().st_ino)
+        return directory / "model.safetensors"
+
+    monkeypatch.setattr("learner.files.page_reuse.LOCAL", (_file_system(tmp_path.stat().st_dev),))
+    files = [publish(n) for n in range(5)]
+    assert inodes[3:] == inodes[:2], "the third publish was the first to remove one"
+    with (
+        files[3].open("rb") as held,
+        mmap.mmap(held.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+    ):
+        held.close()
+        for n in range(5, 8):
+            publish(n)
+        assert blake3(mapped[:]).hexdigest() == digests[3], (
+            "what an engine is loading stays as it is"
+        )
+    assert inodes[3] not in inodes[5:]
+    os.link(tmp_path / "v000006/model.safetensors", tmp_path / "kept")  # somebody's backup
+    for n in range(8, 11):
+        publish(n)
+    assert files_digest([tmp_path / "kept"]) == digests[6]
+    newest = publish(11)
+    assert _is_unused(newest)
+    # a network disk: others may read it, and the kernel does not know
+    monkeypatch.setattr("learner.files.page_reuse.LOCAL", ())
+    assert not _is_unused(newest)
+
+
+def test_a_disk_that_fails_is_told_with_the_version_it_failed_for(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(descriptor: int) -> None:
+        if "v000001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    behind = SyncedBehind()
+    for version in range(3):
+        publish_weights(
+            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind, send=None
+        )
+    with pytest.raises(
+        OSError,
+        match=r"v000001 may be lost at a power cut \(Input/output error\); look at the disk",
+    ):
+        behind.wait()
+    behind.wait()
+
+
+TENSORS = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(DTYPE_NAMES, key=str)), st.lists(st.integers(0, 4), max_size=3)
+    ),
+    max_size=8,
+)
+
+
+@given(kinds=TENSORS, shard_bytes=st.sampled_from([1, 64, 10_000]), seed=st.integers(0, 9))
+def test_safetensors_reads_what_was_written(
+    kinds: list[tuple[torch.dtype, list[int]]],
+    shard_bytes: int,
+    seed: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    directory = tmp_path_factory.mktemp("shards")
+    tensors = {}
+    for number, (dtype, shape) in enumerate(kinds):
+        drawn = torch.randint(0, 2, shape, generator=generator).to(dtype)
+        tensors[f"t{number}"] = drawn.transpose(0, -1) if shape else drawn  # not contiguous
+    written = write_shards(
+        tensors.items(), directory, stem="x", shard_bytes=shard_bytes, send=None, spare_in=None
+    )
+    files = sorted(directory.iterdir())
+    assert [file.name for file in files] == list(written.files)
+    assert (
+        written.digest
+        == files_digest(files)
+        == blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
+    )
+    assert written.n_bytes == sum(file.stat().st_size for file in files)
+    read = {name: (file.name, tensor) for file in files for name, tensor in load_file(file).items()}
+    assert {name: file for name, (file, _) in read.items()} == written.file_of
+    for name, tensor in tensors.items():
+        assert read[name][1].dtype == tensor.dtype
+        assert torch.equal(read[name][1], tensor)
+
+
+def test_files_are_cut_between_tensors(tmp_path: Path) -> None:
+    five = [(name, torch.zeros(1)) for name in "abcde"]
+    written = write_shards(five, tmp_path, stem="x", shard_bytes=8, send=None, spare_in=None)
+    first, second, third = (f"x-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
+    assert written.file_of == {"a": first, "b": first, "c": second, "d": second, "e": third}
+    with pytest.raises(ValueError, match="z is torch.complex64"):
+        write_shards(
+            [("z", torch.zeros(1, dtype=torch.complex64))],
+            tmp_path,
+            stem="y",
+            shard_bytes=8,
+            send=None,
+            spare_in=None,
+        )
+
+
+def test_a_copy_is_whole(base: Path, tmp_path: Path) -> None:
+    copy_weights(base, tmp_path / "copy", follow_links=False)
+    assert {p.name: p.read_bytes() for p in base.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "copy").iterdir()
+    }
+
+
+def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:
+    for name in ("v000009", "v000010", "v000011", "v000012.tmp", "v000008.old"):
+        (tmp_path / name).mkdir()
+    assert prune_versions(tmp_path, keep=2) == ["v000008.old", "v000012.tmp", "v000009"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000010", "v000011"]
+    with pytest.raises(ValueError, match="keep=0"):
+        prune_versions(tmp_path, keep=0)
+
+
+def test_a_version_that_is_a_link_to_somebodys_model_goes_and_the_model_stays(
+    tmp_path: Path,
+) -> None:
+    model, weights_dir = tmp_path / "model", tmp_path / "weights"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"not ours")
+    (weights_dir / "v000001").mkdir(parents=True)
+    (weights_dir / "v000000").symlink_to(model)
+    assert prune_versions(weights_dir, keep=1) == ["v000000"]
+    assert [path.name for path in weights_dir.iterdir()] == ["v000001"]
+    assert (model / "model.safetensors").read_bytes() == b"not ours"

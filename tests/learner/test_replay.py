@@ -1,0 +1,296 @@
+"""Learner steps again from what is stored: the same bits, or the first difference by name."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import store
+from cli.learner import main
+from learner.replay.explain import Explanation
+from learner.replay.replay import Replayed, replayed
+from store import Catalog, RunLayout, restart_points, trained_step
+from tests.support.learner_loop import fast_directory
+from tests.support.replay_samples import config_of, train
+from tests.support.store_runs import fingerprint, flip
+
+STEPS, CRASH_AT, RESTORED = 22, 11, 8
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 300.0  # only for what hangs
+
+Replay = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Path]:
+    """A finished run that died once: learner steps 9 and 10 were trained, rolled back and trained
+    again.
+    """
+    with fast_directory() as directory:
+        config = config_of(directory / "run", steps=STEPS)
+        train(config, crash_at=CRASH_AT)
+        train(config)
+        yield directory / "run"
+
+
+@pytest.fixture
+def copy(run: Path) -> Iterator[Path]:
+    with fast_directory() as directory:
+        shutil.copytree(run, directory / "elsewhere")
+        yield directory / "elsewhere"
+
+
+@pytest.fixture
+def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
+    """Exit status, output, errors."""
+
+    def ask(run: Path, *arguments: object) -> tuple[int, str, str]:
+        status = main(["replay", str(run), *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return ask
+
+
+def explained(run: Path, learner_step: int, **learner: object) -> tuple[Explanation, Replayed]:
+    """What a learner step is said to learn, and the step."""
+    said: list[Explanation] = []
+    config = config_of(run, steps=STEPS, **learner)
+    layout = RunLayout.open(run)
+    steps = replayed(
+        layout,
+        config,
+        first=learner_step,
+        last=learner_step,
+        explained=said.append,
+        say=lambda line: None,
+    )
+    last = list(steps)[-1]
+    return said[0], last
+
+
+def test_a_whole_run_is_identical_from_the_base_model_and_not_touched(
+    run: Path, replay: Replay
+) -> None:
+    with store.open_run(run) as reader:
+        twice = reader.sql(
+            "SELECT learner_step FROM versions GROUP BY 1 HAVING count(*) > 1 ORDER BY 1"
+        ).to_pylist()
+    assert [row["learner_step"] for row in twice] == list(range(RESTORED, CRASH_AT + 1)), (
+        "it was restored in the middle"
+    )
+    before = fingerprint(run)
+    status, output, errors = replay(run, "--step", 1, "--to", STEPS)
+    assert (status, errors) == (0, "")
+    assert (
+        f"begins with the base model {run}/base/policy; its weights are those of version 0"
+        in output
+    )
+    assert f"{STEPS} of {STEPS} learner steps identical" in output
+    assert fingerprint(run) == before
+
+
+def test_it_begins_at_the_newest_checkpoint_that_is_still_there(copy: Path, replay: Replay) -> None:
+    assert [point.learner_step for point in restart_points(RunLayout.open(copy))] == [22, 16, 8]
+    status, output, _ = replay(copy, "--step", STEPS)
+    assert (status, "the checkpoint of learner step 16; its weights are those" in output) == (
+        0,
+        True,
+    )
+    assert "6 of 6 learner steps identical" in output
+    shutil.rmtree(copy / "checkpoints" / "step000016")
+    status, output, _ = replay(copy, "--step", 9)
+    assert (status, "the checkpoint of learner step 8; its weights are those" in output) == (
+        0,
+        True,
+    )
+    assert "1 of 1 learner steps identical" in output
+    shutil.rmtree(copy / "checkpoints" / "step000008")
+    assert "begins with the base model" in replay(copy, "--step", 1)[1]
+
+
+@pytest.mark.parametrize(
+    "setting", ["seed=1", "learner.learning_rate=0.00200001", "learner.steps=23"]
+)
+def test_other_settings_give_other_weights(run: Path, replay: Replay, setting: str) -> None:
+    status, output, _ = replay(run, "--step", 17, "--set", setting)
+    assert status == 1
+    assert "the weights after learner step 17 are" in output
+    assert "  loss/learning_rate: " in output, (
+        "scaled by the effective sample size, so by all of them"
+    )
+
+
+def test_a_changed_byte_of_a_segment_a_checkpoint_or_the_base_model_is_named(
+    copy: Path, replay: Replay
+) -> None:
+    segment = copy / trained_step(RunLayout.open(copy), 18).batch.segments[-1].path
+    flip(segment, 8 * (segment.stat().st_size // 2))
+    # a merged file may hold rows of earlier steps too
+    status, output, errors = replay(copy, "--step", 20)
+    assert (status, str(segment) in errors, errors.count("\n")) == (2, True, 1)
+    assert "learner step 18: " not in output
+
+    checkpoint = next((copy / "checkpoints" / "step000016").glob("exp_avg_sq*"))
+    flip(checkpoint, 8 * (checkpoint.stat().st_size - 3))
+    status, _, errors = replay(copy, "--step", 20)
+    assert (status, str(checkpoint) in errors, errors.count("\n")) == (2, True, 1)
+
+    weights = copy / "base" / "policy" / "model.safetensors"
+    flip(weights, 8 * (weights.stat().st_size - 3))
+    status, output, _ = replay(copy, "--step", 1)
+    assert (status, f"{weights.parent}; its weights are NOT those of version 0" in output) == (
+        1,
+        True,
+    )
+
+
+def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> None:
+    layout = RunLayout.open(copy)
+    status, _, errors = replay(copy, "--step", STEPS + 1)
+    assert (status, errors) == (
+        2,
+        f"error: {copy} was trained to learner step {STEPS}; there is no {STEPS + 1}\n",
+    )
+    with Catalog.open(layout) as catalog:
+        expired = [segment.segment_id for segment in trained_step(layout, 17).batch.segments]
+        catalog.expire(expired)
+        assert replay(copy, "--step", 17)[0] == 0, "the file is still there"
+        catalog.mark_removed(expired)
+    status, _, errors = replay(copy, "--step", 18)
+    assert (status, "were removed: segments/" in errors, "store.keep_days" in errors) == (
+        2,
+        True,
+        True,
+    )
+    shutil.rmtree(copy / "base")
+    status, _, errors = replay(copy, "--step", 20)
+    assert (status, f"{copy}/base/policy, the base model of {copy}, is not here" in errors) == (
+        2,
+        True,
+    )
+    layout.catalog.unlink()
+    status, _, errors = replay(copy, "--step", 20)
+    assert (status, "python -m store rebuild" in errors) == (2, True)
+
+
+def test_explaining_a_step_does_not_change_it(run: Path, replay: Replay) -> None:
+    status, output, _ = replay(run, "--step", 17, "--to", 18, "--explain")
+    assert (status, "2 of 2 learner steps identical" in output) == (0, True)
+    assert output.count("gradient") == 1, "one table, of the step that was asked for"
+
+
+def test_what_a_step_is_said_to_learn_is_what_it_learns(run: Path) -> None:
+    explanation, step = explained(run, 17, updates_per_step=1)
+    learnt = [group.learnt for group in explanation.groups if group.learnt is not None]
+    total = explanation.total
+    assert total is not None
+    assert (total.n_rows, total.n_tokens) == (
+        sum(one.n_rows for one in learnt),
+        sum(one.n_tokens for one in learnt),
+    )
+    assert step.changed["loss/grad_norm"][1] == pytest.approx(total.grad_norm, rel=1e-4), (
+        "what one update over all rows has"
+    )
+    assert 0.0 < total.grad_norm < sum(one.grad_norm for one in learnt), (
+        "of a sum of gradients that point apart"
+    )
+    assert (
+        total.ratio_max
+        == max(one.ratio_max for one in learnt)
+        > 1.0
+        > total.ratio_min
+        == min(o.ratio_min for o in learnt)
+    )
+    assert total.ratio_max == pytest.approx(step.changed["loss/ratio_max"][1], rel=1e-4)
+
+
+def test_updates_of_a_given_number_of_rows_are_replayed(replay: Replay) -> None:
+    """12 rows a learner step, 5 in an update: updates of 5, 5 and 2 rows, the last with 2 / 5 of
+    the weight.
+    """
+    sized = {
+        "rows_per_update": 5,
+        "updates_per_step": 1,
+        "schedule": "constant",
+        "warmup_updates": 7,
+    }
+    with fast_directory() as directory:
+        train(config_of(directory / "run", steps=5, checkpoint_every=2, **sized))
+        with store.open_run(directory / "run") as reader:
+            counted = reader.sql(
+                "SELECT max(value) AS n FROM metrics WHERE name = 'learner/updates'"
+            ).to_pylist()
+        assert counted == [{"n": 3.0}]
+        status, output, _ = replay(directory / "run", "--step", 1, "--to", 5)
+        assert (status, "5 of 5 learner steps identical" in output) == (0, True)
+
+
+def test_adapters_are_replayed(replay: Replay) -> None:
+    with fast_directory() as directory:
+        train(config_of(directory / "run", steps=5, checkpoint_every=2, lora_rank=4, kl_coef=0.01))
+        for first, n in ((1, 5), (5, 1)):
+            status, output, _ = replay(directory / "run", "--step", first, "--to", 5, "--explain")
+            assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--set", "learner.gpus_per_rank=1"),
+            "the run's learner had GPUs (learner.gpus_per_rank=1), there is none here",
+        ),
+        (
+            ("--set", "learner.zero_stage=3", "--explain"),
+            "learner.zero_stage=3 spreads the gradient over the ranks",
+        ),
+        (("--set", "learner.rate=3"), "unknown key 'learner.rate'"),
+        (("--to", "0"), "--step 1 --to 0: steps count from 1"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU")
+def test_what_cannot_be_replayed_is_refused_in_a_line(
+    run: Path, replay: Replay, arguments: tuple[str, ...], said: str
+) -> None:
+    status, _, errors = replay(run, "--step", 1, *arguments)
+    assert (status, said in errors, errors.count("\n")) == (2, True, 1)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    making = [
+        sys.executable,
+        "-c",
+        "from tests.support.replay_samples import main; main()",
+        str(run),
+        "5",
+        "2",
+    ]
+    subprocess.run(making, cwd=ROOT, timeout=DEADLINE_S, check=True, capture_output=True)
+    before = fingerprint(run)
+    asking = [
+        sys.executable,
+        "-m",
+        "learner",
+        "replay",
+        str(run),
+        "--step",
+        "1",
+        "--to",
+        "5",
+        "--explain",
+    ]
+    done = subprocess.run(
+        asking, cwd=ROOT, timeout=DEADLINE_S, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, "5 of 5 learner steps identical" in done.stdout) == (0, True), (
+        done.stdout + done.stderr
+    )
+    assert fingerprint(run) == before

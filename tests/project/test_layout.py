@@ -1,0 +1,219 @@
+"""Who may import whom (the table in CONTRIBUTING.md), read from the sources without running
+them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store import Catalog, RunLayout, export, write_open_sql
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("configs", "envs", "store", "gigpo", "actors", "learner")
+SHARED = "printable"  # imports nothing of ours, so everybody may import it
+WIRING = tuple(sorted(path.stem for path in ROOT.glob("*.py") if path.stem != SHARED))
+HEAVY = {"ray", "torch", "vllm", "deepspeed"}
+MAY_IMPORT = {
+    "configs": set(),
+    "envs": set(),
+    "store": set(),
+    "gigpo": set(),
+    "actors": {"configs", "envs", "store"},
+    "learner": {"configs", "store", "gigpo"},
+}
+NEVER = {
+    "configs": HEAVY,
+    "envs": HEAVY | {"transformers"},
+    "store": HEAVY | {"transformers"},
+    "gigpo": {"ray", "vllm", "deepspeed", "transformers"},
+    "actors": {"deepspeed"},
+    "learner": {"vllm"},
+}
+
+
+def test_all_the_wiring_is_type_checked() -> None:
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert sorted(files) == sorted([*FOLDERS, *(f"{name}.py" for name in [*WIRING, SHARED])])
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def sources(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, f"{folder} has no sources"
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_what_the_table_allows(folder: str) -> None:
+    for path in sources(folder):
+        for module in imported_modules(path):
+            top = module.partition(".")[0]
+            assert top not in NEVER[folder], f"{path.relative_to(ROOT)} imports {module}"
+            assert top not in WIRING, f"{path.relative_to(ROOT)} imports the wiring module {module}"
+            if top in FOLDERS and top != folder:
+                assert top in MAY_IMPORT[folder], (
+                    f"{path.relative_to(ROOT)}: {folder} may not import {module}"
+                )
+                assert module == top, (
+                    f"{path.relative_to(ROOT)}: import from {top}, not from its module {module}"
+                )
+
+
+@pytest.mark.parametrize("name", WIRING)
+def test_the_wiring_imports_packages_not_their_modules(name: str) -> None:
+    for module in imported_modules(ROOT / f"{name}.py"):
+        top, _, inner = module.partition(".")
+        assert top not in FOLDERS or not inner, f"{name}.py imports {module}"
+
+
+def test_only_the_vllm_files_import_vllm() -> None:
+    importers = {
+        path.name
+        for path in sources("actors")
+        for module in imported_modules(path)
+        if module.startswith("vllm")
+    }
+    assert importers <= {
+        "engine_server.py",
+        "vllm_engine.py",
+        "vllm_images.py",
+        "vllm_policy.py",
+        "weight_transfer.py",
+    }
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_public_list_is_sorted_and_importable(folder: str) -> None:
+    package = importlib.import_module(folder)
+    constants_first = sorted(
+        package.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
+    assert list(package.__all__) == constants_first
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def lazy_names(package: str) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Return the three lists of names in a package that loads its modules when they are asked for.
+
+    The first maps names that type checkers see to their module, the second those found when the
+    program runs, the third is `__all__`.
+    """
+    seen: dict[str, str] = {}
+    lists: dict[str, ast.expr] = {}
+    for node in ast.walk(ast.parse((ROOT / package / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
+            module = (node.module or "").partition(".")[2]
+            seen |= {alias.asname or alias.name: module for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            lists[node.targets[0].id] = node.value
+    found = ast.literal_eval(lists["_MODULE_OF"])
+    return seen, found, ast.literal_eval(lists["__all__"])
+
+
+@pytest.mark.parametrize(("package", "submodules"), [("store", {"broadcast"}), ("learner", set())])
+def test_the_three_lists_of_a_lazy_package_agree(package: str, submodules: set[str]) -> None:
+    seen, found, public = lazy_names(package)
+    assert sorted(seen) == sorted(public)
+    assert {name for name, module in seen.items() if not module} == submodules
+    assert {name: module for name, module in seen.items() if module} == found
+
+
+def test_the_shared_module_imports_nothing_of_ours() -> None:
+    for module in imported_modules(ROOT / f"{SHARED}.py"):
+        assert module.partition(".")[0] not in (*FOLDERS, *WIRING), f"{SHARED}.py imports {module}"
+
+
+# which writes ASCII unless it is told otherwise
+PRINTABLE = ("printable(", "map(printable", "json.dumps(")
+
+
+def test_all_that_is_shown_is_made_printable() -> None:
+    """A task named `[red]` would become a colour, one with an escape sequence could write the
+    clipboard.
+    """
+    wiring = [ROOT / f"{name}.py" for name in WIRING]
+    for path in [*wiring, *(path for folder in FOLDERS for path in sources(folder))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("from_markup", "excepthook"), (
+                    f"{path.name}: use printable.py"
+                )
+            if not isinstance(node, ast.Call):
+                continue
+            text, called = ast.unparse(node), ast.unparse(node.func)
+            where = f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+            if called == "print":
+                is_made = any(way in text for way in PRINTABLE)
+                assert is_made or all(isinstance(value, ast.Constant) for value in node.args), where
+            assert called not in ("Console", "argparse.ArgumentParser", "warnings.showwarning"), (
+                f"{where}: use printable.py"
+            )
+            if called == "Text":
+                assert text.startswith("Text(printable("), where
+            if called == "warnings.warn":
+                assert text.startswith("warnings.warn(printable("), where
+
+
+def test_nothing_waits_by_wait_for() -> None:
+    """In Python 3.11 it forgets a cancellation that comes with the answer; asyncio.timeout does
+    not.
+    """
+    users = [
+        path.name
+        for folder in FOLDERS
+        for path in sources(folder)
+        if "asyncio.wait_for(" in path.read_text()
+    ]
+    assert not users
+
+
+def test_tests_are_no_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py")), "it would shadow the package `store`"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import actors",  # all that the coordinator loads
+        "import train, evaluate; train.main(['--status', RUN]); train.main(['--stop', RUN])",
+        # what the driver looks at and writes before it starts the others
+        "import configs, opening; from pathlib import Path; from learner import with_published; "
+        "config = with_published(configs.from_yaml('{run_dir: ' + RUN + '/it}')); "
+        "Path(config.run_dir).mkdir(); "
+        "opening.open_run(config); opening.check_same_run(config)",
+    ],
+)
+def test_a_process_that_computes_nothing_loads_nothing_to_compute_with(
+    code: str, tmp_path: Path
+) -> None:
+    """All processes of a run load what they need at its start, on the same cores: torch alone is 2
+    s of CPU.
+    """
+    layout = RunLayout.create(tmp_path / "run", config_yaml="", storage_uri="")
+    write_open_sql(layout, macros=[], max_staleness=0)
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
+    ask = f"import sys; RUN = {str(layout.root)!r}; {code}; print(*sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert answer.stderr == ""
+    loaded = set(answer.stdout.split())
+    assert "ray" in loaded
+    assert not loaded & {"torch", "transformers", "deepspeed", "vllm", "aiohttp"}

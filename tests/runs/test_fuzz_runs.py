@@ -1,0 +1,52 @@
+"""Crafted runs through every command that reads one: nothing outside changes, nothing of it is
+shown, no traceback.
+
+FUZZED_RUNS says how many (default: 12; `make test-crash`: 500). FUZZED_FIRST is the first seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+N_RUNS = int(os.environ.get("FUZZED_RUNS", "12"))
+FIRST = int(os.environ.get("FUZZED_FIRST", "0"))
+N_PROCESSES = 2
+SHOWN = 20  # findings of a failed test
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or (os.getuid() == 0 and shutil.which("setpriv") is None),
+    reason="root's rights are given up with setpriv, of util-linux",
+)
+
+
+def test_no_crafted_run_reaches_outside_itself() -> None:
+    # Not tmp_path: another user could not enter it.
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
+        Path(directory).chmod(0o711)
+        share = -(-N_RUNS // N_PROCESSES)
+        processes = []
+        for number in range(N_PROCESSES):
+            base = Path(directory) / str(number)
+            base.mkdir()
+            base.chmod(0o777)
+            words = [str(base), str(FIRST + number * share), str(min(share, N_RUNS - number * share))]
+            command = [sys.executable, "-m", "tests.support.fuzz_commands", *words]
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate()[0] for process in processes]
+    found = [json.loads(line) for output in outputs for line in output.splitlines()]
+    shown = "\n".join(
+        f"seed {each['seed']}, {each['command']}: {each['wrong'][-800:]}\n    "
+        f"{'; '.join(each['crafted'])[:400]}"
+        for each in found[:SHOWN]
+    )
+    assert not found, f"{len(found)} findings:\n{shown}"
+    assert [process.returncode for process in processes] == [0] * N_PROCESSES

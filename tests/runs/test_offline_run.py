@@ -1,0 +1,93 @@
+"""cli/train.py on what another run has played, with the real learner and processes: killed in the
+middle, it goes on, and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from store import RunLayout, VersionRecord
+from store.reading.query import connect
+from store.maintenance.fsck import CONTENTS, check
+from tests.support.engine_samples import make_base
+from tests.support.learner_loop import make_config, open_coordinator, play
+
+pytestmark = [pytest.mark.run, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTED_QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "stored_rollouts.md").read_text(), re.DOTALL)
+CONFIG = """
+env: {name: not_installed_here:World}
+learner: {steps: 99, groups_per_step: 2, learning_rate: 1.0e-3, checkpoint_every: 2}
+stored: {uses: 4, train_on: "advantage > 0"}
+"""
+N_GROUPS, LAST_STEP = 6, 12  # 6 groups, 4 times, 2 a step
+TIMEOUT_S = 900.0  # only for what hangs
+
+
+def make_source(root: Path) -> RunLayout:
+    coordinator = open_coordinator(make_config(root, max_staleness=N_GROUPS, steps=9))
+    coordinator.publish(VersionRecord(version=3, path="weights/v3", digest="d", learner_step=0))
+    for _ in range(N_GROUPS):
+        lease = coordinator.lease("w")
+        assert lease is not None
+        play(coordinator, lease)
+    coordinator.close()
+    (root / "base").mkdir()
+    make_base(root / "base" / "policy")
+    return coordinator.layout
+
+
+def start(run: Path, source: Path) -> subprocess.Popen[str]:
+    config = run.parent / "offline.yaml"
+    config.write_text(CONFIG)
+    command = [sys.executable, "cli/train.py", str(config), f"run_dir={run}", f"source={source}@won"]
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def rows(run: Path, sql: str) -> list[tuple]:
+    with connect(RunLayout.open(run)) as connection:
+        return connection.sql(sql).fetchall()
+
+
+def learner_step(run: Path) -> int:
+    return rows(run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'")[0][0]
+
+
+def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_used_up(tmp_path: Path) -> None:
+    source, run = make_source(tmp_path / "source"), tmp_path / "run"
+    process = start(run, source.root)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (run / "open.sql").exists() or learner_step(run) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    shutil.rmtree(source.root)  # what was taken is the run's own
+    again = start(run, source.root)
+    output, _ = again.communicate(timeout=TIMEOUT_S)
+    assert again.returncode == 0, output
+    assert "continues at learner step" in output
+    assert f"stored rollouts are used up after learner step {LAST_STEP}" in output and "python cli/evaluate.py" in output
+    per_step = "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live GROUP BY 1 ORDER BY 1"
+    assert rows(run, per_step) == [(step, 2) for step in range(1, LAST_STEP + 1)]
+    uses = "SELECT list(DISTINCT n) FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    assert rows(run, uses) == [([4],)]
+    assert rows(run, "SELECT DISTINCT source FROM lineage") == [(source.info.run_id,)]
+    assert rows(run, "SELECT count(DISTINCT digest) > 10 FROM versions") == [(True,)], "it learned something in each step"
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["coordinator.log", "learner.log"], "nobody played"
+    assert check(RunLayout.open(run), level=CONTENTS) == []
+    for query in DOCUMENTED_QUERIES:
+        assert rows(run, query), query

@@ -1,0 +1,225 @@
+"""Small files that stand for gigabytes, and files of gigabytes without content: each is one line,
+within little memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from store import (
+    Catalog,
+    FormatError,
+    RunLayout,
+    export,
+    read_segment,
+    to_table,
+    write_open_sql,
+    write_segment,
+)
+from store.hashing import file_digest
+from store.records import SEGMENT_SCHEMA
+from store.segments import SegmentMeta
+from store.storage import LocalStorage
+from tests.support.store_samples import make_trajectory, open_train_group, play
+
+LIMIT_BYTES = 5 * 2**30  # of private memory, half of what the files below stand for
+TIME_LIMIT_S = 120
+HUGE_BYTES = 20 * 2**30
+N_ROWS, TEXT_BYTES = 12_000, 1_000_000  # 12 GB
+LIMITED = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, ({LIMIT_BYTES}, -1))  # a query's process has its own
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+from cli.store_main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def repeated(row: pa.Table, *, n_rows: int) -> pa.Table:
+    """Return a table of `n_rows` times this row, whose text is stored once."""
+    columns = []
+    for field in SEGMENT_SCHEMA:
+        if field.name == "obs_text":
+            indices = pa.array(range(1), pa.int32()).take(pa.nulls(n_rows, pa.int32()).fill_null(0))
+            columns.append(pa.DictionaryArray.from_arrays(indices, pa.array(["x" * TEXT_BYTES])))
+        elif pa.types.is_nested(field.type):
+            columns.append(pa.nulls(n_rows, field.type))
+        else:
+            columns.append(pa.repeat(row[field.name][0], n_rows))
+    return pa.table(columns, names=SEGMENT_SCHEMA.names)
+
+
+def encoded(table: pa.Table, layout: RunLayout, *, format_version: int = 4) -> pa.Buffer:
+    metadata = {
+        "format_version": str(format_version),
+        "run_id": layout.info.run_id,
+        "worker": "w0",
+        "epoch": "1",
+    }
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression="zstd",
+        use_dictionary=True,
+        store_schema=False,
+        write_page_checksum=True,
+    ) as writer:
+        writer.add_key_value_metadata(metadata)
+        writer.write_table(table, row_group_size=table.num_rows)
+    return sink.getvalue()
+
+
+def run_with(
+    root: Path, damage: Callable[[RunLayout, SegmentMeta], SegmentMeta]
+) -> tuple[RunLayout, SegmentMeta]:
+    """Make a run of two groups. The second one's file is what `damage` returns."""
+    layout = RunLayout.create(root, config_yaml="a: 1\n")
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=4)
+        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
+        play(layout, catalog, open_train_group(catalog, 0), version=0)
+        group = open_train_group(catalog, 1, size=1)
+        meta = write_segment(
+            layout, [make_trajectory(group, 0, version=0)], worker="w0", epoch=catalog.epoch
+        )
+        meta = damage(layout, meta)
+        catalog.commit(meta, epoch=catalog.epoch)
+        export(catalog, layout)
+    return layout, meta
+
+
+def bomb(layout: RunLayout, meta: SegmentMeta) -> SegmentMeta:
+    row = pq.read_table(layout.root / meta.path).slice(0, 1)
+    data = encoded(repeated(row, n_rows=N_ROWS), layout)
+    digest = file_digest(data)
+    path = meta.path.replace(meta.segment_id, digest)
+    layout.storage.write(path, data)
+    layout.storage.remove(meta.path)
+    (trajectory,) = meta.trajectories
+    return dataclasses.replace(
+        meta,
+        segment_id=digest,
+        path=path,
+        digest=digest,
+        n_steps=N_ROWS,
+        n_bytes=data.size,
+        trajectories=(dataclasses.replace(trajectory, n_steps=N_ROWS),),
+    )
+
+
+def sparse(path: Path) -> None:
+    path.chmod(0o644)
+    os.truncate(path, HUGE_BYTES)
+
+
+def limited(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m store` with little memory."""
+    command = [sys.executable, "-c", LIMITED, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIME_LIMIT_S, cwd=Path(__file__).parents[2]
+    )
+
+
+@pytest.fixture(scope="module")
+def bombed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, SegmentMeta]:
+    layout, meta = run_with(tmp_path_factory.mktemp("bomb") / "run", bomb)
+    assert meta.n_bytes < 100_000
+    return layout, meta
+
+
+# rebuild is the last: it moves the file
+@pytest.mark.parametrize("command", ["fsck", "export", "rebuild"])
+def test_a_small_file_that_stands_for_gigabytes_is_one_line(
+    command: str, bombed: tuple[RunLayout, SegmentMeta], tmp_path: Path
+) -> None:
+    layout, meta = bombed
+    options = {"export": (str(tmp_path / "new"),), "rebuild": ("--force",), "fsck": ()}[command]
+    done = limited(command, str(layout.root), *options)
+    lines = [
+        line for line in (done.stdout + done.stderr).splitlines() if "stands for more than" in line
+    ]
+    assert len(lines) == 1 and meta.segment_id in lines[0] and "no run wrote it" in lines[0], (
+        done.stdout,
+        done.stderr,
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_learner_does_not_decode_it(bombed: tuple[RunLayout, SegmentMeta]) -> None:
+    layout, meta = bombed
+    path = next(layout.root.rglob(f"{meta.segment_id}.parquet"))  # in quarantine after a rebuild
+    here = dataclasses.replace(meta, path=layout.relative(path))
+    with pytest.raises(FormatError, match="stands for more than .* no run wrote it"):
+        read_segment(layout, here)
+
+
+def test_rows_without_content_are_counted(tmp_path: Path) -> None:
+    """Nulls take a few bytes for any number of rows, and eight each when they are decoded."""
+    layout, _ = run_with(tmp_path / "run", lambda _, meta: meta)
+    data = encoded(pa.table({"seed": pa.nulls(20_000_000, pa.int64())}), layout)
+    path = f"segments/w0/{file_digest(data)}.parquet"
+    layout.storage.write(path, data)
+    os.utime(layout.root / path, (1e9, 1e9))
+    done = limited("fsck", str(layout.root))
+    assert "has 20,000,000 rows" in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["fsck", "sql", "export", "rebuild"])
+def test_a_file_that_grew_to_20_gb_is_not_read(command: str, tmp_path: Path) -> None:
+    layout, meta = run_with(tmp_path / "run", lambda _, meta: meta)
+    sparse(layout.root / meta.path)
+    options = {
+        "export": (str(tmp_path / "new"),),
+        "rebuild": ("--force",),
+        "sql": ("SELECT * FROM steps",),
+        "fsck": (),
+    }
+    done = limited(command, str(layout.root), *options[command])
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    if command == "sql":  # DuckDB reads the file's last bytes, and says what they are not
+        assert done.returncode != 0 and len(done.stderr.splitlines()) <= 3
+    else:
+        lines = [line for line in said.splitlines() if meta.segment_id in line]
+        whys = {
+            "export": "cannot be read",
+            "fsck": f"{HUGE_BYTES:,} bytes",
+            "rebuild": f"{HUGE_BYTES:,} bytes",
+        }
+        assert lines and whys[command] in lines[0], said
+
+
+def test_an_exported_table_that_stands_for_gigabytes_is_one_line(tmp_path: Path) -> None:
+    layout, _ = run_with(tmp_path / "run", lambda _, meta: meta)
+    path = next(layout.exports.glob("groups-*.parquet"))
+    row = to_table([make_trajectory(open_group_of(layout), 0, version=0)]).slice(0, 1)
+    path.chmod(0o644)
+    path.write_bytes(memoryview(encoded(repeated(row, n_rows=N_ROWS), layout)))
+    for command in (("fsck",), ("rebuild", "--force")):
+        done = limited(command[0], str(layout.root), *command[1:])
+        said = done.stdout + done.stderr
+        assert "stands for more than" in said and "Traceback" not in said, said
+
+
+def open_group_of(layout: RunLayout):
+    with Catalog.open(layout) as catalog:
+        return open_train_group(catalog, 2, size=1)
+
+
+def test_files_of_the_storage_have_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    storage = LocalStorage(tmp_path)
+    assert storage.read("file", at_most=5).size == 5
+    with pytest.raises(Exception, match="5 bytes, more than 4: no run wrote it"):
+        storage.read("file", at_most=4)
+    assert storage.digest("file") == file_digest(b"12345")

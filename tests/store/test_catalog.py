@@ -1,0 +1,329 @@
+"""The catalog: no group lost, none doubled, whatever is retried, crashed and rolled back in
+between.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from store import (
+    Catalog,
+    FencedError,
+    LockedError,
+    RunLayout,
+    StoreError,
+    export,
+    read_segment,
+    write_open_sql,
+    write_segment,
+)
+from store.reading.query import connect
+from tests.support.store_samples import make_trajectory, open_train_group, play
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+
+
+def test_two_owners_are_refused_and_a_new_one_fences_the_old(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        with pytest.raises(LockedError, match=r"process \d+ owns"):
+            Catalog.open(layout)
+        open_train_group(catalog, 0)
+        lease = catalog.lease_open_group(worker="w0", lease_s=60.0)
+        assert lease is not None
+    segment = write_segment(layout, [make_trajectory(lease, 0)], worker="w0", epoch=lease.epoch)
+    with Catalog.open(layout) as catalog:
+        assert catalog.epoch == lease.epoch + 1
+        with pytest.raises(FencedError, match="take a new lease"):
+            catalog.commit(segment, epoch=lease.epoch)
+        # the dead worker's lease is gone
+        again = catalog.lease_open_group(worker="w1", lease_s=60.0)
+        assert again is not None and again.traj_uids == lease.traj_uids and again.missing == (0, 1)
+
+
+def test_leases_run_out_and_held_out_groups_go_first(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Catalog.open(layout) as catalog:
+        clock_us = [1_000_000]
+        monkeypatch.setattr("store.catalog.database.now_us", lambda: clock_us[0])
+        open_train_group(catalog, 0)
+        catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3)
+        first = catalog.lease_open_group(worker="a", lease_s=1.0)
+        second = catalog.lease_open_group(worker="b", lease_s=1.0)
+        assert first is not None and first.split == "heldout"
+        assert second is not None and second.split == "train"
+        assert catalog.lease_open_group(worker="c", lease_s=1.0) is None
+        clock_us[0] += 999_999
+        assert catalog.renew_leases(["b"], 1.0) == 1
+        clock_us[0] += 1
+        assert catalog.lease_open_group(worker="c", lease_s=1.0, split="train") is None
+        taken_over = catalog.lease_open_group(worker="c", lease_s=1.0)
+        assert taken_over is not None and taken_over.group_uid == first.group_uid
+        assert catalog.counts().leased == 1
+
+
+def test_commits_together_wait_for_the_disk_once_and_leases_not_at_all(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("store.catalog.database.os.fsync", synced.append)
+    with Catalog.open(layout) as catalog:
+        with catalog.synced_together():
+            for worker in "ab":
+                with catalog.at_once():
+                    open_train_group(catalog, None)
+                    catalog.lease_open_group(worker=worker, lease_s=60.0)
+        assert synced == []
+        with catalog.synced_together():
+            for what in ("one", "two"):
+                catalog.log(component="w", what=what, detail="")
+            assert synced == []
+        assert len(synced) == 1
+
+
+def test_after_a_failed_sync_nothing_more_is_promised(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Catalog.open(layout) as catalog:
+        with monkeypatch.context() as broken:
+            broken.setattr("store.catalog.database.os.fsync", fails)
+            with (
+                pytest.raises(StoreError, match="cannot be synced: Input/output error"),
+                catalog.synced_together(),
+            ):
+                catalog.log(component="w", what="lost", detail="")
+        with pytest.raises(StoreError, match="cannot be synced"):
+            catalog.log(component="w", what="behind the gap", detail="")
+        with pytest.raises(StoreError, match="cannot be synced"):
+            catalog.snapshot({})
+    with Catalog.open(layout) as catalog:
+        catalog.log(component="w", what="a new owner goes on", detail="")
+
+
+def test_a_retry_with_new_and_known_trajectories_counts_only_the_new(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        group = open_train_group(catalog, 0, size=3)
+        early = write_segment(layout, [make_trajectory(group, 1)], worker="w0", epoch=catalog.epoch)
+        mixed = write_segment(
+            layout, [make_trajectory(group, m) for m in range(3)], worker="w1", epoch=catalog.epoch
+        )
+        late = write_segment(layout, [make_trajectory(group, 2)], worker="w2", epoch=catalog.epoch)
+        catalog.commit(early, epoch=catalog.epoch)
+        assert open_train_group(catalog, 0, size=3).missing == (0, 2)
+        result = catalog.commit(mixed, epoch=catalog.epoch)
+        assert (result.new, result.duplicates) == (
+            (group.traj_uids[0], group.traj_uids[2]),
+            (group.traj_uids[1],),
+        )
+        assert catalog.commit(mixed, epoch=catalog.epoch) == result
+        assert catalog.commit(late, epoch=catalog.epoch).new == ()
+        assert (
+            catalog.counts().complete,
+            catalog.counts().trajectories,
+            catalog.counts().steps,
+        ) == (1, 3, 9)
+        batch = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
+        assert batch is not None
+        rows = [
+            uid
+            for meta in batch.segments
+            for uid in read_segment(layout, meta)["traj_uid"].to_pylist()
+        ]
+        # three steps each, the duplicate's rows left out
+        assert sorted(rows) == sorted(group.traj_uids * 3)
+
+
+def test_strangers_are_refused(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        group = open_train_group(catalog, 0)
+        with pytest.raises(StoreError, match="use the task list and group size"):
+            catalog.open_group(
+                ordinal=0, task_id="another", split="train", size=2, purpose_version=None
+            )
+        with pytest.raises(StoreError, match="'test'"):
+            catalog.open_group(ordinal=0, task_id="t", split="test", size=2, purpose_version=None)
+        with pytest.raises(StoreError, match="evaluation round"):
+            catalog.open_group(
+                ordinal=0, task_id="t", split="heldout", size=2, purpose_version=None
+            )
+        other = RunLayout.create(layout.root.parent / "other", config_yaml="a: 1\n")
+        segment = write_segment(layout, [make_trajectory(group, 0)], worker="w0", epoch=1)
+        with Catalog.open(other) as stranger, pytest.raises(StoreError, match="never opened"):
+            stranger.commit(segment, epoch=stranger.epoch)
+
+
+def test_stale_groups_are_set_aside_with_the_reason_and_the_bound_is_exact(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+        for ordinal, version in enumerate((4, 5, 9)):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=version)
+        assert catalog.claim(n_groups=3, current_version=9, max_staleness=4) is None
+        assert (catalog.counts().stale, catalog.counts().complete, catalog.counts().claimed) == (
+            1,
+            2,
+            0,
+        )
+        batch = catalog.claim(n_groups=1, current_version=9, max_staleness=4)
+        # 9 - 5 is just allowed
+        assert batch is not None and [group.version_min for group in batch.groups] == [5]
+
+
+def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        for ordinal in range(2):
+            play(layout, catalog, open_train_group(catalog, ordinal))
+        one = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
+        two = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
+        assert one is not None and two is not None
+        with pytest.raises(StoreError, match="not in batch"):
+            catalog.settle(
+                one.batch_id,
+                learner_step=1,
+                no_signal={two.groups[0].group_uid: "alike"},
+                version_in=0,
+            )
+        catalog.settle(
+            one.batch_id, learner_step=1, no_signal={one.groups[0].group_uid: "alike"}, version_in=0
+        )
+        with pytest.raises(StoreError, match="is trained"):
+            catalog.settle(one.batch_id, learner_step=2, no_signal={}, version_in=0)
+        with pytest.raises(StoreError, match="learner step 1 is not after"):
+            catalog.settle(two.batch_id, learner_step=1, no_signal={}, version_in=0)
+        assert (
+            catalog.counts().no_signal,
+            catalog.counts().claimed,
+            catalog.counts().outstanding,
+        ) == (1, 1, 1)
+
+
+def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
+        catalog.record_version(version=1, path="weights/v1", digest="d1", learner_step=1)
+        catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=1)
+        catalog.record_checkpoint(learner_step=5, path="checkpoints/step5", version=1)
+        assert catalog.roll_back(1).checkpoints == 1
+        checkpoint = next(reversed(catalog.live_checkpoints()), None)
+        assert checkpoint is not None and checkpoint.learner_step == 1
+        with pytest.raises(StoreError, match="publish as 2"):
+            catalog.record_version(version=1, path="weights/v1", digest="other", learner_step=1)
+        with pytest.raises(StoreError, match="NaN"):
+            catalog.record_metrics(learner_step=1, policy_version=1, values={"loss": float("nan")})
+
+
+def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 0))
+        play(
+            layout,
+            catalog,
+            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3),
+        )
+        assert catalog.roll_back(0).trajectories == 3
+        assert catalog.counts().trajectories == 2, "of training groups"
+        catalog.expire([catalog.live_segments()[0].segment_id])
+        assert catalog.roll_back(0).trajectories == 1, "those of the first expired"
+
+
+def test_success_is_counted_per_round(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        heldout = [
+            catalog.open_group(
+                ordinal=k, task_id=f"h{k}", split="heldout", size=1, purpose_version=7
+            )
+            for k in range(2)
+        ]
+        catalog.record_version(version=7, path="weights/v7", digest="d7", learner_step=3)
+        play(layout, catalog, heldout[0])
+        assert catalog.finished_evaluations() == []
+        play(layout, catalog, heldout[1])
+        (done,) = catalog.finished_evaluations()
+        assert (
+            done.version,
+            done.learner_step,
+            done.success.n_won,
+            done.success.n_trajectories,
+        ) == (7, 3, 2, 2)
+        # Each has one trajectory of three steps, with rewards 0, 1 and 2.
+        assert done.metrics() == {
+            "heldout/success": 1.0,
+            "heldout/return": 3.0,
+            "heldout/episode_steps": 3.0,
+            "heldout/episodes": 2.0,
+            "heldout/newest_version": 1.0,  # the sample steps say so
+        }
+        catalog.record_metrics(
+            learner_step=3, policy_version=7, values={"heldout/success": 1.0, "z": 2.0}
+        )
+        catalog.record_metrics(learner_step=4, policy_version=7, values={"z": 3.0, "a": 1.0})
+        assert catalog.finished_evaluations() == []
+        assert catalog.latest_metrics() == {"heldout/success": 1.0, "z": 3.0, "a": 1.0}
+        # held-out ones are never claimed
+        assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None
+
+
+def test_a_round_that_was_played_but_for_what_was_abandoned_is_a_result_and_one_that_was_rolled_back_is_none(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+        for version, step in ((7, 3), (8, 4)):
+            catalog.record_version(
+                version=version, path=f"weights/v{version}", digest="d", learner_step=step
+            )
+            catalog.open_round(["h0", "h1"], episodes_per_task=1, version=version)
+        broken = catalog.lease_open_group(worker="w", lease_s=60.0)
+        assert broken is not None and broken.purpose_version == 7
+        catalog.give_up(broken.group_uid, worker="w", state="abandoned", reason="it broke")
+        played = catalog.lease_open_group(worker="w", lease_s=60.0)
+        assert played is not None and played.purpose_version == 7
+        play(layout, catalog, played, version=9)
+        (done,) = catalog.finished_evaluations()
+        assert (
+            done.version,
+            done.newest_version,
+            done.n_abandoned,
+            done.success.n_trajectories,
+        ) == (7, 10, 1, 1)
+        assert done.metrics()["heldout/abandoned"] == 1.0
+        catalog.record_metrics(learner_step=3, policy_version=7, values=done.metrics())
+        catalog.roll_back(3)
+        assert catalog.finished_evaluations() == []
+
+
+def test_lineage_keeps_what_was_claimed_when_members_are_played_anew(layout: RunLayout) -> None:
+    """A group that lost members and was played again by a newer policy was trained on as it was
+    then.
+    """
+    write_open_sql(layout, macros=[], max_staleness=2)
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 0), version=1)
+        batch = catalog.claim(n_groups=1, current_version=2, max_staleness=2)
+        assert batch is not None
+        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=2)
+        with catalog._database.transaction() as tx:
+            tx.run("UPDATE grp SET version_min = 7, version_max = 8")
+            tx.touch("groups", "lineage")
+        export(catalog, layout)
+    with connect(layout) as views:
+        assert views.sql("SELECT version_min, staleness FROM lineage").fetchall() == [(1, 1)]
+
+
+def test_what_contradicts_the_catalog_is_not_called_a_full_disk(layout: RunLayout) -> None:
+    with (
+        Catalog.open(layout) as catalog,
+        pytest.raises(StoreError, match=r"contradicts.*fsck"),
+        catalog._database.transaction() as tx,
+    ):
+        tx.run("INSERT INTO duplicate (segment_id, traj_uid) VALUES ('no such segment', x'00')")

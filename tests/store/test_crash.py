@@ -1,0 +1,80 @@
+"""SIGKILL at system calls of the whole life of a run, then recovery and a full retry: nothing lost,
+nothing doubled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.crash.checks import broken_promises, end_state, read_diary
+from tests.crash.lab import kill_and_retry, phases, record, run_workload, scratch, workers
+
+POINTS = int(os.environ.get("STORE_CRASH_POINTS", "16"))
+# What the workload does; each is hit. The first eight are what the store promises, the others what
+# a run needs besides.
+PHASES = ("write", "commit", "claim", "settle", "manifest", "compaction", "retention", "recovery")
+OTHER_PHASES = ("sweep", "open", "ledger", "create")
+KILLED_AGAIN_EVERY = 4  # of the points: the first start afterwards is killed too, while it recovers
+RECOVERY_CALLS = 120
+
+
+def spread(phase_of: Sequence[str], n: int) -> list[int]:
+    """`n` numbers of calls, from 1: as many in each phase, evenly over it, and the rest evenly over
+    everything.
+    """
+    chosen: set[int] = set()
+    names = PHASES + OTHER_PHASES
+    for name in names:
+        calls = [number for number, phase in enumerate(phase_of, start=1) if phase == name]
+        chosen.update(evenly(calls, n // len(names)))
+    rest = [number for number in range(1, len(phase_of) + 1) if number not in chosen]
+    return sorted(chosen | set(evenly(rest, n - len(chosen))))
+
+
+def evenly(items: Sequence[int], n: int) -> list[int]:
+    """`n` of them, or all: the middle of each of n equal parts."""
+    n = min(n, len(items))
+    return [items[(2 * part + 1) * len(items) // (2 * n)] for part in range(n)]
+
+
+def test_killed_anywhere_a_run_recovers_and_ends_as_if_it_had_not_been() -> None:
+    with workers() as pool, scratch() as directory:
+        calls = pool.submit(record, directory / "dry").result().calls
+        phase_of = [phase for phase in phases(calls) if phase]  # remarks are no calls of the store
+        end = pool.submit(end_state, directory / "dry" / "run").result()
+        points = [[number] for number in spread(phase_of, POINTS)]
+        for number, kills in enumerate(points):
+            if number % KILLED_AGAIN_EVERY == 0:
+                kills.append(1 + number * RECOVERY_CALLS // len(points))
+        killed = [
+            pool.submit(kill_and_retry, directory / f"{kills[0]}", kills, end) for kills in points
+        ]
+        outcomes = [
+            (kills, outcome.result()) for kills, outcome in zip(points, killed, strict=True)
+        ]
+    bad = [(kills, outcome.phases, outcome.broken) for kills, outcome in outcomes if outcome.broken]
+    hit = Counter(phase for _, outcome in outcomes for phase in outcome.phases)
+    print(
+        f"{len(outcomes)} points of {len(phase_of)} calls, {hit.total()} kills: {dict(hit)}; "
+        f"{len(bad)} bad"
+    )
+    assert bad == []
+    assert len(outcomes) == POINTS and not {*PHASES, *OTHER_PHASES} - hit.keys()
+
+
+def test_an_undisturbed_run_is_whole_and_a_second_one_changes_nothing() -> None:
+    with workers() as pool, scratch() as directory:
+        base = directory / "run"
+        assert pool.submit(run_workload, base, traced=False).result().status == 0
+        end = end_state(base / "run")
+        assert {name for name, rows in end.items() if not rows} == set()
+        # two groups for each of six steps; no step: null
+        assert len(end["steps"]) == 12 and len(end["versions"]) == 7
+        assert pool.submit(run_workload, base, traced=False).result().status == 0
+        assert (
+            broken_promises(base / "run", read_diary(base.with_suffix(".diary")), thorough=True)
+            == []
+        )
+        assert end_state(base / "run") == end

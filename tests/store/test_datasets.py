@@ -1,0 +1,311 @@
+"""A selection out of a run and into another: what is selected, what arrives, and what a run does
+with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from cli.store_main import main
+from store import (
+    FORMAT_VERSION,
+    SEGMENT_SCHEMA,
+    Catalog,
+    DigestError,
+    FormatError,
+    LockedError,
+    RunLayout,
+    StoreError,
+    export,
+    write_open_sql,
+    write_segment,
+)
+from store.exchange.datasets import export_selection, import_selection, live_files
+from store.reading.query import connect
+from store.reading.reader import open_run
+from tests.support.store_samples import make_trajectory, open_train_group
+
+
+def make_run(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout:
+    """Groups of two, one segment each; of the last one `missing` members are not played. Members
+    with even numbers won.
+    """
+    layout = RunLayout.create(root, config_yaml="a: 1\n")
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=4)
+        for number in range(n_groups):
+            group = open_train_group(catalog, None)
+            members = group.missing[
+                : len(group.missing) - (missing if number == n_groups - 1 else 0)
+            ]
+            played = [make_trajectory(group, member, version=number) for member in members]
+            catalog.commit(
+                write_segment(layout, played, worker="w0", epoch=catalog.epoch), epoch=catalog.epoch
+            )
+        export(catalog, layout)
+    return layout
+
+
+def parts(directory: Path) -> pa.Table:
+    return pa.concat_tables(pq.read_table(path) for path in sorted(directory.rglob("*.parquet")))
+
+
+def states(layout: RunLayout) -> list[tuple[str, str, str, int, int]]:
+    with closing(sqlite3.connect(layout.catalog)) as catalog:
+        return catalog.execute(
+            "SELECT split, state, reason, n_members, size FROM grp ORDER BY split, ordinal"
+        ).fetchall()
+
+
+def test_an_export_is_the_stored_rows_of_whole_trajectories(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    dataset = export_selection(
+        layout.root, tmp_path / "out", where="won AND version_min >= 1", as_of=None
+    )
+    table = parts(tmp_path / "out")
+    assert table.schema.remove_metadata() == SEGMENT_SCHEMA
+    stored = pa.concat_tables(pq.read_table(path) for path in live_files(layout.root))
+    expected = stored.filter(pc.and_(stored["won"], pc.greater_equal(stored["version_min"], 1)))
+    assert table.replace_schema_metadata(None).equals(expected.replace_schema_metadata(None))
+    assert (dataset.n_trajectories, dataset.n_steps, len(dataset.groups)) == (2, 6, 2)
+    metadata = pq.read_schema(tmp_path / "out" / dataset.parts[0].path).metadata
+    assert metadata[b"run_id"].decode() == layout.info.run_id
+    assert metadata[b"format_version"] == str(FORMAT_VERSION).encode()
+    written = json.loads((tmp_path / "out/dataset.json").read_text())
+    assert written["run_id"] == layout.info.run_id
+    assert written["where"] == "won AND version_min >= 1"
+    assert str(tmp_path / "out") in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_condition_may_use_trajectories_groups_and_the_views(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    for number, (where, n_trajectories) in enumerate(
+        [
+            (None, 6),
+            ("state = 'complete' AND size = 2 AND n_steps = 3 OR false", 6),
+            ("group_uid IN (SELECT group_uid FROM groups WHERE ordinal = 0) -- a comment", 2),
+        ]
+    ):
+        dataset = export_selection(layout.root, tmp_path / str(number), where=where, as_of=None)
+        assert dataset.n_trajectories == n_trajectories, where
+
+
+def test_an_export_as_of_an_lsn_does_not_see_what_came_later(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    with closing(sqlite3.connect(layout.catalog)) as catalog:
+        first = catalog.execute("SELECT min(lsn) FROM segment").fetchone()[0]
+    dataset = export_selection(layout.root, tmp_path / "out", where=None, as_of=first)
+    assert (dataset.n_trajectories, dataset.lsn) == (2, first)
+
+
+def test_rows_that_do_not_count_are_not_exported(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run", missing=1)
+    with Catalog.open(layout) as catalog:
+        group = catalog.lease_open_group(worker="w1", lease_s=60.0)
+        assert group is not None
+        # member 0 is committed already
+        both = [make_trajectory(group, member, version=2) for member in range(2)]
+        catalog.commit(
+            write_segment(layout, both, worker="w1", epoch=catalog.epoch), epoch=catalog.epoch
+        )
+        export(catalog, layout)
+    dataset = export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    assert (dataset.n_trajectories, parts(tmp_path / "out").num_rows) == (6, 18)
+    with pytest.raises(StoreError, match="duplicates.*export"):
+        live_files(layout.root)
+
+
+def test_a_condition_that_is_none_is_refused(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    for where in (
+        "nonsense > 1",
+        "true) UNION SELECT 1 WHERE (true",
+        "true) OR (true",
+        "won; DROP VIEW steps",
+        "",
+    ):
+        with pytest.raises(StoreError):
+            export_selection(layout.root, tmp_path / "out", where=where, as_of=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_refused_where_it_would_do_harm(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("mine")
+    for dest, message in (
+        (tmp_path / "full", "not empty"),
+        (tmp_path / "full/mine.txt", "is a file"),
+        (layout.root / "out", "in the run"),
+        (layout.root, "in the run"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            export_selection(layout.root, dest, where=None, as_of=None)
+    with pytest.raises(StoreError, match="no trajectory of .*run matches version_min > 99"):
+        export_selection(layout.root, tmp_path / "out", where="version_min > 99", as_of=None)
+
+
+def test_a_damaged_segment_stops_an_export_before_it_is_a_dataset(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    victim = live_files(layout.root)[-1]
+    column = SEGMENT_SCHEMA.get_field_index("response_logprobs")  # not one the condition looks at
+    data = bytearray(victim.read_bytes())
+    data[pq.read_metadata(victim).row_group(0).column(column).data_page_offset + 40] ^= 1
+    victim.chmod(0o644)
+    victim.write_bytes(data)
+    with pytest.raises(DigestError, match=victim.stem):
+        export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    with pytest.raises(FormatError, match="dataset.json is not there"):
+        import_selection(layout.root, tmp_path / "out")
+
+
+def test_an_export_is_refused_where_files_would_be_left_out(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    live_files(layout.root)[-1].unlink()
+    with pytest.raises(StoreError, match="1 of 3 files cannot be read.*nothing was exported"):
+        export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_import_is_seen_and_never_played_or_trained_on(tmp_path: Path) -> None:
+    source = make_run(tmp_path / "source", missing=1)
+    target = make_run(tmp_path / "target", n_groups=1)
+    export_selection(source.root, tmp_path / "out", where=None, as_of=None)
+    report = import_selection(target.root, tmp_path / "out")
+    assert (report.n_trajectories, report.n_steps, report.n_known) == (5, 15, 0)
+    name = f"from run {source.info.run_id}"
+    assert states(target) == [
+        ("imported", "complete", f"imported {name}", 2, 2),
+        ("imported", "complete", f"imported {name}", 2, 2),
+        ("imported", "abandoned", f"imported incomplete {name}", 1, 2),
+        ("train", "complete", "all 2 trajectories committed", 2, 2),
+    ]
+    uids = (
+        "SELECT traj_uid, sum(reward) AS r, count(*) AS n FROM steps GROUP BY ALL ORDER BY traj_uid"
+    )
+    with open_run(source.root) as theirs, open_run(target.root) as ours:
+        imported = ours.sql(f"WITH s AS ({uids}) FROM s SEMI JOIN trajectories USING (traj_uid)")
+        assert set(theirs.sql(uids)["traj_uid"].to_pylist()) < set(imported["traj_uid"].to_pylist())
+        assert imported.num_rows == 7
+        assert ours.sql("SELECT count(*) AS n FROM ledger WHERE state = 'complete'")[
+            "n"
+        ].to_pylist() == [3]
+    with Catalog.open(target) as catalog:
+        assert catalog.counts().outstanding == 1  # its own
+        assert catalog.counts().trajectories == 2
+        assert catalog.lease_open_group(worker="w0", lease_s=60.0) is None
+        assert catalog.claim(n_groups=2, current_version=0, max_staleness=9) is None
+        assert catalog.next_ordinal("train") == 1
+
+
+def test_importing_again_or_back_changes_nothing(tmp_path: Path) -> None:
+    source = make_run(tmp_path / "source")
+    target = make_run(tmp_path / "target", n_groups=1)
+    export_selection(source.root, tmp_path / "out", where=None, as_of=None)
+    import_selection(target.root, tmp_path / "out")
+    for layout in (target, source):
+        before, files = states(layout), live_files(layout.root)
+        report = import_selection(layout.root, tmp_path / "out")
+        assert (report.n_trajectories, report.n_known) == (0, 6)
+        assert (states(layout), live_files(layout.root)) == (before, files)
+
+
+def test_imports_that_complete_each_other_make_whole_groups(tmp_path: Path) -> None:
+    source = make_run(tmp_path / "source", n_groups=1)
+    target = make_run(tmp_path / "target", n_groups=1)
+    for where in ("member = 1", "true"):
+        export_selection(source.root, tmp_path / where, where=where, as_of=None)
+        import_selection(target.root, tmp_path / where)
+        expected = "abandoned" if where == "member = 1" else "complete"
+        assert states(target)[0][:2] == ("imported", expected)
+    with open_run(target.root) as reader:
+        assert reader.sql("SELECT count(*) AS n FROM steps")["n"].to_pylist() == [12]
+
+
+def test_an_import_brings_back_what_the_run_lost(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    live_files(layout.root)[0].unlink()
+    assert main(["fsck", "--repair", str(layout.root)]) in (0, 1)
+    assert [state[1] for state in states(layout)].count("open") == 1
+    assert import_selection(layout.root, tmp_path / "out").n_trajectories == 2
+    assert [state[1:4:2] for state in states(layout)] == [("complete", 2)] * 3
+    assert main(["fsck", str(layout.root)]) == 0
+
+
+def test_a_dataset_that_was_changed_is_refused(tmp_path: Path) -> None:
+    source = make_run(tmp_path / "source")
+    target = make_run(tmp_path / "target", n_groups=1)
+    dataset = export_selection(source.root, tmp_path / "out", where=None, as_of=None)
+    part = tmp_path / "out" / dataset.parts[0].path
+    whole, part_data = states(target), part.read_bytes()
+    part.chmod(0o644)
+    part.write_bytes(part_data[:-1] + bytes([part_data[-1] ^ 1]))
+    with pytest.raises(DigestError, match=part.name):
+        import_selection(target.root, tmp_path / "out")
+    part.unlink()
+    with pytest.raises(StoreError, match=part.name):
+        import_selection(target.root, tmp_path / "out")
+    (tmp_path / "out/dataset.json").chmod(0o644)
+    (tmp_path / "out/dataset.json").write_text('{"format_version": 99}')
+    with pytest.raises(FormatError, match="99"):
+        import_selection(target.root, tmp_path / "out")
+    assert states(target) == whole
+
+
+def test_a_run_with_an_owner_is_not_imported_into(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run")
+    export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    with Catalog.open(layout), pytest.raises(LockedError):
+        import_selection(layout.root, tmp_path / "out")
+
+
+def test_uids_may_be_text_for_other_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = make_run(tmp_path / "source"), tmp_path / "out"
+    assert main(["export", str(source.root), str(out), "--text-uids"]) == 0
+    table = parts(out)
+    with connect(source) as views:
+        uids = "traj_uid::VARCHAR, group_uid::VARCHAR, state_hash::VARCHAR"
+        shown = views.sql(f"SELECT {uids} FROM steps ORDER BY ALL").fetchall()
+    columns = [table[name].to_pylist() for name in ("traj_uid", "group_uid", "state_hash")]
+    assert set(zip(*columns, strict=True)) == set(shown)
+    assert "are text, as in SQL" in (out / "README.md").read_text()
+    assert main(["import", str(source.root), str(out)]) == 2
+    assert (
+        "its uids are text, for other programs; export it again without --text-uids"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_run(tmp_path / "source")
+    target = make_run(tmp_path / "target", n_groups=1)
+    assert main(["export", str(source.root), str(tmp_path / "out"), "--where", "won"]) == 0
+    said = capsys.readouterr().out
+    assert "3 trajectories of 3 groups, 9 steps: 1 files" in said
+    assert (
+        "3 more trajectories of these groups are not in it" in said
+        and "--groups exports whole groups" in said
+    )
+    assert (
+        main(["export", str(source.root), str(tmp_path / "whole"), "--where", "won", "--groups"])
+        == 0
+    )
+    assert (
+        "6 trajectories of 3 groups" in (said := capsys.readouterr().out)
+        and "not in it" not in said
+    )
+    assert main(["import", str(target.root), str(tmp_path / "out")]) == 0
+    assert "3 trajectories, 9 steps are new; 0 were known" in capsys.readouterr().out
+    assert main(["export", str(source.root), str(tmp_path / "out")]) == 2
+    assert "not empty" in capsys.readouterr().err

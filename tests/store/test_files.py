@@ -1,0 +1,258 @@
+"""Records, hashes, the layout and segments: what is on disk is whole, checked and exactly what was
+given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store import (
+    SEGMENT_SCHEMA,
+    Catalog,
+    DigestError,
+    FormatError,
+    RunLayout,
+    StepImage,
+    StoreError,
+    from_table,
+    read_segment,
+    state_hash,
+    to_table,
+    uid,
+    whole_text,
+    write_segment,
+)
+from tests.support.store_samples import make_step, make_trajectory, open_train_group
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+
+
+@pytest.fixture
+def trajectories(layout: RunLayout) -> list:
+    with Catalog.open(layout) as catalog:
+        group = open_train_group(catalog, 0)
+    return [make_trajectory(group, 0, version=3), make_trajectory(group, 1, version=2, n_steps=2)]
+
+
+def test_a_table_gives_back_what_it_was_made_of(trajectories: list) -> None:
+    table = to_table(trajectories)
+    assert table.schema == SEGMENT_SCHEMA
+    assert table.num_rows == 5
+    assert from_table(table) == tuple(trajectories)
+    shuffled = table.take([4, 2, 0, 3, 1])
+    assert set(from_table(shuffled)) == set(trajectories)
+
+
+def test_images_are_part_of_what_the_digest_is_of(layout: RunLayout, trajectories: list) -> None:
+    with Catalog.open(layout) as catalog:
+        first = write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch)
+    (image,) = trajectories[1].steps[1].images
+    changed = dataclasses.replace(image, pixels=image.pixels[:-1] + b"\xff")
+    steps = (
+        trajectories[1].steps[0],
+        dataclasses.replace(trajectories[1].steps[1], images=(changed,)),
+    )
+    other = write_segment(
+        layout,
+        [trajectories[0], dataclasses.replace(trajectories[1], steps=steps)],
+        worker="w0",
+        epoch=1,
+    )
+    assert first.digest != other.digest
+    assert from_table(read_segment(layout, other))[1].steps[1].images == (changed,)
+    images = read_segment(layout, first, columns=["images"])["images"].to_pylist()
+    assert images == [
+        None,
+        [{"height": 1, "width": 2, "pixels": bytes([1] * 6)}],
+        None,
+        None,
+        images[1],
+    ]
+
+
+def test_the_figures_of_a_trajectory(trajectories: list) -> None:
+    first = trajectories[0]
+    assert (first.n_steps, first.episode_return, first.invalid_steps) == (3, 0.0 + 1.0 + 2.0, 1)
+    assert (first.version_min, first.version_max) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_index": 2}, "step_index 2"),
+        ({"response_logprobs": (-0.5,)}, "2 response_ids but 1 response_logprobs"),
+        ({"response_logprobs": (-0.5, float("nan"))}, "response_logprobs holds a NaN"),
+        ({"reward": float("inf")}, "reward holds a NaN or an infinity"),
+        ({"state_hash": None}, "go together"),
+        ({"version_min": 9}, "version_min 9"),
+        ({"prompt_ids": (2**40,)}, "prompt_ids"),
+        ({"images": (StepImage(height=2, width=2, pixels=bytes(11)),)}, "2 x 2 has 11 bytes"),
+    ],
+)
+def test_a_malformed_step_is_refused_with_its_value(
+    trajectories: list, changes: dict, message: str
+) -> None:
+    bad = dataclasses.replace(
+        trajectories[0], steps=(make_step(0, n_steps=1, version=0, **changes),)
+    )
+    with pytest.raises(StoreError, match=message):
+        to_table([bad])
+
+
+def test_rows_of_half_a_trajectory_are_refused(trajectories: list) -> None:
+    with pytest.raises(StoreError, match="2 of its 3 rows"):
+        from_table(to_table(trajectories[:1]).slice(0, 2))
+
+
+def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:
+    assert state_hash("cafe\u0301\r\nx") == state_hash("caf\u00e9\nx")
+    assert state_hash("a ") != state_hash("a")
+    # for ever: runs on disk depend on it
+    assert state_hash("abc").hex() == "bbe64f9a228473e8d3d87ffe4ad38999"
+
+
+@given(st.lists(st.one_of(st.none(), st.text(), st.binary(), st.integers()), max_size=4), st.data())
+def test_different_parts_make_different_uids(parts: list, data: st.DataObject) -> None:
+    other = data.draw(
+        st.lists(st.one_of(st.none(), st.text(), st.binary(), st.integers()), max_size=4)
+    )
+    same = [(type(part), part) for part in parts] == [(type(part), part) for part in other]
+    assert (uid(*parts) == uid(*other)) == same
+    assert len(uid(*parts)) == 16
+
+
+def test_run_json_is_written_once_and_a_newer_one_refused(layout: RunLayout) -> None:
+    assert RunLayout.open(layout.root) == layout
+    with pytest.raises(StoreError, match="already holds a run"):
+        RunLayout.create(layout.root, config_yaml="b: 2\n")
+    assert RunLayout.open(layout.root).info.config_yaml == "a: 1\n"
+    content = json.loads(layout.run_json.read_text())
+    layout.run_json.unlink()
+    layout.run_json.write_text(json.dumps({**content, "format_version": 99}))
+    with pytest.raises(FormatError, match="format version 99"):
+        RunLayout.open(layout.root)
+    layout.run_json.write_text("{")
+    with pytest.raises(FormatError, match="run.json"):
+        RunLayout.open(layout.root)
+    with pytest.raises(FormatError, match="not a run directory"):
+        RunLayout.open(layout.root / "elsewhere")
+
+
+def test_a_segment_reads_back_and_is_immutable(layout: RunLayout, trajectories: list) -> None:
+    meta = write_segment(layout, trajectories, worker="w0", epoch=1)
+    path = layout.root / meta.path
+    assert path.stat().st_mode & 0o777 == 0o444
+    assert path.stat().st_size == meta.n_bytes
+    assert from_table(read_segment(layout, meta)) == tuple(trajectories)
+    assert read_segment(layout, meta, columns=["reward"]).column_names == ["reward"]
+    # a retry names the same file
+    assert write_segment(layout, trajectories, worker="w0", epoch=1) == meta
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    row_group = pq.ParquetFile(path).metadata.row_group(0)
+    logprobs, token_ids = (
+        row_group.column(SEGMENT_SCHEMA.names.index(name)).encodings
+        for name in ("response_logprobs", "prompt_ids")
+    )
+    assert "BYTE_STREAM_SPLIT" in logprobs
+    # neither a dictionary, which is slow, nor what DuckDB 1.5 cannot read
+    assert set(token_ids) == {"PLAIN", "RLE"}
+
+
+def test_only_trajectories_that_count_are_read(layout: RunLayout, trajectories: list) -> None:
+    meta = write_segment(layout, trajectories, worker="w0", epoch=1)
+    second_only = dataclasses.replace(meta, trajectories=meta.trajectories[1:])
+    assert from_table(read_segment(layout, second_only)) == (trajectories[1],)
+    assert read_segment(layout, second_only, columns=["reward"])["reward"].to_pylist() == [0.0, 1.0]
+
+
+def test_every_flipped_bit_is_caught(layout: RunLayout, trajectories: list) -> None:
+    meta = write_segment(layout, trajectories, worker="w0", epoch=1)
+    path = layout.root / meta.path
+    whole = path.read_bytes()
+    path.chmod(0o644)
+    for position in range(0, len(whole), max(1, len(whole) // 100)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << (position % 8)
+        path.write_bytes(flipped)
+        with pytest.raises(DigestError, match=path.name):
+            read_segment(layout, meta)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DigestError, match=path.name):
+        read_segment(layout, meta)
+    path.unlink()
+    with pytest.raises(StoreError, match=path.name):
+        read_segment(layout, meta)
+
+
+def test_a_segment_needs_distinct_trajectories_and_a_plain_worker_name(
+    layout: RunLayout, trajectories: list
+) -> None:
+    with pytest.raises(StoreError, match="at least one"):
+        write_segment(layout, [], worker="w0", epoch=1)
+    with pytest.raises(StoreError, match="same traj_uid"):
+        write_segment(layout, trajectories[:1] * 2, worker="w0", epoch=1)
+    with pytest.raises(StoreError, match="'../w'"):
+        write_segment(layout, trajectories, worker="../w", epoch=1)
+
+
+def test_text_that_holds_half_a_character_is_stored_whole(
+    layout: RunLayout, trajectories: list
+) -> None:
+    """Such text came from JSON that another program wrote, and no file can hold it."""
+    half = "a\ud83d\0b"
+    texts = {
+        "finish_reason": half,
+        "obs_text": half,
+        "anchor_text": half,
+        "action_text": half,
+        "state_hash": state_hash(half),
+    }
+    step = dataclasses.replace(trajectories[0].steps[0], admissible_actions=("go", half), **texts)
+    changed = {"env_name": half, "task_id": half, "split": half}
+    trajectory = dataclasses.replace(
+        trajectories[0], steps=(step, *trajectories[0].steps[1:]), **changed
+    )
+    meta = write_segment(layout, [trajectory], worker="w0", epoch=1)
+    (found,) = from_table(read_segment(layout, meta))
+    assert {found.env_name, found.task_id, found.split} == {"a\ufffd\0b"}
+    first = found.steps[0]
+    assert {first.finish_reason, first.obs_text, first.anchor_text, first.action_text} == {
+        "a\ufffd\0b"
+    }
+    assert first.admissible_actions == ("go", "a\ufffd\0b")
+    assert first.state_hash == state_hash("a\ufffd\0b")
+    assert found.steps[1:] == trajectories[0].steps[1:]
+
+
+def test_an_error_that_quotes_half_a_character_is_logged(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        group = catalog.lease_open_group(worker="w0", lease_s=60.0, split=None) or open_train_group(
+            catalog, 0
+        )
+        leased = catalog.lease_open_group(worker="w0", lease_s=60.0, split=None)
+        assert leased is not None and leased.group_uid == group.group_uid
+        catalog.log(component="w0", what="episode failed", detail="it said \ud83d")
+        catalog.give_up(group.group_uid, worker="w0", state="abandoned", reason="it said \ud83d")
+
+
+@given(st.text(st.characters(codec=None), max_size=20))
+def test_whole_text_changes_nothing_but_halves_of_characters(text: str) -> None:
+    whole = whole_text(text)
+    whole.encode()
+    assert whole_text(whole) == whole
+    if not any("\ud800" <= char <= "\udfff" for char in text):
+        assert whole == text
+
+
+def test_two_halves_of_one_character_become_it() -> None:
+    assert whole_text("\ud83d\ude00!\ude00\ud83d") == "\U0001f600!\ufffd\ufffd"

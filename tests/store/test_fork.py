@@ -1,0 +1,270 @@
+"""A fork is the other run as it was at the checkpoint: compared with a copy that was made just
+then.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import Catalog, RunLayout, StoreError, export, fork, write_open_sql, write_segment
+from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.fsck import check
+from store.reading.query import connect
+from tests.crash.commands import make_forkable_run
+from tests.support.store_damage import ask, mounted
+from tests.support.store_runs import fingerprint
+from tests.support.store_samples import make_trajectory, make_unfinished, open_train_group, play
+
+MERGE_TWO = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=64 * 1024**2)
+QUERIES = {
+    "groups": "SELECT group_uid, split, ordinal, state, n_members, n_steps, version_min, version_max, completed_at FROM groups",
+    "lineage": "SELECT learner_step, group_uid, outcome, live, batch_state, version_in, staleness FROM lineage WHERE live",
+    "versions": "SELECT version, digest, learner_step FROM versions",
+    "metrics": "SELECT learner_step, policy_version, name, value FROM metrics",
+    "trajectories": "SELECT traj_uid, group_uid, n_steps, episode_return FROM trajectories",
+    "steps": "SELECT count(*), sum(len(response_ids)) FROM steps",
+    "unfinished": "SELECT group_uid, number, why, n_steps FROM unfinished",
+}
+
+
+class Life:
+    """Random events of a run; `checkpoint` is the last of them that matters to a fork."""
+
+    def __init__(self, root: Path, *, seed: int) -> None:
+        self.layout = RunLayout.create(root, config_yaml="a: 1\n")
+        self.random = random.Random(seed)
+        self.catalog = Catalog.open(self.layout)
+        write_open_sql(self.layout, macros=(), max_staleness=9)
+        self.version = self.step = 0
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        directory = self.layout.weights_dir(version)
+        directory.mkdir()
+        (directory / "model.safetensors").write_text(str(version))
+        path, step = self.layout.relative(directory), self.step
+        self.catalog.record_version(
+            version=version, path=path, digest=f"d{version}", learner_step=step
+        )
+        self.version = version
+
+    def play_some(self, *, held_out: bool) -> None:
+        """A group, of which a part may be left to be played later."""
+        group = self.catalog.lease_open_group(worker="w0", lease_s=60.0)
+        if held_out:
+            round_ = {
+                "task_id": "h",
+                "split": "heldout",
+                "size": 1,
+                "purpose_version": self.version,
+            }
+            group = self.catalog.open_group(ordinal=None, **round_)  # type: ignore[arg-type]
+        elif group is None or self.random.random() < 0.5:
+            group = open_train_group(self.catalog, None, size=3)
+        members = [member for member in group.missing if self.random.random() < 0.8]
+        if members:
+            trajectories = [
+                make_trajectory(group, member, version=self.version) for member in members
+            ]
+            segment = write_segment(
+                self.layout, trajectories, worker="w0", epoch=self.catalog.epoch
+            )
+            self.catalog.commit(segment, epoch=self.catalog.epoch)
+        given_up = [
+            make_unfinished(group, member, why="stopped")
+            for member in group.missing
+            if member not in members
+        ]
+        self.catalog.record_unfinished(given_up, worker="w0")
+        self.catalog.release_leases("w0")
+
+    def learn(self) -> None:
+        batch = self.catalog.claim(n_groups=2, current_version=self.version, max_staleness=2)
+        if batch is None or self.random.random() < 0.2:  # the learner claims ahead
+            return
+        self.step += 1
+        self.publish(self.version + 1)
+        signal = {batch.groups[0].group_uid: "alike"} if self.random.random() < 0.3 else {}
+        self.catalog.settle(
+            batch.batch_id, learner_step=self.step, no_signal=signal, version_in=self.version - 1
+        )
+        self.catalog.record_metrics(
+            learner_step=self.step,
+            policy_version=self.version,
+            values={"loss": self.random.random()},
+        )
+
+    def checkpoint(self) -> None:
+        directory = self.layout.checkpoint_dir(self.step)
+        directory.mkdir(exist_ok=True)
+        (directory / "checkpoint.json").write_text("{}")
+        self.catalog.record_checkpoint(
+            learner_step=self.step, path=self.layout.relative(directory), version=self.version
+        )
+
+    def live(self, events: int) -> None:
+        for _ in range(events):
+            choice = self.random.random()
+            if choice < 0.6:
+                self.play_some(held_out=choice < 0.1)
+            elif choice < 0.85:
+                self.learn()
+            else:
+                compact_once(self.catalog, self.layout, policy=MERGE_TWO, skip=())
+
+
+def shown(layout: RunLayout) -> dict[str, list[Any]]:
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
+    with connect(layout) as connection:
+        return {
+            name: sorted(map(repr, connection.sql(query).fetchall()))
+            for name, query in QUERIES.items()
+        }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fork_is_the_run_as_it_was_at_the_checkpoint(tmp_path: Path, seed: int) -> None:
+    life = Life(tmp_path / "run", seed=seed)
+    while life.step < 2:
+        life.live(5)
+    life.checkpoint()
+    step = life.step
+    shutil.copytree(life.layout.root, tmp_path / "then")
+    life.live(40)
+    if life.random.random() < 0.5:  # it went back there once
+        life.catalog.roll_back(step)
+        life.step = step
+        life.publish(life.version + 1)
+        life.live(20)
+    export(life.catalog, life.layout)
+
+    made = fork(life.layout, tmp_path / "fork", learner_step=step, config_yaml="a: 2\n")
+    life.catalog.close()
+    then = RunLayout.open(tmp_path / "then")
+    for layout in (then, made):
+        write_open_sql(layout, macros=(), max_staleness=9)
+        with Catalog.open(layout) as catalog:  # what a learner that starts there does
+            catalog.roll_back(step)
+    assert shown(made) == shown(then)
+    assert check(made, level=3) == []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Life:
+    life = Life(tmp_path / "run", seed=0)
+    for _ in range(2):
+        for _ in range(2):
+            play(life.layout, life.catalog, open_train_group(life.catalog, None))
+        life.random = random.Random(0)  # a batch is not left alone
+        life.learn()
+        life.checkpoint()
+    export(life.catalog, life.layout)
+    assert life.step == 2
+    return life
+
+
+def test_a_fork_goes_on_by_itself_and_leaves_the_other_run_alone(run: Life, tmp_path: Path) -> None:
+    before = (run.catalog.counts(), run.catalog.latest_version())
+    made = fork(run.layout, tmp_path / "fork", learner_step=1, config_yaml="a: 2\n")
+    assert made.info.run_id != run.layout.info.run_id
+    assert (made.info.forked_from, made.info.ancestors) == (
+        f"{run.layout.info.run_id}@1",
+        (run.layout.info.run_id,),
+    )
+    with Catalog.open(made) as catalog:
+        assert [record.learner_step for record in catalog.live_checkpoints()] == [1]
+        newest = catalog.latest_version()
+        assert newest is not None and newest.version == 1 and (made.root / newest.path).is_dir()
+        ours, theirs = (open_train_group(each, None) for each in (catalog, run.catalog))
+        assert ours.ordinal == 2 and theirs.ordinal == 4
+        assert ours.group_uid not in {
+            name for (name,) in connect(run.layout).sql("SELECT group_uid FROM groups").fetchall()
+        }
+        play(made, catalog, ours, version=1)
+        play(made, catalog, open_train_group(catalog, None), version=1)
+        batch = catalog.claim(n_groups=2, current_version=1, max_staleness=1)
+        assert batch is not None
+        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=1)
+        write_open_sql(made, macros=(), max_staleness=1)
+        export(catalog, made)
+    with connect(made) as connection:
+        found = connection.sql(
+            "SELECT DISTINCT learner_step FROM lineage JOIN steps USING (group_uid) WHERE live "
+            "ORDER BY 1"
+        )
+        assert found.fetchall() == [(1,), (2,)]
+        assert connection.sql("SELECT count(*) FROM events WHERE what = 'forked'").fetchall() == [
+            (1,)
+        ]
+    open_now = run.catalog.counts()
+    assert (open_now.trained + open_now.no_signal, run.catalog.latest_version()) == (
+        before[0].trained + before[0].no_signal,
+        before[1],
+    )
+
+
+def test_a_fork_of_a_fork(run: Life, tmp_path: Path) -> None:
+    first = fork(run.layout, tmp_path / "first", learner_step=2, config_yaml="")
+    with Catalog.open(first) as catalog:
+        export(catalog, first)
+    second = fork(first, tmp_path / "second", learner_step=2, config_yaml="")
+    write_open_sql(second, macros=(), max_staleness=1)
+    assert second.info.ancestors == (run.layout.info.run_id, first.info.run_id)
+    assert check(second, level=3) == []
+
+
+def test_without_links_files_are_copied(
+    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError("Invalid cross-device link")
+
+    monkeypatch.setattr("store.exchange.fork.link_file", no_links)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=1)
+    with Catalog.open(made) as catalog:
+        export(catalog, made)
+    assert check(made, level=3) == []
+
+
+def test_on_a_full_disk_a_fork_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "none"):
+        make_forkable_run(disk)
+        source = RunLayout.open(disk / "run")
+        before = fingerprint(source.root)
+        # for nothing, for directories, and for part of the catalog
+        for room in (0, 1 << 14, 1 << 16, 1 << 17):
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - room))
+            with pytest.raises(StoreError, match="disk/made.*free space") as full:
+                fork(source, disk / "made", learner_step=1, config_yaml="")
+            assert "\n" not in str(full.value)
+            (disk / "filler").unlink()
+            assert sorted(path.name for path in disk.iterdir()) == ["run"]
+        assert fingerprint(source.root) == before
+        fork(source, disk / "made", learner_step=1, config_yaml="")
+        assert ask(RunLayout.open(disk / "made"), "SELECT count(*) FROM checkpoint") == [(1,)]
+
+
+def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(run: Life, tmp_path: Path) -> None:
+    with pytest.raises(
+        StoreError,
+        match=r"no checkpoint of learner step 3: there are those of 1, 2; .* before it is that of step 2",
+    ):
+        fork(run.layout, tmp_path / "fork", learner_step=3, config_yaml="")
+    shutil.rmtree(run.layout.checkpoint_dir(1))
+    with pytest.raises(
+        StoreError,
+        match=r"no checkpoint of learner step 1: there are those of 2\. learner.keep_every",
+    ):
+        fork(run.layout, tmp_path / "fork", learner_step=1, config_yaml="")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(StoreError, match="there exists; choose another"):
+        fork(run.layout, tmp_path / "there", learner_step=2, config_yaml="")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]

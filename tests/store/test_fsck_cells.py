@@ -1,0 +1,187 @@
+"""Every cell of the catalog is changed, one at a time: fsck names the change, or a reason says why
+nobody can know it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from cli.store_main import main
+from store import Catalog, RunLayout
+from store.errors import FormatError
+from store.maintenance.fsck import CONTENTS, NAMES, check
+from tests.support.store_damage import ask, edit
+from tests.support.store_runs import copy_run, fingerprint, make_run
+
+COLUMNS = "SELECT m.name, c.name, c.type FROM sqlite_schema m, pragma_table_info(m.name) c WHERE m.type = 'table'"
+UNKNOWN = {  # cells whose value is nowhere else
+    "meta.id": "a CHECK keeps it 1, and nothing reads it",
+    "meta.lsn": "a larger one only leaves numbers out; a smaller one is found",
+    "meta.epoch": "a larger one is another owner's, and only fences workers; a smaller one is found",
+    "meta.horizon_lsn": "how old a snapshot may be is told by nothing else",
+    "changed.lsn": "a smaller one only delays an export of what changed",
+    "changed.name": "a name that is none of an exported table is not read",
+    "segment.lsn": "the order of files; files do not know their own",
+    "segment.retired_lsn": "when a file was retired is exported nowhere",
+    "segment.committed_us": "a time of the catalog alone",
+    "segment.level": "how often rows were merged: it only steers compaction",
+    "segment.retired_us": "a time of the catalog alone",
+    "segment.retired_why": "all reasons to retire a file are alike for its readers",
+    "segment.removed_us": "a time of the catalog alone",
+    "grp.opened_lsn": "the order of groups; it is in no export",
+    "grp.completed_lsn": "a number of the catalog alone",
+    "grp.lease_worker": "leases end with the owner",
+    "grp.lease_until_us": "leases end with the owner",
+    "group_state.seq": "the order of lines; it is in no export",
+    "trajectory.lsn": "when a trajectory came is exported nowhere",
+    "unfinished.unfinished_id": "the order of lines; it is in no export",
+    "batch.epoch": "whose batch it was is exported nowhere",
+    "batch.claimed_version": "exported only until the batch is trained on",
+    "batch.claimed_lsn": "a number of the catalog alone",
+    "batch.trained_lsn": "a number of the catalog alone",
+    "batch.rolled_back_lsn": "a number of the catalog alone",
+    "version.lsn": "a number of the catalog alone",
+    "checkpoint.lsn": "a number of the catalog alone",
+    "checkpoint.changed_lsn": "a number of the catalog alone",
+    "component.name": "heartbeats of the last second",
+    "component.waiting_on": "heartbeats of the last second",
+    "component.beat_us": "heartbeats of the last second",
+    "event.event_id": "the order of lines; it is in no export",
+}
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    return make_run(tmp_path_factory.mktemp("intact") / "run")
+
+
+@pytest.fixture
+def layout(intact: RunLayout, tmp_path: Path) -> RunLayout:
+    return copy_run(intact, tmp_path / "run")
+
+
+def cells(layout: RunLayout) -> list[tuple[str, str, str]]:
+    return [row for row in ask(layout, COLUMNS) if not row[0].startswith("sqlite_")]
+
+
+def changed(table: str, column: str, kind: str) -> str:
+    """Another value of the same type, in the first row that has one."""
+    value = {
+        "INTEGER": f"{column} + 1000",
+        "REAL": f"{column} + 1.5",
+        "TEXT": f"{column} || 'x'",
+        "BLOB": "randomblob(16)",
+    }[kind]
+    key = {"batch_group": "(batch_id, group_uid)", "duplicate": "(segment_id, traj_uid)"}.get(
+        table, column
+    )
+    if column == "live":
+        value = "1 - live"
+    names = key.strip("()")
+    where = f"{key} = (SELECT {names} FROM {table} WHERE {column} IS NOT NULL LIMIT 1)"
+    return f"UPDATE OR IGNORE {table} SET {column} = {value} WHERE {where}"
+
+
+def is_seen(layout: RunLayout) -> bool:
+    """Return whether fsck names an error, or says which number it cannot read."""
+    try:
+        return any(
+            finding.severity == "error"
+            for level in (NAMES, CONTENTS)
+            for finding in check(layout, level=level)
+        )
+    except FormatError:
+        return True
+
+
+def restore(layout: RunLayout, whole: bytes) -> None:
+    layout.catalog.write_bytes(whole)
+
+
+def test_every_changed_cell_is_named_or_listed_with_a_reason(layout: RunLayout) -> None:
+    whole, unseen, without_value = layout.catalog.read_bytes(), [], []
+    for table, column, kind in cells(layout):
+        if f"{table}.{column}" in UNKNOWN:
+            continue
+        restore(layout, whole)
+        with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as connection:
+            for (name,) in connection.execute(
+                "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
+            ).fetchall():
+                connection.execute(f"DROP TRIGGER {name}")
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+            if connection.execute(changed(table, column, kind)).rowcount == 0:
+                without_value.append(f"{table}.{column}")
+                continue
+        if not is_seen(layout):
+            unseen.append(f"{table}.{column}")
+    assert unseen == []
+    assert UNKNOWN.keys() <= {f"{table}.{column}" for table, column, _ in cells(layout)}
+    assert set(without_value) <= {"grp.source", "grp.lease_worker", "grp.lease_until_us", *LOST}, (
+        without_value
+    )
+
+
+LOST = {
+    f"lost_trajectory.{name}"
+    for name in ("traj_uid", "group_uid", "member", "segment_id", "reason", "lsn")
+}
+ROW = "WHERE path = (SELECT min(path) FROM segment WHERE retired_lsn IS NULL)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"UPDATE segment SET digest = '{'0' * 32}' {ROW}",
+        f"UPDATE segment SET n_bytes = n_bytes + 1 {ROW}",
+        f"UPDATE segment SET n_bytes = -1, digest = 'x' {ROW}",
+        f"UPDATE segment SET n_steps = n_steps - 1 {ROW}",
+        f"UPDATE segment SET worker = 'stranger' {ROW}",
+        f"UPDATE segment SET epoch = 0 {ROW}",
+        f"UPDATE segment SET digest = '{'0' * 32}' WHERE retired_lsn IS NOT NULL",
+    ],
+)
+def test_an_intact_file_whose_row_was_changed_stays_and_the_row_is_set_right(
+    layout: RunLayout, change: str
+) -> None:
+    before, files = ask(layout, "SELECT * FROM segment ORDER BY path"), fingerprint(layout.segments)
+    edit(change)(layout)
+    assert {finding.what for finding in check(layout, level=CONTENTS)} == {"segment_row"}
+    assert main(["fsck", "--repair", str(layout.root)]) == 0
+    assert ask(layout, "SELECT * FROM segment ORDER BY path") == before
+    assert fingerprint(layout.segments) == files
+    assert not list(layout.quarantine.glob("*"))
+    assert check(layout, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE grp SET size = 2 * 1000 * 1000 * 1000 * 1000",
+        "UPDATE unfinished SET number = 1 << 40",
+        "UPDATE grp SET opened_us = -9223372036854775807, completed_us = 9223372036854775807",
+        "UPDATE batch SET claimed_us = 9223372036854775807",
+        "UPDATE metric SET value = 9e999",
+        "UPDATE grp SET group_uid = x'00' WHERE state = 'open'",
+        "UPDATE event SET at_us = 9223372036854775807",
+    ],
+)
+def test_numbers_out_of_range_are_one_line(
+    layout: RunLayout, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(change)(layout)
+    (lsn,) = ask(layout, "SELECT lsn FROM meta")[0]
+    for arguments in (
+        ["fsck", str(layout.root)],
+        ["sql", str(layout.root), "FROM groups", "--as-of", str(lsn), "--format", "csv"],
+        ["fsck", "--repair", str(layout.root)],
+        ["rebuild", "--force", str(layout.root)],
+    ):
+        main(arguments)
+        assert "Traceback" not in capsys.readouterr().err
+    with Catalog.open(layout):  # rebuilt
+        assert check(layout, level=CONTENTS) == []

@@ -1,0 +1,648 @@
+"""Groups of other runs to be trained on: which are taken, in which order they are claimed, how
+often, and what undoes it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from store import (
+    Batch,
+    Catalog,
+    DigestError,
+    FormatError,
+    RunLayout,
+    StoreError,
+    export,
+    read_segments,
+    trained_step,
+    write_open_sql,
+    write_segment,
+)
+from store.catalog.batches import release
+from store.catalog.groups import insert_trajectories
+from store.catalog.offline_groups import is_taken, rounds
+from store.exchange.datasets import export_selection, import_selection
+from store.exchange.offline_import import take_sources
+from store.exchange.offline_source import TakenSource, parse_source
+from store.maintenance.compact import compact_once
+from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import rebuild
+from store.maintenance.repair import repair
+from store.maintenance.retention import expire_old
+from store.reading.query import connect
+from tests.support.learner_loop import fast_directory
+from tests.support.store_runs import MERGE_TWO, flip
+from tests.support.store_samples import make_trajectory, open_train_group, play
+
+VERSION_HERE, BOUND = 3, 1
+# events of sys.audit
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link", "sqlite3.connect"}
+
+
+def make_source(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout:
+    """Groups of two of versions 0, 1, 2 ...; member 0 won. Of the last `missing` members are not
+    played. One held-out group.
+    """
+    layout = RunLayout.create(root, config_yaml="a: 1\n")
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=4)
+        for number in range(n_groups):
+            group = open_train_group(catalog, None)
+            members = group.missing[
+                : len(group.missing) - (missing if number == n_groups - 1 else 0)
+            ]
+            played = [
+                make_trajectory(group, member, version=number, n_steps=3 + number)
+                for member in members
+            ]
+            catalog.commit(
+                write_segment(layout, played, worker="w0", epoch=catalog.epoch), epoch=catalog.epoch
+            )
+        play(
+            layout,
+            catalog,
+            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=0),
+        )
+        export(catalog, layout)
+    return layout
+
+
+def new_run(root: Path) -> RunLayout:
+    layout = RunLayout.create(root, config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=BOUND)
+    return layout
+
+
+def taken_from(target: RunLayout, *sources: str, order: str = "") -> tuple[TakenSource, ...]:
+    return take_sources(target.root, [parse_source(text) for text in sources], order=order)
+
+
+def claim(catalog: Catalog, *, n_stored: int = 2, uses: int = 2, n_live: int = 0) -> Batch | None:
+    return catalog.stored.claim(
+        n_live=n_live,
+        n_stored=n_stored,
+        uses=uses,
+        current_version=VERSION_HERE,
+        max_staleness=BOUND,
+    )
+
+
+def learn(catalog: Catalog, step: int, **how: int) -> list[str]:
+    """The tasks of one learner step."""
+    batch = claim(catalog, **how)
+    assert batch is not None
+    catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=VERSION_HERE)
+    return [group.task_id for group in batch.groups]
+
+
+def ask(layout: RunLayout, query: str) -> list[tuple]:
+    with connect(layout) as views:
+        return views.sql(query).fetchall()
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    # every transaction is synced, and nothing here is about the disk
+    with fast_directory() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[RunLayout]:
+    with fast_directory() as path:
+        yield make_source(path / "source")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> RunLayout:
+    return new_run(tmp_path / "target")
+
+
+@pytest.fixture
+def catalog(source: RunLayout, target: RunLayout) -> Iterator[Catalog]:
+    taken_from(target, str(source.root))
+    with Catalog.open(target) as catalog:
+        yield catalog
+
+
+def test_whole_training_groups_are_taken_and_the_source_is_only_read(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    source = make_source(tmp_path / "source", missing=1)
+    before = {path: path.read_bytes() for path in source.root.rglob("*.parquet")}
+    with Catalog.open(source):  # it may be training meanwhile
+        (taken,) = taken_from(target, str(source.root))
+    assert (taken.n_groups, taken.n_incomplete, taken.run_id) == (2, 1, source.info.run_id)
+    assert str(taken).endswith("1 incomplete ones left out")
+    assert before == {path: path.read_bytes() for path in source.root.rglob("*.parquet")}
+    ours = ask(
+        target, "SELECT split, state, source, task_id, version_min FROM groups ORDER BY ordinal"
+    )
+    assert ours == [("imported", "complete", source.info.run_id, f"task-{n}", n) for n in range(2)]
+    columns = "traj_uid, step_index, response_ids, response_logprobs, reward, won, version_min"
+    theirs = ask(
+        source,
+        f"SELECT {columns} FROM steps WHERE split = 'train' AND version_min < 2 ORDER BY ALL",
+    )
+    assert ask(target, f"SELECT {columns} FROM steps ORDER BY ALL") == theirs
+    assert check(target, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "tasks"),
+    [
+        ("won AND n_steps > 3", ["task-1", "task-2"]),  # member 1 comes along, which did not win
+        ("group_uid IN (SELECT group_uid FROM groups WHERE ordinal = 2)", ["task-2"]),
+    ],
+)
+def test_a_condition_selects_groups_by_any_of_their_trajectories(
+    source: RunLayout, target: RunLayout, where: str, tasks: list[str]
+) -> None:
+    taken_from(target, f"{source.root}@{where}")
+    assert ask(target, "SELECT task_id, n_members FROM groups ORDER BY ordinal") == [
+        (task, 2) for task in tasks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "tasks"),
+    [
+        ("", ["task-0", "task-1", "task-2"]),
+        ("task_id = 'task-1' DESC, completed_at DESC -- a comment", ["task-1", "task-2", "task-0"]),
+    ],
+)
+def test_the_order_is_sql_over_what_the_source_says_of_its_groups(
+    source: RunLayout, target: RunLayout, order: str, tasks: list[str]
+) -> None:
+    taken_from(target, str(source.root), order=order)
+    with Catalog.open(target) as catalog:
+        assert learn(catalog, 1, n_stored=3) == tasks
+
+
+def test_several_sources_a_dataset_among_them(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    other = make_source(tmp_path / "other", n_groups=2)
+    whole = "group_uid IN (SELECT group_uid FROM trajectories WHERE version_min = 1)"
+    export_selection(
+        other.root, tmp_path / "dataset", where=f"{whole} OR version_min = 0 AND won", as_of=None
+    )
+    reports = taken_from(
+        target, str(tmp_path / "dataset"), f"{source.root}@version_min > 0", str(source.root)
+    )
+    assert [(report.n_groups, report.n_incomplete) for report in reports] == [
+        (1, 1),
+        (2, 0),
+        (1, 0),
+    ]
+    found = ask(target, "SELECT source, task_id FROM groups ORDER BY ordinal")
+    assert found == [
+        (other.info.run_id, "task-1"),
+        *((source.info.run_id, f"task-{n}") for n in (1, 2, 0)),
+    ]
+    assert (
+        sum(n for (n,) in ask(target, "SELECT count(*) FROM steps GROUP BY group_uid"))
+        == 8 + 8 + 10 + 6
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "message"),
+    [
+        ("{run}@true) OR (true", "", "no SQL expression"),
+        ("{run}@version_min > 99", "", "no whole training group is selected"),
+        (
+            "{run}@wonn",
+            "",
+            r"source .*@wonn cannot be selected: .*write what follows the @ as after WHERE",
+        ),
+        ("{run}", "nonsense", "nonsense"),
+        ("{run}", "(SELECT count(*) FROM read_parquet('x.parquet'))", "cannot be used"),
+        ("{run}-not", "", "neither a run directory nor"),
+        ("{target}", "", "this very run"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_and_nothing_is_imported(
+    source: RunLayout, target: RunLayout, text: str, order: str, message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        taken_from(target, text.format(run=source.root, target=target.root), order=order)
+    with Catalog.open(target) as catalog:
+        assert catalog.live_segments() == () and not catalog.stored.taken()
+
+
+def test_a_dataset_of_incomplete_groups_says_how_many_and_how_to_export_whole_ones(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    def exported(name: str, *, whole_groups: bool) -> str:
+        export_selection(
+            source.root, tmp_path / name, where="won -- some", as_of=None, whole_groups=whole_groups
+        )
+        return str(tmp_path / name)
+
+    hint = "`python -m store export --groups` exports whole groups"
+    with pytest.raises(
+        StoreError, match=f"all: 3 groups, of which each lacks trajectories; {hint}"
+    ):
+        taken_from(target, exported("won", whole_groups=False))
+    (taken, partly) = taken_from(
+        target, exported("groups", whole_groups=True), str(tmp_path / "won")
+    )
+    assert (taken.n_groups, taken.n_incomplete) == (3, 0)
+    assert str(partly).endswith(f"3 incomplete ones left out ({hint})")
+
+
+def test_a_dataset_takes_no_condition_and_no_changed_file(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    dataset = export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
+    with pytest.raises(StoreError, match="select when it is exported"):
+        taken_from(target, f"{tmp_path / 'dataset'}@won")
+    flip(tmp_path / "dataset" / dataset.parts[0].path, 800)
+    with pytest.raises(DigestError, match="export again"):
+        taken_from(target, str(tmp_path / "dataset"))
+
+
+def test_a_group_that_dataset_json_does_not_know_is_named(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
+    described = tmp_path / "dataset" / "dataset.json"
+    content = json.loads(described.read_text())
+    content["groups"] = {}
+    described.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="does not tell the size of group .*; export it again"):
+        taken_from(target, str(tmp_path / "dataset"))
+
+
+@pytest.mark.parametrize("order", ["completed_at DESC", "n_won, state"])
+def test_an_order_by_what_a_dataset_does_not_say_is_refused(
+    tmp_path: Path, source: RunLayout, target: RunLayout, order: str
+) -> None:
+    export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
+    with pytest.raises(
+        StoreError,
+        match="with a dataset among the sources there is no completed_at, opened_at, ordinal",
+    ):
+        taken_from(target, str(source.root), str(tmp_path / "dataset"), order=order)
+    taken_from(target, str(tmp_path / "dataset"), order="version_min DESC")
+    assert ask(target, "SELECT task_id FROM groups ORDER BY ordinal") == [
+        (f"task-{n}",) for n in (2, 1, 0)
+    ]
+
+
+def test_where_the_condition_of_a_source_begins(tmp_path: Path) -> None:
+    (tmp_path / "a@b").mkdir()
+    (tmp_path / "a").mkdir()
+    for text, place, where in (
+        ("a", "a", None),
+        ("a@b", "a@b", None),
+        ("a@b@won", "a@b", "won"),
+        ("a@task_id LIKE '%@%'", "a", "task_id LIKE '%@%'"),
+        ("none@x@y", "none", "x@y"),
+    ):
+        found = parse_source(f"{tmp_path}/{text}")
+        assert (found.place, found.where) == (f"{tmp_path}/{place}", where)
+
+
+def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., object]:
+    """The function, but its call number `n` (from 0) is the last thing this process does."""
+    left = [n]
+
+    def call(*given: object, **named: object) -> object:
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return function(*given, **named)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("function", "n"),
+    [
+        # within a transaction, after another
+        (("store.catalog.imports.insert_trajectories", insert_trajectories), 1),
+        (("store.catalog.offline_groups.is_taken", is_taken), 1),  # all is imported
+        (("store.exchange.offline_import.export", export), 0),  # all is taken, readers do not know
+    ],
+)
+def test_interrupted_between_two_of_its_parts_the_same_call_goes_on(
+    source: RunLayout, target: RunLayout, function: tuple[str, Callable[..., object]], n: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("store.exchange.offline_import.FILE_STEPS", 1)  # a file for each group
+        patch.setattr(function[0], interrupted_at(n, function[1]))
+        with pytest.raises(KeyboardInterrupt):
+            taken_from(target, str(source.root))
+    taken_from(target, str(source.root))
+    assert taken_from(target, str(source.root)) == (), "once for a run"
+    assert ask(target, "SELECT task_id, state, source IS NULL FROM groups ORDER BY ordinal") == [
+        (f"task-{n}", "complete", False) for n in range(3)
+    ]
+    assert ask(target, "SELECT count(*) FROM steps") == [(6 + 8 + 10,)]
+    assert check(target, level=CONTENTS) == []
+
+
+def take_and_die(target: Path, source: Path, *, dies_at: int | None, count: Any) -> None:
+    """Takes a source; killed at its file operation `dies_at` in the target, or with all of them in
+    `count`.
+    """
+    target_path = f"{target}/"
+    with mock.patch("store.exchange.offline_import.FILE_STEPS", 1):
+
+        def count_down(event: str, given: tuple[Any, ...]) -> None:
+            if event in FILE_OPERATIONS and target_path in f"{given[0]}/":
+                count.value += 1
+                if count.value == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count_down)
+        take_sources(target, [parse_source(str(source))], order="")
+
+
+def test_killed_at_its_file_operations_the_same_call_goes_on(
+    tmp_path: Path, source: RunLayout
+) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+
+    def end_of(target: RunLayout, dies_at: int | None) -> tuple[int | None, int]:
+        count = processes.Value("i", 0, lock=False)
+        child = processes.Process(
+            target=take_and_die,
+            args=(target.root, source.root),
+            kwargs={"dies_at": dies_at, "count": count},
+        )
+        child.start()
+        child.join()
+        return child.exitcode, count.value
+
+    status, n_operations = end_of(new_run(tmp_path / "whole"), None)
+    assert status == 0 and n_operations > 10
+    for number, dies_at in enumerate(
+        sorted(random.Random(7).sample(range(1, n_operations + 1), 2))
+    ):
+        target = new_run(tmp_path / f"target-{number}")
+        assert end_of(target, dies_at) == (-signal.SIGKILL, dies_at)
+        taken_from(target, str(source.root))
+        assert ask(
+            target, "SELECT task_id, state, source IS NULL FROM groups ORDER BY ordinal"
+        ) == [(f"task-{n}", "complete", False) for n in range(3)]
+        assert ask(target, "SELECT count(*) FROM steps") == [(6 + 8 + 10,)]
+        assert check(target, level=CONTENTS) == []
+
+
+def test_the_least_used_come_first_each_so_often_and_then_there_are_none(
+    catalog: Catalog, target: RunLayout
+) -> None:
+    assert catalog.stored.batches_left(2, uses=2) == 3
+    assert learn(catalog, 1) == ["task-0", "task-1"]
+    assert learn(catalog, 2) == ["task-2", "task-0"]
+    assert catalog.stored.batches_left(2, uses=2) == 1
+    assert learn(catalog, 3) == ["task-1", "task-2"]
+    assert claim(catalog) is None and catalog.stored.batches_left(2, uses=2) == 0
+    assert catalog.stored.batches_left(2, uses=3) == 1, "uses may be raised"
+    assert learn(catalog, 4, uses=3) == ["task-0", "task-1"]
+    counts = catalog.counts()
+    assert (counts.outstanding, counts.trained, counts.complete, catalog.outstanding()) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    export(catalog, target)
+    assert ask(target, "SELECT learner_step, list(use ORDER BY task_id) FROM lineage GROUP BY 1 ORDER BY 1") == [
+        (1, [1, 1]), (2, [2, 1]), (3, [2, 2]), (4, [3, 3]),
+    ]  # fmt: skip
+    assert ask(target, "SELECT DISTINCT state FROM groups") == [("complete",)]
+    assert check(target, level=CONTENTS) == []
+
+
+def test_a_use_that_was_released_gives_its_number_back(catalog: Catalog) -> None:
+    first, second = claim(catalog, n_stored=3, uses=3), claim(catalog, n_stored=3, uses=3)
+    assert first is not None and second is not None
+    with catalog._database.transaction() as tx:
+        assert release(tx, first.batch_id, why="released") == 3
+    for _ in range(2):
+        assert claim(catalog, n_stored=3, uses=3) is not None
+    assert claim(catalog, n_stored=3, uses=3) is None
+    with catalog._database.transaction() as tx:
+        uses = [
+            row["use"] for row in tx.rows("SELECT use FROM batch_group WHERE live = 1 ORDER BY use")
+        ]
+    assert uses == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_stored_groups_are_not_looked_for_while_live_ones_are_too_few(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "store.catalog.offline_groups.least_used",
+        lambda *given, **named: pytest.fail("it takes long"),
+    )
+    assert claim(catalog, n_live=1) is None
+
+
+def test_a_roll_back_unuses_them(catalog: Catalog, target: RunLayout) -> None:
+    learn(catalog, 1)
+    learn(catalog, 2)
+    claim(catalog)
+    again = catalog.roll_back(1)
+    assert (again.batches, again.groups) == (2, 4)
+    assert catalog.stored.batches_left(2, uses=2) == 2
+    assert learn(catalog, 2) == ["task-2", "task-0"], "as if never asked"
+    export(catalog, target)
+    assert ask(target, "SELECT count(*), count(*) FILTER (live) FROM lineage") == [(8, 4)]
+    assert check(target, level=CONTENTS) == []
+
+
+def test_live_and_stored_groups_in_one_batch(catalog: Catalog, target: RunLayout) -> None:
+    assert claim(catalog, n_live=1) is None, "nobody has played yet"
+    for version in (VERSION_HERE, 0):
+        play(target, catalog, open_train_group(catalog, None), version=version)
+    batch = claim(catalog, n_live=1)
+    assert batch is not None
+    assert [(group.task_id, group.source is None) for group in batch.groups] == [
+        ("task-0", True), ("task-0", False), ("task-1", False),
+    ]  # fmt: skip
+    assert read_segments(target, batch.segments).num_rows == 6 + 6 + 8
+    assert claim(catalog, n_live=1) is None, "the second live one is too old, stored ones never are"
+    catalog.settle(
+        batch.batch_id,
+        learner_step=1,
+        no_signal={batch.groups[1].group_uid: "alike"},
+        version_in=VERSION_HERE,
+    )
+    export(catalog, target)
+    assert ask(target, "SELECT outcome, staleness, source IS NULL FROM lineage ORDER BY ALL") == [
+        ("no_signal", None, False), ("trained", 0, True), ("trained", None, False),
+    ]  # fmt: skip
+    assert ask(target, "SELECT count(*) FROM staleness_violations") == [(0,)]
+    assert ask(target, "SELECT state, count(*) FROM groups GROUP BY ALL ORDER BY ALL") == [
+        ("complete", 3), ("stale", 1), ("trained", 1),
+    ]  # fmt: skip
+    assert check(target, level=CONTENTS) == []
+
+
+def test_what_is_merely_imported_is_never_claimed(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    export_selection(
+        make_source(tmp_path / "other").root, tmp_path / "dataset", where=None, as_of=None
+    )
+    import_selection(target.root, tmp_path / "dataset")
+    taken_from(target, str(source.root))
+    with Catalog.open(target) as catalog:
+        assert catalog.stored.batches_left(1, uses=1) == 3
+        batch = claim(catalog, n_stored=3, uses=1)
+        assert batch is not None and {group.source for group in batch.groups} == {
+            source.info.run_id
+        }
+
+
+def test_a_task_of_a_stored_group_that_is_held_out_here_is_an_overlap(
+    catalog: Catalog, target: RunLayout
+) -> None:
+    for ordinal, task in enumerate(("h", "task-1")):
+        catalog.open_group(
+            ordinal=ordinal, task_id=task, split="heldout", size=1, purpose_version=0
+        )
+    export(catalog, target)
+    assert ask(target, "FROM task_overlap") == [("task-1",)]
+
+
+def test_retention_and_compaction_leave_them_to_be_used(
+    catalog: Catalog, target: RunLayout
+) -> None:
+    learn(catalog, 1)
+    for version in range(9):
+        catalog.record_version(
+            version=version, path=f"weights/v{version}", digest="d", learner_step=version or None
+        )
+    assert expire_old(catalog, target, keep_days=None, keep_versions=1) == ()
+    assert expire_old(catalog, target, keep_days=1e-9, keep_versions=None) == ()
+    compact_once(catalog, target, policy=MERGE_TWO, skip=())
+    batch = claim(catalog)
+    assert batch is not None and read_segments(target, batch.segments).num_rows == 10 + 6
+
+
+def test_half_a_group_is_not_trained_on(
+    source: RunLayout, target: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.exchange.offline_import.FILE_STEPS", 1)
+    taken_from(target, str(source.root))
+    with Catalog.open(target) as catalog:
+        learn(catalog, 1)
+        batch = claim(catalog, n_stored=1)
+        assert batch is not None and [group.task_id for group in batch.groups] == ["task-2"]
+        lost = target.root / batch.segments[0].path
+        content = lost.read_bytes()
+        lost.unlink()
+        repair(catalog, target, check(target, level=CONTENTS))
+        assert catalog.stored.batches_left(1, uses=2) == 2, (
+            "task-0 and task-1 once more; the claim is released"
+        )
+        assert check(target, level=CONTENTS) == []
+        assert learn(catalog, 2) == ["task-0", "task-1"]
+        lost.write_bytes(content)
+        repair(catalog, target, check(target, level=CONTENTS))
+        assert catalog.stored.batches_left(1, uses=2) == 2
+        assert check(target, level=CONTENTS) == []
+
+
+def test_a_rebuilt_catalog_knows_them_and_their_uses(source: RunLayout, target: RunLayout) -> None:
+    taken_from(target, str(source.root))
+    columns = "group_uid, split, ordinal, state, source"
+    with Catalog.open(target) as catalog:
+        learn(catalog, 1)
+        learn(catalog, 2)
+        catalog.roll_back(1)
+        claim(catalog)
+        export(catalog, target)
+    before = ask(target, f"SELECT {columns} FROM groups ORDER BY ordinal")
+    target.catalog.unlink()
+    rebuild(target)
+    assert ask(target, f"SELECT {columns} FROM groups ORDER BY ordinal") == before
+    with Catalog.open(target) as catalog:
+        assert catalog.stored.taken()
+        assert catalog.stored.batches_left(2, uses=2) == 2, "the claim is released"
+        assert learn(catalog, 2) == ["task-2", "task-0"]
+    assert check(target, level=CONTENTS) == []
+
+
+def test_a_run_of_format_2_is_a_source_as_it_is_and_goes_on_as_today(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    with tarfile.open(Path(__file__).parents[1] / "data" / "format-2.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    old = RunLayout.open(tmp_path / "format-2")
+    assert old.info.format_version == 2
+    # a warning: older views
+    assert [finding.what for finding in check(old, level=CONTENTS)] == ["open_sql_changed"]
+    (taken,) = taken_from(target, str(old.root))
+    assert (taken.n_groups, taken.n_incomplete) == (6, 1)
+    lineage = "SELECT learner_step, batch_id, outcome, staleness, live, group_uid FROM lineage ORDER BY ALL"
+    groups = "SELECT group_uid, state, reason, n_steps FROM groups ORDER BY ALL"
+    before = ask(old, lineage), ask(old, groups)
+    assert before[0] and RunLayout.open(old.root).info.format_version == 2
+    with connect(old, as_of=12) as views:
+        assert views.sql("SELECT count(*) > 0 FROM groups").fetchall() == [(True,)]
+    with Catalog.open(old) as catalog:
+        export(catalog, old)
+        assert (ask(old, lineage), ask(old, groups)) == before
+        assert ask(old, "SELECT DISTINCT use, source FROM lineage") == [(1, None)]
+        batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
+        assert batch is not None
+        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
+        export(catalog, old)
+    assert check(old, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "n", "times"),
+    [
+        ([2, 2, 2], 2, 3),
+        ([5, 1], 2, 1),
+        ([1, 1], 3, 0),
+        ([3, 3, 1, 0], 2, 3),
+        ([-1, 4], 1, 4),
+        ([], 1, 0),
+        ([4, 4, 4, 1, 1], 3, 4),
+    ],
+)
+def test_rounds(left: list[int], n: int, times: int) -> None:
+    assert rounds(left, n) == times
+
+
+def test_a_mixed_batch_is_told_afterwards_as_it_was_claimed(
+    catalog: Catalog, target: RunLayout
+) -> None:
+    # stored groups of versions 0 and 1: the one of version 2 is now the least used
+    learn(catalog, 1)
+    for ordinal, version in ((0, VERSION_HERE), (1, VERSION_HERE - 1)):
+        play(target, catalog, open_train_group(catalog, ordinal), version=version)
+    batch = claim(catalog, n_live=2, n_stored=2)
+    assert batch is not None
+    assert [(group.source is not None, group.version_min) for group in batch.groups] == [
+        (False, VERSION_HERE - 1),
+        (False, VERSION_HERE),
+        (True, 2),
+        (True, 0),
+    ]
+    catalog.record_version(version=VERSION_HERE + 1, path="weights/v4", digest="d4", learner_step=2)
+    catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=VERSION_HERE)
+    assert trained_step(target, 2).batch.groups == batch.groups

@@ -1,0 +1,383 @@
+"""Users' SQL: whatever the statement, nothing is written, nothing outside the run is read, and
+every limit holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import duckdb
+import psutil
+import pyarrow as pa
+import pytest
+
+from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from store.reading import landlock
+from store.reading.reader import Reader, SqlTimeout, open_run
+from tests.support import processes
+from tests.support.hostile_statements import (
+    DEEP,
+    HEAVY,
+    LEAKING,
+    LOCKED_IN,
+    READING,
+    SECRET,
+    SMUGGLED,
+    WRITING,
+    World,
+    make_world,
+)
+from tests.support.processes import PATIENCE_S
+from tests.support.store_samples import open_train_group, play
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+N_STEPS = 6
+LIMIT_S = 0.5  # of a heavy statement; every other takes milliseconds
+ENDLESS = "SELECT count(*) FROM range(100000) a, range(100000) b, range(100000) c WHERE a.range + b.range + c.range = 7"
+needs_landlock = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
+MODES = [pytest.param("landlock", marks=needs_landlock), "filesystem"]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("sandbox"), protection=request.param)
+
+
+@pytest.fixture(scope="module")
+def best_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """With the protection that this machine has."""
+    return make_world(tmp_path_factory.mktemp("sandbox"), protection=None)
+
+
+@pytest.fixture(scope="module")
+def reader(world: World) -> Iterator[Reader]:
+    with world.open() as reader:
+        yield reader
+
+
+def try_statement(world: World, reader: Reader, statement: str) -> str | None:
+    """What was answered, None if it was refused; the run, the outside and the reader must be as
+    before.
+    """
+    before = world.fingerprint()
+    answers, reasons = [], []
+    for prefix in (
+        ("", "readonly://") if world.protection == "filesystem" and "{" in statement else ("",)
+    ):
+        try:
+            answers.append(
+                str(
+                    reader.sql(
+                        world.fill(statement, prefix=prefix), timeout_s=LIMIT_S, max_rows=1_000
+                    ).to_pylist()
+                )
+            )
+        except StoreError as error:
+            reasons.append(str(error))
+    assert not any(SECRET in answer or "root:" in answer for answer in answers)
+    assert not any("\n" in reason or not reason for reason in reasons)
+    assert world.fingerprint() == before
+    assert not Path("/dev/shm/out_of_the_sandbox").exists()
+    assert reader.sql("SELECT count(*) AS n, twice(21) AS t FROM steps").to_pylist() == [
+        {"n": N_STEPS, "t": 42}
+    ]
+    return "".join(answers) or None
+
+
+@pytest.mark.parametrize("statement", WRITING)
+def test_no_statement_writes(world: World, reader: Reader, statement: str) -> None:
+    assert try_statement(world, reader, statement) is None
+
+
+@pytest.mark.parametrize("statement", READING)
+def test_no_statement_reads_outside_the_run(
+    world: World, reader: Reader, statement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDEN_TOKEN", SECRET)
+    hidden_table = pa.table({"a": [SECRET]})
+    assert try_statement(world, reader, statement) is None
+    assert hidden_table.num_rows == 1
+
+
+@pytest.mark.parametrize("statement", LEAKING)
+def test_what_may_be_answered_says_nothing_of_the_outside(
+    world: World, reader: Reader, statement: str
+) -> None:
+    answer = try_statement(world, reader, statement)
+    assert (
+        answer is None
+        or "secret" not in answer.replace("secret_", "").replace("_secret", "")
+        or "duckdb" in statement
+    )
+
+
+@pytest.mark.parametrize("statement", HEAVY)
+def test_no_statement_outlives_its_limit(world: World, reader: Reader, statement: str) -> None:
+    assert try_statement(world, reader, statement) is None
+
+
+@pytest.mark.parametrize("statement", DEEP, ids=range(len(DEEP)))
+def test_deep_nesting_costs_at_most_a_child(world: World, reader: Reader, statement: str) -> None:
+    try_statement(world, reader, statement)
+
+
+WITHOUT_DUCKDB = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from store.reading import sandbox
+sandbox._lock_settings = lambda *_, **__: None
+sandbox._is_one_query = lambda sql: True
+sandbox.serve(int(sys.argv[2]))"""
+
+
+@needs_landlock
+def test_the_kernel_alone_keeps_every_statement_in(
+    best_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same child without DuckDB's settings and without the check of the text."""
+    monkeypatch.setattr("store.reading.reader._BOOT", WITHOUT_DUCKDB)
+    before = best_world.fingerprint()
+    answers = []
+    with best_world.open() as reader:
+        # Those that switch something on come last: DuckDB then fails at that in every later query.
+        for statement in sorted(
+            [*WRITING, *READING, *LEAKING], key=lambda statement: "enable_" in statement
+        ):
+            with contextlib.suppress(StoreError):
+                answers.append(
+                    str(reader.sql(best_world.fill(statement), timeout_s=5.0).to_pylist())
+                )
+            assert best_world.fingerprint() == before, statement
+    assert answers and not any(SECRET in answer or "root:" in answer for answer in answers)
+
+
+def test_without_protection_the_same_statements_do_harm(tmp_path: Path) -> None:
+    """The control: the statements work where nothing holds them, and the parser takes the smuggled
+    ones for queries.
+    """
+    (canary := tmp_path / "canary").mkdir()
+    with duckdb.connect() as connection:
+        connection.execute(SMUGGLED[0].format(canary=canary))
+        assert (canary / "out.csv").read_text() == "u\n1\n"
+        assert connection.execute(
+            f"SELECT content FROM read_text('{canary}/out.csv')"
+        ).fetchall() == [("u\n1\n",)]
+    assert (
+        duckdb.extract_statements(SMUGGLED[0].format(canary=canary))[0].type
+        == duckdb.StatementType.SELECT
+    )
+
+
+@pytest.mark.skipif(
+    landlock.abi() < 4, reason="this kernel's Landlock knows no TCP, or there is none"
+)
+def test_locked_in_means_reading_one_directory_and_nothing_else(
+    best_world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-c", LOCKED_IN, str(tmp_path), str(best_world.canary)]
+    environment = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@needs_landlock
+def test_a_process_of_several_threads_is_not_taken_for_locked_in() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with pytest.raises(StoreError, match="only the one that asks"):
+            landlock.restrict([])
+    finally:
+        stop.set()
+        thread.join()
+
+
+def children() -> list[psutil.Process]:
+    return processes.children("store.reading.sandbox")
+
+
+def started_by(act: Callable[[], Reader]) -> tuple[Reader, psutil.Process]:
+    before = children()
+    reader = act()
+    (child,) = [child for child in children() if child not in before]
+    return reader, child
+
+
+def test_a_child_has_no_environment_and_no_files_of_its_parent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDEN_TOKEN", SECRET)
+    with (world.canary / "secret.txt").open() as leaked:
+        os.set_inheritable(leaked.fileno(), True)
+        reader, child = started_by(world.open)
+        with reader:
+            assert SECRET not in "".join(child.environ().values())
+            targets = {os.readlink(fd) for fd in Path(f"/proc/{child.pid}/fd").iterdir()}
+    assert all(target == "/dev/null" or target.startswith("socket:") for target in targets)
+
+
+def test_a_reader_survives_a_time_out_and_the_death_of_its_child(world: World) -> None:
+    reader, child = started_by(world.open)
+    with reader:
+        with pytest.raises(SqlTimeout, match=r"within 0\.2 s"):
+            reader.sql(ENDLESS, timeout_s=0.2)
+        assert not child.is_running()
+        assert reader.sql("FROM steps").num_rows == N_STEPS
+        (child,) = [new for new in children() if reader_owns(reader, new)]
+        child.kill()
+        assert reader._child is not None
+        # its main thread is a zombie before its other threads are gone
+        while reader._child.process.poll() is None:
+            time.sleep(0.01)
+        assert reader.sql("FROM steps").num_rows == N_STEPS
+        (child,) = [new for new in children() if reader_owns(reader, new)]
+        killer = threading.Thread(target=kill_at_work, args=(child,))
+        killer.start()
+        with pytest.raises(StoreError, match="killed"):
+            reader.sql(ENDLESS)
+        killer.join()
+        assert reader.sql("FROM steps").num_rows == N_STEPS
+    assert not any(reader_owns(reader, new) for new in children())
+    with pytest.raises(StoreError, match="closed"):
+        reader.sql("SELECT 1")
+
+
+def kill_at_work(child: psutil.Process) -> None:
+    """Once it computes, as ENDLESS does."""
+    before_s = child.cpu_times().user
+    while child.cpu_times().user < before_s + 0.1:
+        time.sleep(0.01)
+    child.kill()
+
+
+def reader_owns(reader: Reader, child: psutil.Process) -> bool:
+    return reader._child is not None and reader._child.process.pid == child.pid
+
+
+def test_limits_of_a_result_are_named(world: World, reader: Reader) -> None:
+    assert reader.sql("FROM range(10)", max_rows=10).num_rows == 10
+    with pytest.raises(StoreError, match="more than 9 rows; aggregate, add LIMIT"):
+        reader.sql("FROM range(10)", max_rows=9)
+    with pytest.raises(StoreError, match="over 1,000,000 bytes; ask for fewer"):
+        reader.sql("SELECT repeat('x', 1000) FROM range(100000)", max_bytes=1_000_000)
+    assert [
+        (table.num_rows, more)
+        for table, more in (reader.first("FROM range(3)", n_rows=n) for n in (0, 2, 3, 4))
+    ] == [
+        (0, True),
+        (2, True),
+        (3, False),
+        (3, False),
+    ]
+    assert reader.sql("SELECT 1 AS a WHERE false").schema.names == ["a"]
+    with pytest.raises(StoreError, match="more memory than it may have"):
+        reader.sql("SELECT list(range) FROM range(1000000000)")
+    with pytest.raises(StoreError, match="more than 0 and at most"):
+        reader.sql("SELECT 1", timeout_s=0)
+
+
+def test_a_snapshot_is_fixed_when_it_is_opened(world: World, tmp_path: Path) -> None:
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=1)
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 0))
+        export(catalog, layout)
+        with open_run(layout.root, protection=world.protection) as old:
+            play(layout, catalog, open_train_group(catalog, 1))
+            export(catalog, layout)
+            with open_run(str(layout.root), protection=world.protection) as new:
+                assert [reader.sql("FROM steps").num_rows for reader in (old, new)] == [6, 12]
+                with pytest.raises(SqlTimeout):
+                    old.sql(ENDLESS, timeout_s=0.1)
+                # also of a fresh child
+                assert [reader.sql("FROM steps").num_rows for reader in (old, new)] == [6, 12]
+            with open_run(layout.root, as_of=old.lsn, protection=world.protection) as again:
+                assert again.sql("FROM steps").num_rows == 6
+
+
+def running_command(world: World) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A command line with an endless query, once its child is at work."""
+    reader, child = started_by(world.open)
+    with reader:
+        reader.sql("SELECT 1")
+        start_s = child.cpu_times().user  # what starting costs on this machine
+    command = [sys.executable, "-m", "store", "sql", str(world.layout.root), ENDLESS]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True, **streams)  # type: ignore[call-overload]
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for child in processes.children("store.reading.sandbox", of=process.pid):
+            if child.cpu_times().user > 2 * start_s + 0.5:
+                return process, child
+        time.sleep(0.02)
+    raise AssertionError("the query did not start")
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_nothing_is_left_of_a_command_that_is_interrupted(
+    best_world: World, how: int, status: int
+) -> None:
+    process, child = running_command(best_world)
+    os.killpg(process.pid, how)  # as a terminal does
+    printed, said = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, printed, said) == (status, "", "")
+    gone, alive = psutil.wait_procs([child], timeout=PATIENCE_S)
+    assert gone and not alive
+
+
+AS_NOBODY = """import json, os, sys
+sys.path[:] = json.loads(sys.argv[1])
+import store.reading.read_only_files
+from store.reading.sandbox import serve
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+serve(int(sys.argv[2]))"""  # the interpreter itself may be where only root may look
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_read_only_run_is_open_to_another_user(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "moved [run]"
+    shutil.copytree(world.layout.root, root, symlinks=True)
+    for path in [root, *root.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    parents = {
+        parent: parent.stat().st_mode
+        for parent in root.parents
+        if parent != Path("/tmp") and parent != Path("/")
+    }
+    monkeypatch.setattr("store.reading.reader._BOOT", AS_NOBODY)
+    try:
+        for parent, mode in parents.items():
+            parent.chmod(mode | 0o055)
+        reader, child = started_by(lambda: open_run(root, protection=world.protection))
+        with reader:
+            assert child.uids().effective == 65534
+            assert reader.sql("FROM steps").num_rows == N_STEPS
+    finally:
+        for parent, mode in parents.items():
+            parent.chmod(mode)
+
+
+def test_a_lower_limit_of_the_user_is_kept(tmp_path: Path) -> None:
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=1)
+    command = f"ulimit -d 3000000; exec {sys.executable} -m store sql {layout.root} 'SELECT 7 AS n' --format csv"
+    answer = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout.split()) == (0, ["n", "7"]), answer.stderr

@@ -1,0 +1,240 @@
+"""A run that somebody else made: what its settings name is not followed before the user says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import configs
+import store.untrusted.trust
+from cli import evaluate, train
+from driver import resume
+from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
+from store.untrusted.trust import FOLLOWED
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PAYLOAD = """
+from pathlib import Path
+Path({mark!r}).touch()
+from envs.key_room import KeyRoomEnv as Env
+"""
+
+
+# 435 bytes: each merge key brings in the pairs of the mapping before it, many times.
+MERGED = "a: &a {x: 1}\n" + "".join(
+    f"{n}: &{n} {{<<: [{','.join([f'*{p}'] * 21)}]}}\n" for p, n in pairwise("abcdef")
+)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A run that this user made and started."""
+    config = configs.from_yaml(
+        f"{{run_dir: {tmp_path / 'run'}, env: {{name: 'payload_of_a_run:Env'}}}}"
+    )
+    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    resume.remember(config)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is there as soon as the class that the run names was imported, in whatever
+    process.
+    """
+    mark = tmp_path / "imported"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "payload_of_a_run.py").write_text(PAYLOAD.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    # not in this process: this is what the test is about
+    monkeypatch.setitem(sys.modules, "payload_of_a_run", None)
+    monkeypatch.delitem(sys.modules, "payload_of_a_run")
+    return mark
+
+
+@pytest.fixture
+def strangers(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same run, for another user: with a key of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (train.main, ["--resume", "{run}", "--dry-run"]),
+        (train.main, ["--resume", "{run}"]),
+        (train.main, ["--fork", "{run}@1", "run_dir={run}-fork"]),
+        (train.main, ["{config}", "run_dir={run}", "--dry-run"]),
+        (train.main, ["{config}", "run_dir={run}"]),
+        (evaluate.main, ["{run}"]),
+        (evaluate.main, ["{run}", "run_dir={run}-new"]),
+        (evaluate.main, ["{run}@1", "run_dir={run}-new", "--dry-run"]),
+    ],
+)
+def test_nothing_that_a_strangers_run_names_is_imported(
+    strangers: Path,
+    mark: Path,
+    tmp_path: Path,
+    main: type[train.main],
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
+    config = tmp_path / "given.yaml"
+    config.write_text("env: {name: 'payload_of_a_run:Env'}\n")
+    assert main([word.format(run=strangers, config=config) for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.startswith(f"error: {strangers} was not made by you on this machine")
+        and error.count("\n") == 1
+    )
+    assert "imports the environment 'payload_of_a_run:Env'" in error
+    assert error.endswith("Add --trust, once, if you know who made it\n")
+    assert not mark.exists()
+
+
+def test_what_was_trusted_once_is_not_asked_about_again(
+    strangers: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
+    assert train.main(["--resume", str(strangers), "--dry-run", "--trust"]) == 0, (
+        capsys.readouterr().err
+    )
+    assert mark.exists(), "the attack itself works"
+    assert made_by_this_user(strangers)
+    assert train.main(["--resume", str(strangers), "--dry-run"]) == 0
+
+
+def test_ones_own_run_goes_on_wherever_it_lies(mine: Path, tmp_path: Path) -> None:
+    check_trusted(mine)
+    shutil.copytree(mine, tmp_path / "copy")
+    check_trusted(tmp_path / "copy")
+    (tmp_path / "link").symlink_to(mine)
+    check_trusted(tmp_path / "link")
+    mine.rename(tmp_path / "moved")
+    check_trusted(tmp_path / "moved")
+    (tmp_path / "runs").symlink_to(tmp_path)
+    check_trusted(tmp_path / "runs" / "moved")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+def test_settings_that_somebody_changed_are_a_strangers(mine: Path, name: str) -> None:
+    path = mine / name
+    text = path.read_text().replace("payload_of_a_run", "payload_of_another")
+    path.unlink()
+    path.write_text(text)
+    with pytest.raises(StoreError, match=r"payload_of_another.*--trust"):
+        check_trusted(mine)
+
+
+def test_a_run_on_read_only_media_is_trusted_for_one_command(
+    strangers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(run: Path, *, config: bytes | None) -> bool:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(store.untrusted.trust, "sign_run", refused)
+    monkeypatch.setattr(store.untrusted.trust, "_trusted_now", set())
+    trust(strangers)
+    check_trusted(strangers)
+    assert not made_by_this_user(strangers)
+
+
+# Settings that are texts, or have texts in them, and name nothing outside of the run that would be
+# followed.
+RUN_DIR = "run_dir"  # the directory that the user gives counts
+WORDS = {  # one of a few words each, checked by configs
+    *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
+    *("prompt.style", "prompt.parser", "prompt.invalid"),
+    *(
+        f"algorithm.{name}"
+        for name in ("estimator", "normalise", "weighting", "signal", "anchor", "anchor_versions")
+    ),
+    *(f"loss.{name}" for name in ("policy", "corrections", "proximal", "aggregation", "kl")),
+}
+# of prompts, and of requests to endpoint.url, which is shown
+CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
+# SQL: executed in a process that can read the sources and nothing else
+QUERIES = {"stored.order", "stored.train_on"}
+
+
+def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from settings_with_texts(value, f"{prefix}{field.name}.")
+        elif "str" in str(field.type) or "Any" in str(field.type):
+            yield f"{prefix}{field.name}"
+
+
+def test_every_setting_that_names_something_outside_is_shown() -> None:
+    """A new setting with a text in it has to be put in FOLLOWED, or above with the reason why
+    not.
+    """
+    harmless = {RUN_DIR, *WORDS, *CONTENT, *QUERIES}
+    assert set(settings_with_texts(configs.Config())) == harmless | set(FOLLOWED)
+    assert not harmless & set(FOLLOWED)
+
+
+def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:
+    (strangers / "config.yaml").write_text(
+        "endpoint: {url: 'http://x/v1', api_key_env: AWS_SECRET_ACCESS_KEY}\n"
+    )
+    with pytest.raises(
+        StoreError, match="sends the secret in the variable 'AWS_SECRET_ACCESS_KEY'"
+    ):
+        check_trusted(strangers)
+
+
+def test_what_is_no_run_is_not_trusted(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="is not a run directory"):
+        trust(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "env: {name: 'a\\e]52;c;aGk=\\a:Env'}",
+        "a: &a [x, x]\n" + "".join(f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}]\n" for p, n in pairwise("abcdefghijklm"))
+        + "env: {name: x, options: *m}",
+        "env: " + "{env: " * 2000,
+        MERGED,
+        "env: {name: 'x', <<: {options: hidden}}",
+        "env: {options: 1" + ":1" * 500_000 + "}",
+        "env: {name: [" + "x, " * 120_000 + "]}",
+        "env: {name: !!timestamp x}",
+        "]",
+        "env: !!python/object/apply:os.system ['touch imported']",
+        "5",
+    ],
+)  # fmt: skip
+def test_settings_that_are_hostile_are_shown_in_one_short_line(strangers: Path, text: str) -> None:
+    (strangers / "config.yaml").write_text(text)
+    with pytest.raises(StoreError, match="--trust") as refused:
+        check_trusted(strangers)
+    shown = str(refused.value)
+    assert "payload_of_a_run:Env" in shown, "run.json is read whatever config.yaml holds"
+    assert len(shown) < 3000 and shown.isascii() and shown.isprintable()
+
+
+def test_the_text_of_a_run_is_shown_whatever_run_json_says(strangers: Path) -> None:
+    path = strangers / "run.json"
+    content = json.loads(path.read_text())
+    path.unlink()
+    path.write_text(json.dumps({**content, "config_yaml": 7}))
+    with pytest.raises(StoreError, match="payload_of_a_run"):
+        check_trusted(strangers)

@@ -1,0 +1,146 @@
+"""A tiny model, rows for it and what is read off an engine, for the tests of the engine and of its
+ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+
+from configs import TinyModelConfig
+from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.distributed.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON
+from learner.distributed.optimizer_state import trainable
+from learner.model.tiny_model import make_tiny_model, train_tokenizer
+from learner.training.engine import Engine
+
+WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or three rows at a time
+LENGTHS = (3, 20)  # of random prompts
+
+
+def make_base(path: Path) -> Path:
+    config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2, heads=2)
+    make_tiny_model(path, train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0)
+    return path
+
+
+def random_rows(n_rows: int = 8, *, seed: int = 0) -> pa.Table:
+    """Of one step each, none longer than CUT."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(8, 264, (length,), generator=generator).tolist()
+
+    responses = [ids(1, 6) for _ in range(n_rows)]
+    return _table(
+        prompts=[ids(*LENGTHS) for _ in range(n_rows)],
+        responses=responses,
+        logprobs=[[-5.6] * len(response) for response in responses],
+        advantages=torch.randn(n_rows, generator=generator).tolist(),
+        steps=[(row, 0) for row in range(n_rows)],
+    )
+
+
+def far_rows() -> pa.Table:
+    """Rows whose behaviour log-probabilities are far enough off that every correction has something
+    to do.
+    """
+    rows = random_rows(12, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    lengths = [len(ids) for ids in rows["response_ids"].to_pylist()]
+    drawn = [(-5.6 + 0.6 * torch.randn(n, generator=generator)).tolist() for n in lengths]
+    index = rows.column_names.index("response_logprobs")
+    return rows.set_column(index, "response_logprobs", pa.array(drawn, pa.list_(pa.float32())))
+
+
+def history_rows() -> pa.Table:
+    """Five trajectories of three steps whose prompts are all that was said before: each merges into
+    one sequence.
+    """
+    rows = random_rows(15, seed=5).to_pydict()
+    for row in range(15):
+        rows["traj_uid"][row] = bytes([row // 3]) * 16
+        if row % 3:
+            rows["prompt_ids"][row] = (
+                rows["prompt_ids"][row - 1]
+                + rows["response_ids"][row - 1]
+                + rows["prompt_ids"][row][:3]
+            )
+    return _table(
+        prompts=rows["prompt_ids"],
+        responses=rows["response_ids"],
+        logprobs=rows["response_logprobs"],
+        advantages=rows["advantage"],
+        steps=[divmod(row, 3) for row in range(15)],
+    )
+
+
+def _table(
+    *,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    logprobs: list[list[float]],
+    advantages: list[float],
+    steps: list[tuple[int, int]],
+) -> pa.Table:
+    return pa.table(
+        {
+            "traj_uid": pa.array(
+                [bytes([trajectory]) * 16 for trajectory, _ in steps], pa.binary(16)
+            ),
+            "step_index": pa.array([step for _, step in steps], pa.int32()),
+            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "response_ids": pa.array(responses, pa.list_(pa.int32())),
+            "response_logprobs": pa.array(logprobs, pa.list_(pa.float32())),
+            "advantage": pa.array(advantages, pa.float64()),
+            "staleness": pa.array([row % 3 for row in range(len(prompts))], pa.int64()),
+        }
+    )
+
+
+def cut(
+    rows: pa.Table, tokens: int, *, ranks: int = 1, merge_steps: bool = False
+) -> list[MicroBatch]:
+    return micro_batches(rows, micro_batch_tokens=tokens, merge_steps=merge_steps, ranks=ranks)
+
+
+def copied(engine: Engine) -> dict[str, torch.Tensor]:
+    """The weights as they are now; all ranks together."""
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def assert_first_step_same(
+    one: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor],
+    gradients: dict[str, torch.Tensor],
+    *,
+    learning_rate: float,
+) -> None:
+    """Weights after a first update, each of them, up to what rounding of its gradient explains.
+
+    Adam's first step is learning_rate g / (|g| + eps). Sums in another order change g by less than
+    1e-8 here, which is nothing to a step of most weights, and all of it where g itself is rounding:
+    of a key's bias, whose true gradient is 0.
+    """
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        allowed = 1e-6 + learning_rate * 1e-8 / (gradients[name].abs() + ADAM_EPSILON)
+        assert ((tensor - other[name]).abs() <= allowed).all(), name
+
+
+def gradient(engine: Engine) -> dict[str, torch.Tensor]:
+    """After the first update of its life: the clipped gradient as Adam saw it, read off its first
+    moment.
+    """
+    found = {}
+    for name, parameter in trainable(engine.policy.causal_lm).items():
+        if engine.deepspeed.zero_optimization():
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+        else:
+            moment = engine.deepspeed.optimizer.state[parameter]["exp_avg"]
+        found[name] = moment.detach().clone() / (1.0 - ADAM_BETAS[0])
+    return found

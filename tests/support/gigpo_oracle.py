@@ -1,0 +1,328 @@
+"""Advantages in plain Python float64, row by row and from the definitions: what the SQL is compared
+with.
+
+Shares no code and no shortcut with gigpo/: statistics run over rows (not over trajectories' two
+scores), keys are tuples, distances are a breadth-first search, and what differs is decided by exact
+decimals (so rewards here are short decimals).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+import pyarrow as pa
+
+from gigpo import AdvantageSettings
+
+EPSILON = 1e-6
+Value = float | None  # None: must be exactly 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    group: int
+    trajectory: int
+    step: int
+    reward: float
+    valid: bool
+    state: int | None
+    version: int = 0
+    weight: float = 1.0
+    won: bool = False
+    actions: tuple[str, ...] = ()
+    key: str | None = None
+
+
+def to_table(rows: Sequence[Row]) -> pa.Table:
+    def uid(n: int | None) -> bytes | None:
+        return None if n is None else n.to_bytes(16, "big")
+
+    return pa.table(
+        {
+            "group_uid": pa.array([uid(r.group) for r in rows], pa.binary(16)),
+            "traj_uid": pa.array([uid(r.trajectory) for r in rows], pa.binary(16)),
+            "step_index": pa.array([r.step for r in rows], pa.int32()),
+            "reward": pa.array([r.reward for r in rows], pa.float64()),
+            "is_action_valid": pa.array([r.valid for r in rows], pa.bool_()),
+            "state_hash": pa.array([uid(r.state) for r in rows], pa.binary(16)),
+            "version_min": pa.array([r.version for r in rows], pa.int64()),
+            "weight": pa.array([r.weight for r in rows], pa.float64()),
+            "won": pa.array([r.won for r in rows], pa.bool_()),
+            "admissible_actions": pa.array([r.actions for r in rows], pa.list_(pa.string())),
+            "anchor_key": pa.array([r.key for r in rows], pa.string()),
+        }
+    )
+
+
+def by_trajectory_and_group(
+    rows: Sequence[Row],
+) -> tuple[dict[int, list[Row]], dict[int, list[Row]]]:
+    """Those of a trajectory in the order of its steps, those of a group in the order given."""
+    trajectories: dict[int, list[Row]] = defaultdict(list)
+    groups: dict[int, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.step):
+        trajectories[row.trajectory].append(row)
+    for row in rows:
+        groups[row.group].append(row)
+    return trajectories, groups
+
+
+def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value, Value]]:
+    """(A_E, A_S, A) of every row."""
+    trajectories, groups = by_trajectory_and_group(rows)
+    total = {name: undiscounted(steps) for name, steps in trajectories.items()}
+    score = {place(r): total[r.trajectory] - (0.0 if r.valid else s.invalid_penalty) for r in rows}
+    if s.estimator == "graphgpo":
+        returns = graph_returns(groups, trajectories, total)
+    else:
+        returns = {}
+        for steps in trajectories.values():
+            running = 0.0
+            for row in reversed(steps):  # eq. 5
+                running = row.reward + s.gamma * running
+                returns[place(row)] = running
+    returns = {place(r): returns[place(r)] - (0.0 if r.valid else s.invalid_penalty) for r in rows}
+
+    episode = {place(r): episode_term(r, groups[r.group], score, trajectories, s) for r in rows}
+    if s.estimator.startswith("reinforce"):
+        episode = whitened(episode, trajectories, s)
+    if s.estimator == "hgpo":
+        step = hierarchical(trajectories, returns, s, rows)
+    elif s.estimator in ("gigpo", "graphgpo"):
+        step = step_terms(
+            [(r, anchor(r, trajectories[r.trajectory], groups[r.group], s)) for r in rows],
+            returns,
+            s,
+        )
+    else:
+        step = {place(r): None for r in rows}
+    omega = s.omega if s.estimator in ("gigpo", "graphgpo") else 1.0
+    return [
+        (episode[p], step[p], (episode[p] or 0.0) + omega * (step[p] or 0.0))  # eq. 8
+        for p in map(place, rows)
+    ]
+
+
+def differences(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[bool, bool, bool]]:
+    """(episodes_differ, steps_differ, has_penalties) of every row, in exact decimals; not for
+    graphgpo.
+    """
+    trajectories, groups = by_trajectory_and_group(rows)
+    exact: dict[tuple[int, int], Decimal] = {}
+    for steps in trajectories.values():
+        running = Decimal(0)
+        for row in reversed(steps):
+            running = exact[place(row)] = (
+                Decimal(repr(row.reward)) + Decimal(repr(s.gamma)) * running
+            )
+    total = {
+        name: sum(Decimal(repr(row.reward)) for row in steps)
+        for name, steps in trajectories.items()
+    }
+    has_step_term = s.estimator == "hgpo" or (s.estimator in ("gigpo", "graphgpo") and s.omega > 0)
+    met: dict[Hashable, set[Decimal]] = defaultdict(set)
+    keys = {place(r): anchor(r, trajectories[r.trajectory], groups[r.group], s) for r in rows}
+    for row in rows:
+        met[keys[place(row)]].add(exact[place(row)])
+    return [
+        (
+            len({total[other.trajectory] for other in groups[row.group]}) > 1,
+            has_step_term and keys[place(row)] is not None and len(met[keys[place(row)]]) > 1,
+            s.invalid_penalty > 0 and not all(other.valid for other in groups[row.group]),
+        )
+        for row in rows
+    ]
+
+
+def place(row: Row) -> tuple[int, int]:
+    return row.trajectory, row.step
+
+
+def undiscounted(steps: Sequence[Row]) -> float:
+    total = 0.0
+    for row in reversed(steps):
+        total = row.reward + total
+    return total
+
+
+def episode_term(
+    row: Row, members: list[Row], score: dict, trajectories: dict, s: AdvantageSettings
+) -> Value:
+    """Eq. 3 and its relatives, over the rows of one group."""
+    if s.estimator == "hgpo":
+        return None
+    x = score[place(row)]
+    if s.estimator == "reinforce_pp":
+        return x
+    by_trajectory = s.weighting == "trajectories"
+    names = {r.trajectory for r in members}
+    n = len(names) if by_trajectory else len(members)
+    standardise = s.normalise == "mean_std" and s.estimator in ("gigpo", "grpo", "graphgpo")
+    if n == 1:
+        return x / (1 + EPSILON) if standardise else x
+    values = [score[place(r)] for r in members]
+    if max(values) == min(values):
+        return None
+    mean_of = {
+        name: math.fsum(score[place(r)] for r in trajectories[name]) / len(trajectories[name])
+        for name in names
+    }
+    if s.estimator == "rloo" or (
+        s.normalise == "leave_one_out" and s.estimator in ("gigpo", "grpo", "graphgpo")
+    ):
+        if by_trajectory:
+            return x - math.fsum(mean_of[name] for name in names if name != row.trajectory) / (
+                n - 1
+            )
+        return x - (math.fsum(values) - x) / (n - 1)
+    mean = math.fsum(mean_of.values()) / n if by_trajectory else math.fsum(values) / n
+    if not standardise:
+        return x - mean
+    share = [1 / len(trajectories[r.trajectory]) if by_trajectory else 1.0 for r in members]
+    variance = math.fsum(u * (v - mean) ** 2 for u, v in zip(share, values, strict=True)) / (n - 1)
+    return (x - mean) / (math.sqrt(variance) + EPSILON)
+
+
+def whitened(episode: dict, trajectories: dict, s: AdvantageSettings) -> dict:
+    value = {p: v or 0.0 for p, v in episode.items()}
+    if len(value) == 1 or max(value.values()) == min(value.values()):
+        return dict.fromkeys(value)
+    share = {p: 1.0 if s.weighting == "steps" else 1 / len(trajectories[p[0]]) for p in value}
+    n = len(value) if s.weighting == "steps" else len(trajectories)
+    if n == 1:
+        return dict.fromkeys(value)
+    mean = math.fsum(share[p] * v for p, v in value.items()) / n
+    variance = math.fsum(share[p] * (v - mean) ** 2 for p, v in value.items()) / (n - 1)
+    return {p: (v - mean) / math.sqrt(variance + 1e-8) for p, v in value.items()}
+
+
+def anchor(
+    row: Row, trajectory: list[Row], group: list[Row], s: AdvantageSettings
+) -> Hashable | None:
+    """Eq. 6: what must be equal for two steps to be compared; None compares with nothing."""
+    bucket = None
+    if s.anchor_versions == "window":
+        bucket = (max(r.version for r in group) - row.version) // (s.version_window + 1)
+    if s.anchor == "anchor_key":
+        return None if row.key is None else (row.group, bucket, row.key)
+    if row.state is None:
+        return None
+    if s.anchor == "state_and_actions":
+        return row.group, bucket, row.state, frozenset(row.actions)
+    if s.anchor == "suffix":
+        return suffix(row, trajectory, min(s.anchor_history, row.step + 1), bucket)
+    return row.group, bucket, row.state
+
+
+def suffix(row: Row, trajectory: list[Row], length: int, bucket: int | None) -> Hashable | None:
+    states = tuple(r.state for r in trajectory[row.step + 1 - length : row.step + 1])
+    return None if None in states else (row.group, bucket, states)
+
+
+def step_terms(
+    keyed: list[tuple[Row, Hashable | None]], returns: dict, s: AdvantageSettings, ddof: int = 1
+) -> dict:
+    """Eq. 7, over the rows of each key."""
+    members: dict[Hashable, list[Row]] = defaultdict(list)
+    for row, key in keyed:
+        if key is not None:
+            members[key].append(row)
+    return {
+        place(row): None if key is None else step_term(row, members[key], returns, s, ddof)
+        for row, key in keyed
+    }
+
+
+def step_term(
+    row: Row, members: list[Row], returns: dict, s: AdvantageSettings, ddof: int
+) -> Value:
+    values = [returns[place(r)] for r in members]
+    weights = [r.weight if s.anchor_versions == "weighted" else 1.0 for r in members]
+    if max(values) == min(values):
+        return None
+    total = math.fsum(weights)
+    mean = math.fsum(w * v for w, v in zip(weights, values, strict=True)) / total
+    centred = returns[place(row)] - mean
+    if s.normalise == "mean":
+        return centred
+    if s.normalise == "leave_one_out":
+        others = [
+            (w, v)
+            for w, v, r in zip(weights, values, members, strict=True)
+            if r.trajectory != row.trajectory
+        ]
+        if not others:
+            return None
+        return returns[place(row)] - math.fsum(w * v for w, v in others) / math.fsum(
+            w for w, _ in others
+        )
+    divisor = total - ddof * math.fsum(w * w for w in weights) / total
+    variance = (
+        math.fsum(w * (v - mean) ** 2 for w, v in zip(weights, values, strict=True)) / divisor
+    )
+    return centred / (math.sqrt(variance) + EPSILON)
+
+
+def hierarchical(
+    trajectories: dict, returns: dict, s: AdvantageSettings, rows: Sequence[Row]
+) -> dict:
+    """HGPO: suffixes of 1, 2, ... states, weighed by their length + 1, where there is something to
+    compare.
+    """
+    newest = {
+        group: max(r.version for r in rows if r.group == group) for group in {r.group for r in rows}
+    }
+    levels = []
+    for length in range(1, s.anchor_history + 1):
+        keyed = []
+        for row in rows:
+            window = s.anchor_versions == "window"
+            bucket = (newest[row.group] - row.version) // (s.version_window + 1) if window else None
+            if length <= row.step + 1:
+                keyed.append((row, suffix(row, trajectories[row.trajectory], length, bucket)))
+        levels.append((length + 1, step_terms(keyed, returns, s, ddof=0)))
+    result: dict[tuple[int, int], Value] = {}
+    for p in map(place, rows):
+        terms = [(w, level[p]) for w, level in levels if abs(level.get(p) or 0.0) > 1e-9]
+        result[p] = sum(w * a for w, a in terms) / sum(w for w, _ in terms) if terms else None
+    return result
+
+
+def graph_returns(groups: dict, trajectories: dict, total: dict) -> dict:
+    """10 * 0.1 ^ (steps from the next state to success), where 10 is what the group's best won
+    trajectory got.
+    """
+    result: dict[tuple[int, int], float] = {}
+    for members in groups.values():
+        names = {r.trajectory for r in members}
+        node = {
+            place(r): ("unknown", *place(r)) if r.state is None else ("state", r.state)
+            for r in members
+        }
+        following: dict[tuple[int, int], Hashable] = {}
+        for name in names:
+            steps = trajectories[name]
+            for row, later in zip(steps, [*steps[1:], None], strict=True):
+                end = "success" if row.won else "nowhere"
+                following[place(row)] = end if later is None else node[place(later)]
+        before: dict[Hashable, set[Hashable]] = defaultdict(set)
+        for p, following_node in following.items():
+            before[following_node].add(node[p])
+        distance: dict[Hashable, int] = {"success": 0}
+        queue: deque[Hashable] = deque(["success"])
+        while queue:
+            current = queue.popleft()
+            for earlier in before[current]:
+                if earlier not in distance:
+                    distance[earlier] = distance[current] + 1
+                    queue.append(earlier)
+        scale = max((total[r.trajectory] for r in members if r.won), default=0.0)
+        for p, following_node in following.items():
+            result[p] = (
+                scale * 0.1 ** distance[following_node] if following_node in distance else 0.0
+            )
+    return result

@@ -1,0 +1,263 @@
+"""A learner's loop without Ray, workers or a model: the real coordinator and catalog, trained by a
+stand-in.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import configs
+from configs import Config
+from coordinator import Coordinator, Lease
+from learner import Learner, LearnerSetup
+from learner.checkpointing.checkpoint import CheckpointError, CheckpointPoint
+from learner.data.micro_batch import MicroBatch
+from learner.training.update_stats import UpdateStats
+from store import (
+    RunLayout,
+    Step,
+    Trajectory,
+    files_digest,
+    state_hash,
+    write_open_sql,
+    write_segment,
+)
+
+WEIGHTS_FILE = "model.safetensors"
+GROUPS_PER_STEP, GROUP_SIZE, N_STEPS = 2, 2, 2
+DAMAGE = "damaged"
+FAST_DISK = Path("/dev/shm")  # every transaction is synced, and nothing here is about the disk
+
+
+@contextmanager
+def fast_directory() -> Iterator[Path]:
+    """Empty, removed at the end."""
+    with tempfile.TemporaryDirectory(
+        prefix="learner-loop-", dir=FAST_DISK if FAST_DISK.is_dir() else None
+    ) as name:
+        yield Path(name)
+
+
+def make_config(run_dir: Path, *, max_staleness: int, **learner: object) -> Config:
+    config = Config(run_dir=str(run_dir), max_staleness=max_staleness)
+    changes: dict[str, Any] = {
+        "groups_per_step": GROUPS_PER_STEP,
+        "steps": 4,
+        "checkpoint_every": 100,
+        "starvation_timeout_s": 20.0,
+        **learner,
+    }
+    return replace(
+        config,
+        env=configs.EnvConfig(name="key_room", options={}),
+        algorithm=replace(config.algorithm, group_size=GROUP_SIZE),
+        learner=replace(config.learner, **changes),
+        evaluation=replace(config.evaluation, every=0),
+    )
+
+
+def open_coordinator(config: Config) -> Coordinator:
+    """Of the run at `config.run_dir`, made if it is not there; closing it and opening another is a
+    restart.
+    """
+    run_dir = Path(config.run_dir)
+    if not RunLayout.exists(run_dir):
+        layout = RunLayout.create(run_dir, config_yaml=configs.to_yaml(config))
+        write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
+    return Coordinator(config, learns=True)
+
+
+def play(
+    coordinator: Coordinator, lease: Lease, *, n_response_tokens: int = 2, alike: bool = False
+) -> None:
+    """Commits a whole group by its lease's version: N_STEPS steps a trajectory, each worth m to
+    member m unless `alike`.
+    """
+    version = lease.version.version
+    trajectories = [
+        Trajectory(
+            traj_uid=lease.group.traj_uids[member],
+            group_uid=lease.group.group_uid,
+            env_name="key_room",
+            task_id=lease.task.id,
+            split=lease.task.split,
+            seed=0,
+            member=member,
+            won=bool(member),
+            task_score=None,
+            steps=tuple(
+                Step(
+                    step_index=index,
+                    prompt_ids=(1, 2, 3 + index),
+                    prompt_dropped_turns=0,
+                    prompt_dropped_tokens=0,
+                    response_ids=(7,) * n_response_tokens,
+                    response_logprobs=(-0.5,) * n_response_tokens,
+                    version_min=version,
+                    version_max=version,
+                    finish_reason="stop",
+                    obs_text=f"room {index}",
+                    anchor_text=f"room {index}",
+                    state_hash=state_hash(f"room {index}"),
+                    admissible_actions=None,
+                    action_text="go",
+                    reward=0.0 if alike else float(member),
+                    is_action_valid=True,
+                    terminated=index == N_STEPS - 1,
+                    truncated=False,
+                    t_start_us=1,
+                    gen_us=1,
+                    env_us=1,
+                )
+                for index in range(N_STEPS)
+            ),
+        )
+        for member in lease.group.missing
+    ]
+    coordinator.commit(
+        write_segment(coordinator.layout, trajectories, worker="w", epoch=lease.epoch), lease.epoch
+    )
+
+
+def play_all(coordinator: Coordinator, **how: Any) -> int:
+    """Everything that admission hands out; how many groups."""
+    n = 0
+    while (lease := coordinator.lease("w")) is not None:
+        play(coordinator, lease, **how)
+        n += 1
+    return n
+
+
+class Handle:
+    """Looks like the coordinator's Ray handle. Workers that are always ready play whatever there is
+    before each claim.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, *, playing: Callable[[Coordinator], object] = play_all
+    ) -> None:
+        self.coordinator, self.playing = coordinator, playing
+        self.claims_for: list[int] = []  # versions, also where nothing was claimed
+        # as Ray has it: the loop, its prefetching and its heart all call
+        self.one_call = threading.Lock()
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *given, **named: self.call(name, *given, **named))
+
+    def call(self, name: str, *given: Any, **named: Any) -> Any:
+        with self.one_call:
+            if name == "claim":
+                self.claims_for.append(given[0])
+                self.playing(self.coordinator)
+            return getattr(self.coordinator, name)(*given, **named)
+
+
+class Silent:
+    """In the place of a Heartbeat, whose thread would outlive its coordinator."""
+
+    def __init__(self, send: object) -> None: ...
+
+    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StandIn:
+    """In the place of Ranks: its weights are the updates it has seen; `stats` says how the updates
+    of a learner step go.
+    """
+
+    broadcast = None
+
+    stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]]
+
+    def __init__(self, config: Config, *, model_path: str) -> None:
+        self.config = config
+        self.n_updates = 0
+        self.closed = False
+
+    def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
+        self.n_updates += len(updates)
+        return self.stats(updates)
+
+    def publish(self, directory: Path) -> str:
+        directory.mkdir()
+        (directory / WEIGHTS_FILE).write_text(str(self.n_updates))
+        return files_digest([directory / WEIGHTS_FILE])
+
+    def save_checkpoint(
+        self, directory: Path, *, learner_step: int, version: int, lsn: int
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        point = CheckpointPoint(
+            learner_step=learner_step, version=version, n_updates=self.n_updates, lsn=lsn
+        )
+        (directory / "point.json").write_text(json.dumps(asdict(point)))
+
+    def load_checkpoint(self, directory: Path) -> CheckpointPoint:
+        text = (directory / "point.json").read_text()
+        if text == DAMAGE:
+            raise CheckpointError(f"{directory} is damaged; use an older checkpoint")
+        point = CheckpointPoint(**json.loads(text))
+        self.n_updates = point.n_updates
+        return point
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def good(updates: Sequence[Sequence[MicroBatch]], **tokens: float) -> list[UpdateStats]:
+    """Updates that went well; `tokens` are figures as `token_diagnostics` has them."""
+    return [
+        UpdateStats(
+            loss=0.5,
+            kl=0.0,
+            entropy=tokens.get("entropy", 1.0),
+            grad_norm=1.0,
+            learning_rate=1e-3,
+            n_rows=sum(batch.n_rows for batch in update),
+            n_tokens=sum(batch.n_response_tokens for batch in update),
+            n_tokens_computed=sum(batch.n_tokens for batch in update),
+            skipped=False,
+            bad_rows=(),
+            tokens={"ess": tokens.get("ess", 1.0), "mismatch_kl": tokens.get("mismatch_kl", 0.0)},
+        )
+        for update in updates
+    ]
+
+
+def bad(updates: Sequence[Sequence[MicroBatch]], *, rows: tuple[int, ...]) -> list[UpdateStats]:
+    return [
+        replace(
+            stats,
+            loss=float("inf"),
+            grad_norm=float("inf"),
+            skipped=True,
+            bad_rows=rows,
+            tokens={"ess": float("inf")},
+        )
+        for stats in good(updates)
+    ]
+
+
+def make_learner(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    handle: Handle,
+    stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]],
+) -> Learner:
+    """Not started."""
+    monkeypatch.setattr("learner.learner.Ranks", type("Ranks", (StandIn,), {"stats": stats}))
+    monkeypatch.setattr("learner.learner.Heartbeat", Silent)
+    monkeypatch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
+    return Learner(LearnerSetup(config=config, model_path="unused"), handle)  # type: ignore[arg-type]

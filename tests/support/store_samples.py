@@ -1,0 +1,121 @@
+"""Small honest trajectories and a writer process, for the store's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from store import (
+    Catalog,
+    GroupRecord,
+    RunLayout,
+    Step,
+    StepImage,
+    Trajectory,
+    Unfinished,
+    export,
+    state_hash,
+    write_open_sql,
+    write_segment,
+)
+
+LOGPROBS = (-0.5, -0.25)  # exact in float32, so that a round trip can be compared with ==
+
+
+def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> Step:
+    fields = {
+        "step_index": index,
+        "prompt_ids": (1, 2, 3 + index),
+        "prompt_dropped_turns": index,
+        "prompt_dropped_tokens": 10 * index,
+        "response_ids": (7, 0),
+        "response_logprobs": LOGPROBS,
+        "version_min": version,
+        "version_max": version + 1,
+        "finish_reason": "stop",
+        "obs_text": f"room {index}",
+        "anchor_text": None if index == 1 else f"room {index}",
+        "state_hash": None if index == 1 else state_hash(f"room {index}"),
+        "admissible_actions": ("go north", "go south") if index else None,
+        "action_text": "go north",
+        "reward": float(index),
+        "is_action_valid": index != 0,
+        "terminated": index == n_steps - 1,
+        "truncated": False,
+        "t_start_us": 1_700_000_000_000_001 + index * 1_000,
+        "gen_us": 500,
+        "env_us": 20,
+        "images": (StepImage(height=1, width=2, pixels=bytes([index] * 6)),) if index == 1 else (),
+    }
+    return Step(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_trajectory(
+    group: GroupRecord, member: int, *, version: int = 0, n_steps: int = 3
+) -> Trajectory:
+    return Trajectory(
+        traj_uid=group.traj_uids[member],
+        group_uid=group.group_uid,
+        env_name="rooms",
+        task_id=group.task_id,
+        split=group.split,
+        seed=5,
+        member=member,
+        won=member % 2 == 0,
+        task_score=None if member else 0.5,
+        steps=tuple(make_step(index, n_steps=n_steps, version=version) for index in range(n_steps)),
+    )
+
+
+def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) -> GroupRecord:
+    task_id = f"task-{catalog.next_ordinal('train') if ordinal is None else ordinal}"
+    return catalog.open_group(
+        ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
+    )
+
+
+def play(
+    layout: RunLayout, catalog: Catalog, group: GroupRecord, *, version: int = 0, worker: str = "w0"
+) -> None:
+    trajectories = [make_trajectory(group, member, version=version) for member in group.missing]
+    catalog.commit(
+        write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch), epoch=catalog.epoch
+    )
+
+
+def make_unfinished(group: GroupRecord, number: int, **changes: object) -> Unfinished:
+    fields = {
+        "group_uid": group.group_uid,
+        "number": number,
+        "version": 1,
+        "begun_us": 1_700_000_000_000_000,
+        "ended_us": 1_700_000_009_000_000,
+        "n_steps": 7,
+        "n_response_tokens": 70,
+        "why": "straggler",
+    }
+    return Unfinished(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def write_for_ever(root: Path) -> None:
+    """Commits groups and exports after each; prints the ordinal of every group once its commit was
+    acknowledged.
+    """
+    layout = (
+        RunLayout.open(root)
+        if RunLayout.exists(root)
+        else RunLayout.create(root, config_yaml="a: 1\n")
+    )
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=4)
+        while True:
+            group = catalog.lease_open_group(worker="w0", lease_s=60.0) or open_train_group(
+                catalog, None
+            )
+            play(layout, catalog, group)
+            print(group.ordinal, flush=True)
+            export(catalog, layout)
+
+
+if __name__ == "__main__":
+    write_for_ever(Path(sys.argv[1]))
