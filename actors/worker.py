@@ -1,7 +1,7 @@
 """The actor: plays leased groups with its own vLLM engine and commits them. It never waits for the
 learner.
 
-Player.run       plays leased groups and follows the published weights (`player.py`)
+RolloutRunner.run       plays leased groups and follows the published weights (`player.py`)
 _adapt           gives the engine as many requests as it can hold, and plays as many episodes as
 keep it busy _watch_engine    asks the engine for a sign of life; one that does not answer ends the
 worker, and another is started
@@ -29,7 +29,7 @@ from actors.inference.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.inference.openai_policy import ChatPolicy
 from actors.inference.vllm_engine import EngineLostError
 from actors.inference.vllm_policy import VLLMPolicy, load_ahead
-from actors.inference.weight_sync import ServedWeights
+from actors.inference.weight_sync import WeightSync
 from actors.policy import Policy, ScriptedPolicy
 from actors.prompting.images import load_image_form
 from actors.prompting.prompt import PromptForm
@@ -37,10 +37,10 @@ from actors.prompting.tokenizer import load_tokenizer
 from actors.rollout.attempts import Attempts
 from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode
 from actors.rollout.group import with_attempts
-from actors.rollout.runner import LONG_S, Player
+from actors.rollout.runner import LONG_S, RolloutRunner
 from configs import Config, loaded
 from coordinator import Heartbeat, capture_output
-from coordinator.batched_calls import SharedHandle
+from coordinator.batched_calls import BatchedHandle
 from coordinator.client import CoordinatorClient
 from coordinator.leases import Lease
 from envs import EnvironmentPool, ProgramPool, is_program
@@ -71,7 +71,7 @@ class Worker:
         gc.disable()  # until it has started: a fifth of what imports take
         config = setup.config
         self.name, self.config, self.model_path = setup.name, config, setup.model_path
-        self.coordinator = CoordinatorClient(SharedHandle(coordinator), worker=setup.name)
+        self.coordinator = CoordinatorClient(BatchedHandle(coordinator), worker=setup.name)
         self.layout = RunLayout.open(Path(config.run_dir))
         capture_output(self.layout.logs / f"{self.name}.log")
         self.engine_log = self.layout.logs / f"{self.name}-engine.log"
@@ -107,7 +107,7 @@ class Worker:
         self.endpoint: Endpoint | None = None  # of a ProgramPool
         self.engine: VLLMPolicy | None = None
         self.policy: Policy = self.chat or ScriptedPolicy(self.form.encode_answer)
-        self.player = Player(
+        self.player = RolloutRunner(
             self.coordinator,
             config,
             play=self._play_member,
@@ -142,14 +142,14 @@ class Worker:
                 log_path=self.engine_log,
             )
             self.policy = self.engine
-            self.player.weights = ServedWeights(
+            self.player.weights = WeightSync(
                 self.engine,
                 self.layout,
                 newest=self.coordinator.newest_version,
                 record=self.coordinator.record,
                 # In synchronous training no other engine has anything else to do.
                 turn=self.coordinator.turn if self.config.max_staleness > 0 else nullcontext,
-                meeting_point=self.coordinator.meeting_point
+                rendezvous=self.coordinator.rendezvous
                 if self.config.learner.transfer == "broadcast"
                 else None,
                 max_staleness=self.config.max_staleness,
@@ -250,11 +250,11 @@ class Worker:
             await asyncio.sleep(PROMISE_EVERY_S)
 
     def _slow_environment(self) -> tuple[str, float] | None:
-        what, seconds = self.environments.slowest() or ("", 0.0)
+        what, seconds = self.environments.oldest() or ("", 0.0)
         return (f"environment: {what}", seconds) if seconds > LONG_S else None
 
     def _slow_server(self) -> tuple[str, float] | None:
-        what, seconds = (self.chat.waits.slowest() if self.chat else None) or ("", 0.0)
+        what, seconds = (self.chat.waits.oldest() if self.chat else None) or ("", 0.0)
         return (what, seconds) if seconds > LONG_S else None
 
 

@@ -29,7 +29,7 @@ SHOWN_ROWS = 20  # of learner steps; of more, as many are taken together
 SHOWN_BARS = 100
 TEXT_WIDTH = 60
 TOLERANCE = 0.1  # of the larger of two advantages: closer ones count as the same
-FATES = (
+CHANGE_KINDS = (
     "trained by b alone",
     "trained by a alone",
     "another sign",
@@ -47,11 +47,11 @@ class Span:
 
     name: str
     n_steps: int
-    shares: tuple[float, ...]  # of its steps, for each of FATES
+    shares: tuple[float, ...]  # of its steps, for each of CHANGE_KINDS
 
 
 def fates(rows: pa.Table) -> np.ndarray:
-    """Of each step, which of FATES: int64, one a row. A step that neither trains on is as good as
+    """Of each step, which of CHANGE_KINDS: int64, one a row. A step that neither trains on is as good as
     the same.
     """
     a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
@@ -87,7 +87,7 @@ def _span(name: str, fate: np.ndarray) -> Span:
     return Span(
         name=name,
         n_steps=len(fate),
-        shares=tuple(np.bincount(fate, minlength=len(FATES)) / len(fate)),
+        shares=tuple(np.bincount(fate, minlength=len(CHANGE_KINDS)) / len(fate)),
     )
 
 
@@ -99,7 +99,7 @@ def show_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -
         f"correlation {alike:.4f}, mean difference {difference.mean():.4g}, largest "
         f"{difference.max():.4g}"
     )
-    by_step = Table("learner steps", "steps", *FATES, title="share of the steps")
+    by_step = Table("learner steps", "steps", *CHANGE_KINDS, title="share of the steps")
     everything = _span("all", fates(rows))
     for span in [*spans(rows, at_most=SHOWN_ROWS), everything]:
         by_step.add_row(span.name, str(span.n_steps), *(f"{share:.1%}" for share in span.shares))
@@ -162,7 +162,7 @@ def plot(rows: pa.Table, descriptions: Sequence[str]) -> str:
     high, wide = HEIGHT - TOP - BOTTOM, (WIDTH - LEFT - RIGHT) / len(bars)
     a, b = (" ".join(text.split()) for text in descriptions)
     parts = [_text(LEFT, 20, f"steps trained differently: a ({a}) and b ({b})", size=14)]
-    for place, (name, colour) in enumerate(zip(FATES, COLOURS, strict=False)):
+    for place, (name, colour) in enumerate(zip(CHANGE_KINDS, COLOURS, strict=False)):
         left = LEFT + place * LEGEND_WIDTH
         parts += [
             f'<rect x="{left}" y="32" width="12" height="12" fill="{colour}"/>',
@@ -179,7 +179,7 @@ def plot(rows: pa.Table, descriptions: Sequence[str]) -> str:
     for number, bar in enumerate(bars):
         x, y = LEFT + number * wide, float(TOP + high)
         title = f"{bar.name}: " + ", ".join(
-            f"{name} {share:.1%}" for name, share in zip(FATES, bar.shares, strict=True)
+            f"{name} {share:.1%}" for name, share in zip(CHANGE_KINDS, bar.shares, strict=True)
         )
         parts.append(f"<g><title>{html.escape(title)}</title>")
         for share, colour in zip(bar.shares, COLOURS, strict=False):

@@ -66,7 +66,7 @@ QUERY_TIMEOUT_S = 3600.0
 STEPS_PER_READ = 4_000_000
 COLUMNS = "group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, version_min, won"
 # setting -> column it needs
-UNSTORED = {("anchor", "anchor_key"): "anchor_key", ("anchor_versions", "weighted"): "weight"}
+OFFLINE_ONLY = {("anchor", "anchor_key"): "anchor_key", ("anchor_versions", "weighted"): "weight"}
 ANCHOR_COLUMNS = {
     "similar": "anchor_text",
     "similar_greedy": "anchor_text",
@@ -196,7 +196,7 @@ def advantage_config(config_yaml: str) -> Config:
 def check_stored(named: dict[str, Setting]) -> None:
     """Refuses settings that read a column which no run has."""
     for setting in named.values():
-        for (name, value), column in UNSTORED.items():
+        for (name, value), column in OFFLINE_ONLY.items():
             if getattr(setting.advantages, name) == value:
                 raise ValueError(
                     f"{name}={value} reads a column {column}, and a stored run has none; in "

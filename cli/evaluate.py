@@ -63,7 +63,7 @@ from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
 from driver.ray_cluster import ray_cluster
 from driver.shutdown import Interrupt
-from driver.supervisor import Session
+from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import EnvironmentFailed
 from printable import fail, plain_console, protect_terminal
@@ -294,7 +294,7 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
         check_gpus(config, learns=False)
         with (
             tensorboard_files(RunLayout.open(run), partial(console.print, markup=False)) as curves,
-            Session(
+            Supervisor(
                 config,
                 model_path,
                 learns=False,

@@ -119,13 +119,13 @@ def run(options: argparse.Namespace) -> int:
     from learner.publishing import export
     from learner.ray_actor import RankError
     from learner.replay import replay
-    from learner.training.engine import WreckedPolicyError
+    from learner.training.engine import NonFiniteWeightsError
 
     command = {"export": export.run, "replay": replay.run}[options.command]
     try:
         return command(options)
     # ValueError: of settings and models
-    except (ValueError, CheckpointError, RankError, WreckedPolicyError) as error:
+    except (ValueError, CheckpointError, RankError, NonFiniteWeightsError) as error:
         return failed(error)
 
 

@@ -63,7 +63,7 @@ from driver.processes import n_processes
 from driver.progress import Progress, said_while
 from driver.ray_cluster import ray_cluster
 from driver.shutdown import Interrupt
-from driver.supervisor import Session
+from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import EnvironmentFailed, is_program, list_tasks
 from printable import fail, plain_console, protect_terminal
@@ -78,9 +78,9 @@ def main(arguments: list[str]) -> int:
         if answered(options, console):
             return 0
         # here, as torch comes with it: who only asks about a run needs none of it
-        from learner import with_published
+        from learner import fill_defaults
 
-        config = with_published(asked_config(options))
+        config = fill_defaults(asked_config(options))
         check_run_dir(config)  # before a download, which may take an hour
         if options.dry_run:
             dry_run(config, console)
@@ -305,12 +305,12 @@ def make_base_policy(config: Config, console: Console) -> Path:
     return policy
 
 
-def session_of(config: Config, model_path: str, driven: Config, console: Console) -> Session:
+def session_of(config: Config, model_path: str, driven: Config, console: Console) -> Supervisor:
     """`driven` is the config of the run that this process drives, of which another may be a
     part.
     """
     say_stopping = partial(runs.say_stopping, Path(driven.run_dir))
-    return Session(
+    return Supervisor(
         config,
         model_path,
         learns=True,

@@ -238,7 +238,7 @@ def _check_precision(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     """What other sections have to do with it. Its names and numbers, and which go together, gigpo
-    says when a run's objective is made (`learner.with_published`), before anything starts."""
+    says when a run's objective is made (`learner.fill_defaults`), before anything starts."""
     if config.loss.proximal == "recomputed" and most_updates(config) == 1:
         raise ConfigError(
             f"loss.proximal='recomputed' with {one_update(config.learner)} costs a forward pass "

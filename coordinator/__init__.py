@@ -7,7 +7,7 @@ each process was last heard from; `heartbeat_sender.py` runs in those processes.
 """
 
 from coordinator.admission import free_groups, task_index
-from coordinator.batched_calls import SharedHandle
+from coordinator.batched_calls import BatchedHandle
 from coordinator.client import CoordinatorClient, CoordinatorSilent
 from coordinator.coordinator import Coordinator, CoordinatorActor
 from coordinator.heartbeat_sender import Heartbeat
@@ -25,7 +25,7 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "ResumePoint",
-    "SharedHandle",
+    "BatchedHandle",
     "Status",
     "capture_output",
     "free_groups",

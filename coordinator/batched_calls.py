@@ -1,7 +1,7 @@
 """One line to the coordinator for everything in a process: what is asked while it is busy goes
 together, in the next call.
 
-    handle = SharedHandle(coordinator)          # looks like the Ray handle, also to CoordinatorClient
+    handle = BatchedHandle(coordinator)          # looks like the Ray handle, also to CoordinatorClient
     lease = await handle.lease.remote("worker-0")
 
 A question that finds the line free goes at once. So few questions are answered as soon as ever, and
@@ -20,34 +20,34 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Call:
     name: str  # of the coordinator's method
     given: tuple[object, ...]
 
     def put_to(self, target: object) -> object:
-        """The answer, or a Refused."""
+        """The answer, or a CallError."""
         try:
             return getattr(target, self.name)(*self.given)
         except Exception as error:  # noqa: BLE001  the border of a process: it is raised where it was asked
             error.add_note(traceback.format_exc())  # of this side: it does not travel by itself
-            return Refused(error)
+            return CallError(error)
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class CallError:
     """In place of an answer: what the method raised."""
 
     error: Exception
 
 
-class SharedHandle:
+class BatchedHandle:
     """`handle` is the coordinator's. Questions are answered in the order in which they were asked;
     of one event loop.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._waiting: list[tuple[Question, asyncio.Future[Any]]] = []
+        self._waiting: list[tuple[Call, asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
     def __getattr__(self, name: str) -> SimpleNamespace:
@@ -58,24 +58,24 @@ class SharedHandle:
         answer any more.
         """
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append((Question(name, given), answer))
+        self._waiting.append((Call(name, given), answer))
         if self._sending is None:
             self._sending = asyncio.ensure_future(self._send())
         return answer
 
     async def _send(self) -> None:
-        asked: list[tuple[Question, asyncio.Future[Any]]] = []
+        asked: list[tuple[Call, asyncio.Future[Any]]] = []
         try:
             while self._waiting:
                 asked, self._waiting = self._waiting, []
                 try:
                     answers = await self._handle.ask_all.remote([question for question, _ in asked])
                 except Exception as error:  # noqa: BLE001  of the line itself: the coordinator is dead, and who asked hears it
-                    answers = [Refused(error)] * len(asked)
+                    answers = [CallError(error)] * len(asked)
                 for (_, future), answer in zip(asked, answers, strict=True):
                     if future.done():
                         continue
-                    if isinstance(answer, Refused):
+                    if isinstance(answer, CallError):
                         future.set_exception(answer.error)
                     else:
                         future.set_result(answer)

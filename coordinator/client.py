@@ -60,9 +60,9 @@ class CoordinatorClient:
         newest: VersionRecord | None = await self._ask("newest_version")
         return newest
 
-    async def meeting_point(self) -> str | None:
+    async def rendezvous(self) -> str | None:
         """Where the learner sends its weights from, if it does."""
-        address: str | None = await self._ask("meeting_point")
+        address: str | None = await self._ask("rendezvous")
         return address
 
     async def record(self, what: str, detail: str) -> None:

@@ -23,10 +23,10 @@ import ray
 
 from configs import Config, groups_of_a_step
 from coordinator.admission import free_groups
-from coordinator.batched_calls import Question
+from coordinator.batched_calls import Call
 from coordinator.export_schedule import Exporter, start_maintainer
-from coordinator.heartbeats import Pulse, Status
-from coordinator.leases import Lease, Plays, Suspects, Turn
+from coordinator.heartbeats import HeartbeatTracker, Status
+from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
 from coordinator.logs import capture_output
 from coordinator.resume import ResumePoint
 from coordinator.task_queue import Tasks, round_due, training_is_due
@@ -61,8 +61,11 @@ class Coordinator:
         self._n_live, self._n_stored = groups_of_a_step(config)
         self._last_step = config.learner.steps  # less where stored groups do not last so long
         self._exporter = Exporter(self.catalog, self.layout)
-        self._pulse = Pulse()
-        self._plays, self._turn = Plays(spare_members=config.actors.spare_members), Turn()
+        self._pulse = HeartbeatTracker()
+        self._plays, self._turn = (
+            LeaseTable(spare_members=config.actors.spare_members),
+            WeightUpdateLock(),
+        )
         self._suspects = Suspects(self.catalog.times_lost())
         # of this learner: the next one, after its death, has another
         self._meeting_point: str | None = None
@@ -75,8 +78,8 @@ class Coordinator:
 
     # workers
 
-    def ask_all(self, questions: Sequence[Question]) -> list[object]:
-        """What one process asks at once (`shared_handle.py`): each answer, or the Refused in its
+    def ask_all(self, questions: Sequence[Call]) -> list[object]:
+        """What one process asks at once (`shared_handle.py`): each answer, or the CallError in its
         place.
         """
         with self.catalog.synced_together():
@@ -190,7 +193,7 @@ class Coordinator:
         With nothing committed it is played again, from the start and on new weights, up to
         MAX_GIVEN_UP times.
         """
-        again = self._plays.gives_up(group_uid)
+        again = self._plays.may_requeue(group_uid)
         self.catalog.give_up(
             group_uid, worker=worker, state="open" if again else "stale", reason=why
         )
@@ -248,7 +251,7 @@ class Coordinator:
         """Asked many times a second: unlike a heartbeat it writes nothing."""
         return self.catalog.latest_version()
 
-    def meeting_point(self) -> str | None:
+    def rendezvous(self) -> str | None:
         """Where the learner sends its weights from (`learner.transfer`), if it does."""
         return self._meeting_point
 
@@ -258,8 +261,8 @@ class Coordinator:
 
     # learner
 
-    def meet_at(self, meeting_point: str) -> None:
-        self._meeting_point = meeting_point
+    def set_rendezvous(self, rendezvous: str) -> None:
+        self._meeting_point = rendezvous
 
     def claim(self, current_version: int) -> Batch | None:
         """The oldest complete groups, and the least used stored ones, to train at

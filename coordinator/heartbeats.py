@@ -45,7 +45,7 @@ class _Beat:
     at_s: float
 
 
-class Pulse:
+class HeartbeatTracker:
     """Consumes beats. `components()` is what they say by now; `to_be_written()` those the catalog
     has to be told of.
     """

@@ -43,7 +43,7 @@ class Play:
     numbers: set[int]
 
 
-class Plays:
+class LeaseTable:
     """Groups that are leased, by uid, until they are whole or nobody plays them."""
 
     def __init__(self, *, spare_members: int) -> None:
@@ -109,7 +109,7 @@ class Plays:
             for number in sorted(play.numbers)
         ]
 
-    def gives_up(self, group_uid: bytes) -> bool:
+    def may_requeue(self, group_uid: bytes) -> bool:
         """The group became too old while it was played. Whether it is worth another try."""
         self.end(group_uid)
         self._given_up[group_uid] += 1
@@ -182,7 +182,7 @@ class Suspects:
             self._drained = ""
 
 
-class Turn:
+class WeightUpdateLock:
     """Whose turn it is to change weights: one worker at a time, so that generation never stops
     everywhere.
     """

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 60.0  # for a merge of files that is under way
 
 
-class CoordinatorCalls:
+class CoordinatorClient:
     """Starts it. Every call raises ComponentFailed if it is dead or silent, and is `lost` then, or
     with what it raised.
     """

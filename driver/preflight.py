@@ -41,9 +41,9 @@ def published(config: Config) -> Config:
     """
     if config.endpoint.url:
         return config
-    from learner import with_published  # here and below: a status or a stop needs nothing of it
+    from learner import fill_defaults  # here and below: a status or a stop needs nothing of it
 
-    return with_published(config)
+    return fill_defaults(config)
 
 
 def check_run_dir(config: Config) -> None:

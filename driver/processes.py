@@ -24,7 +24,7 @@ RAY_KILLS_WITHIN_S = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Part:
+class ManagedProcess:
     """A worker or the learner."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
     leaving: bool = False
 
 
-def start(part: Part, *, config: Config, model_path: str, coordinator: Any) -> None:
+def start(part: ManagedProcess, *, config: Config, model_path: str, coordinator: Any) -> None:
     """Asks Ray for its process, and that for its start; returns at once."""
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus(part, config)}
     if part.name == LEARNER:
@@ -60,11 +60,11 @@ def n_processes(config: Config, *, learns: bool) -> int:
     return 1 + (n_workers(config) + config.learner.ranks if learns else config.actors.workers)
 
 
-def gpus(part: Part, config: Config) -> float:
+def gpus(part: ManagedProcess, config: Config) -> float:
     return config.learner.gpus_per_rank if part.name == LEARNER else config.actors.gpus_per_worker
 
 
-def has_process(part: Part) -> bool:
+def has_process(part: ManagedProcess) -> bool:
     """Whether Ray has found a place for it: it then has a process, even one that is still being
     made.
     """
@@ -73,7 +73,7 @@ def has_process(part: Part) -> bool:
     return bool(state.get("Pid"))
 
 
-def why_unplaced(part: Part, config: Config) -> str:
+def why_unplaced(part: ManagedProcess, config: Config) -> str:
     """What it asks for, against what is free now."""
     wanted = gpus(part, config)
     if not wanted:
@@ -89,7 +89,7 @@ def why_unplaced(part: Part, config: Config) -> str:
     )
 
 
-def kill(part: Part) -> None:
+def kill(part: ManagedProcess) -> None:
     """Also a process of this machine that is stopped, which does not hear Ray."""
     ray.kill(part.handle)
     with suppress(RayError, psutil.Error):  # it died before it could say where it was, or is gone

@@ -26,7 +26,7 @@ from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
 # Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the
 # scaler of a cloud's machines, the reader of logs (log_to_driver=False), the dashboard, which is
 # there also without its pages. `ray.init` has no option that leaves them out.
-NEEDLESS = ("start_monitor", "start_log_monitor", "start_api_server")
+UNUSED_RAY_SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
 DRIVER_DIRECTORY = "ASYNC_GIGPO_DIRECTORY"  # working directory of the driver
 # the driver takes this variable as a number of attempts
 JOIN_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
@@ -161,12 +161,12 @@ def _why_not_joined(address: str, error: Exception) -> str:
 
 @contextmanager
 def _as_we_need_it() -> Iterator[None]:
-    """Ray starts without NEEDLESS, and leaves SIGTERM, of which it would make a SystemExit, to
+    """Ray starts without UNUSED_RAY_SERVICES, and leaves SIGTERM, of which it would make a SystemExit, to
     us.
     """
     node, utils = ray._private.node.Node, ray._private.utils
     ours: dict[tuple[Any, str], Callable[..., None]] = {
-        (node, name): lambda self, **options: None for name in NEEDLESS
+        (node, name): lambda self, **options: None for name in UNUSED_RAY_SERVICES
     }
     ours[utils, "set_sigterm_handler"] = lambda handler: None
     theirs = {(owner, name): getattr(owner, name) for owner, name in ours}

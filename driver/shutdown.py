@@ -18,7 +18,7 @@ from configs import Config
 from coordinator import Status
 from driver.errors import describe_cause
 from driver.health import Watch
-from driver.processes import LEARNER, Part
+from driver.processes import LEARNER, ManagedProcess
 from driver.progress import said_while
 
 POLL_S = 0.5
@@ -79,7 +79,7 @@ def stop_held_back() -> Iterator[None]:
 
 
 def stop_in_order(
-    parts: Collection[Part], *, status: Callable[[], Status], config: Config, say: Say
+    parts: Collection[ManagedProcess], *, status: Callable[[], Status], config: Config, say: Say
 ) -> dict[str, str]:
     """Asks all to stop and waits: a learner that trains may take `learner.step_timeout_s`, others
     STOP_TIMEOUT_S.
@@ -129,14 +129,14 @@ def outcome(unstopped: Mapping[str, str], *, learner_step: int, checkpoint: int 
     return f"{how}, {kept}; nothing that was committed is lost"
 
 
-def _is_made(part: Part) -> bool:
+def _is_made(part: ManagedProcess) -> bool:
     """Whether its process answers; without that there is nothing in it to stop."""
     done, _ = ray.wait([part.where], timeout=0.0)
     return bool(done)
 
 
 def _wait(
-    running: Mapping[Any, Part], *, status: Callable[[], Status], config: Config, say: Say
+    running: Mapping[Any, ManagedProcess], *, status: Callable[[], Status], config: Config, say: Say
 ) -> dict[str, str]:
     """Until all have ended, are silent, or have had their time; those that have not ended, and
     why.

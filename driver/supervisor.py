@@ -1,7 +1,7 @@
 """The processes of a run: starts them, watches them, starts them again, stops them. Shared by
 cli/train.py and cli/evaluate.py only.
 
-    with Session(config, model_path, learns=True, say=print, say_stopping=print) as session:
+    with Supervisor(config, model_path, learns=True, say=print, say_stopping=print) as session:
         session.train(progress.show)
         session.evaluate(episodes_per_task, progress.show)
 
@@ -31,10 +31,10 @@ from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptS
 from configs import Config, is_offline, n_workers
 from coordinator import Component, Status
 from driver import processes as parts
-from driver.coordinator_client import CoordinatorCalls
+from driver.coordinator_client import CoordinatorClient
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.health import Restarts, Watch
-from driver.processes import LEARNER, Part
+from driver.processes import LEARNER, ManagedProcess
 from driver.progress import said_while
 from driver.run_control import wanted_workers
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_held_back, stop_in_order
@@ -51,7 +51,7 @@ STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 Show = Callable[[Status], None]
 
 
-class Session:
+class Supervisor:
     def __init__(
         self, config: Config, model_path: str, *, learns: bool, say: Say, say_stopping: Say
     ) -> None:
@@ -62,7 +62,7 @@ class Session:
         self.say, self.say_stopping = say, say_stopping
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ManagedProcess] = {}
         self.watch, self.restarts = Watch(config.supervision), Restarts(config.supervision)
         self.is_up = False  # everything has been started once
         # while they start: what each was last heard to wait for
@@ -70,8 +70,8 @@ class Session:
         self.training = False
         self.learner_step: int | None = None  # at which the learner ended
 
-    def __enter__(self) -> Session:
-        self.coordinator = CoordinatorCalls(self.config, learns=self.learns)
+    def __enter__(self) -> Supervisor:
+        self.coordinator = CoordinatorClient(self.config, learns=self.learns)
         try:
             wanted = n_workers(self.config) if self.learns else self.config.actors.workers
             self._add([LEARNER] * self.learns)
@@ -217,7 +217,7 @@ class Session:
                     coordinator=self.coordinator.handle,
                 )
 
-    def _look_for_place(self, part: Part) -> None:
+    def _look_for_place(self, part: ManagedProcess) -> None:
         """Names a process that Ray cannot begin; while the run starts, also a limit to waiting for
         it.
         """
@@ -234,7 +234,7 @@ class Session:
             part.named_unplaced = True
             self._notice("no place", why)
 
-    def _ended(self, part: Part) -> None:
+    def _ended(self, part: ManagedProcess) -> None:
         """What `part` was at has ended: `start` leads to `run`; `run` of the learner is the end;
         anything else is an error.
         """
@@ -262,7 +262,7 @@ class Session:
                 f"{part.name} ended although nobody stopped it{self._log(part.name)}"
             )
 
-    def _failed(self, part: Part, error: RayError) -> None:
+    def _failed(self, part: ManagedProcess, error: RayError) -> None:
         """What a part's error means. Asks the coordinator first: without it all parts fail, and
         none of them is to blame.
         """
@@ -297,7 +297,7 @@ class Session:
             and not self.is_up
         )
 
-    def _lost(self, part: Part, why: str) -> None:
+    def _lost(self, part: ManagedProcess, why: str) -> None:
         """Kills what is left of `part`, lets others have its groups, and has it started again after
         a pause.
         """
@@ -315,13 +315,13 @@ class Session:
                 "Nothing that was committed is lost; the same command goes on"
             )
         self._notice("started again", f"{part.name} {why}; it is started again in {pause_s:g} s")
-        self.parts[part.name] = Part(name=part.name, due_at_s=time.monotonic() + pause_s)
+        self.parts[part.name] = ManagedProcess(name=part.name, due_at_s=time.monotonic() + pause_s)
 
     def _add(self, names: list[str]) -> None:
         """They are started, one after the other."""
         now = time.monotonic()
         self.parts |= {
-            name: Part(name=name, due_at_s=now + STAGGER_S * place)
+            name: ManagedProcess(name=name, due_at_s=now + STAGGER_S * place)
             for place, name in enumerate(names)
         }
 

@@ -15,7 +15,7 @@ reached by name, so that importing this package loads no engine.
 from envs.base import Environment, Observation, Task, Transition
 from envs.errors import log_hint
 from envs.hosting.environment_process import EnvironmentDied
-from envs.hosting.pending import Waits
+from envs.hosting.pending import PendingOperations
 from envs.hosting.pool import EnvironmentPool, PooledEnvironment, try_environment
 from envs.hosting.program_pool import ClientSettings, Outcome, Program, ProgramPool
 from envs.hosting.task_listing import list_tasks_apart
@@ -44,7 +44,7 @@ __all__ = [
     "ProgramPool",
     "Task",
     "Transition",
-    "Waits",
+    "PendingOperations",
     "environment_class",
     "is_program",
     "list_tasks",

@@ -50,8 +50,8 @@ from gigpo.losses import (
 )
 from gigpo.objective import (
     AGGREGATIONS,
+    DEFAULT_PAIRING,
     PROXIMAL_POLICIES,
-    USUAL_WITH,
     Aggregation,
     BatchTotals,
     Objective,
@@ -86,7 +86,7 @@ __all__ = [
     "PROXIMAL_POLICIES",
     "PUBLISHED_SETTINGS",
     "SIGNALS",
-    "USUAL_WITH",
+    "DEFAULT_PAIRING",
     "WEIGHTINGS",
     "WHITENED",
     "AdvantageSettings",

@@ -33,7 +33,7 @@ PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
 # these. The aggregations, and that the other losses need no correction, are published with them.
 # token_tis on ppo_clip and reinforce is our choice for data that is always a little stale: verl has
 # it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip (`decoupled_token_is`) alone.
-USUAL_WITH: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
+DEFAULT_PAIRING: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
         "behaviour_cloning": ((), "token_mean"),
         "cispo": ((), "token_mean"),

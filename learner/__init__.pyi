@@ -6,7 +6,7 @@ from .learner import Learner as Learner
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
 from .objective import advantage_settings as advantage_settings
-from .objective import with_published as with_published
+from .objective import fill_defaults as fill_defaults
 from .publishing.export import export_checkpoint as export_checkpoint
 from .publishing.export import export_version as export_version
 from .publishing.export import find_version as find_version
@@ -21,4 +21,4 @@ from .ray_actor import ray_token as ray_token
 from .training.alarms import BadUpdatesError as BadUpdatesError
 from .training.alarms import CollapseError as CollapseError
 from .training.alarms import StarvationError as StarvationError
-from .training.engine import WreckedPolicyError as WreckedPolicyError
+from .training.engine import NonFiniteWeightsError as NonFiniteWeightsError

@@ -25,10 +25,10 @@ from configs import is_offline
 from coordinator import Heartbeat
 from gigpo import prepare_advantages
 from learner.checkpointing.checkpoint import CheckpointError, prune_checkpoints
-from learner.data.batch_loader import ReadyBatch, source_of
+from learner.data.batch_loader import PreparedBatch, source_of
 from learner.data.prefetch import Prefetch
 from learner.publishing.publish import prune_versions, weight_files
-from learner.rank_group import Ranks
+from learner.rank_group import RankGroup
 from learner.ray_actor import LEARNER_STEP, LearnerSetup
 from learner.restored import restored_lines
 from learner.training.alarms import (
@@ -45,7 +45,7 @@ from learner.training.alarms import (
     too_many_bad_updates,
     wrecked_policy,
 )
-from learner.training.engine import WreckedPolicyError
+from learner.training.engine import NonFiniteWeightsError
 from learner.training.patience import Patience
 from learner.training.step_metrics import Times, step_metrics
 from learner.training.update_stats import UpdateStats
@@ -116,11 +116,11 @@ class Learner:
     def _start(self) -> str:
         self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
         prepare_advantages(self.source.advantages)
-        self.ranks = Ranks(self.config, model_path=self.model_path)
+        self.ranks = RankGroup(self.config, model_path=self.model_path)
         if self.ranks.broadcast is not None:
             # as below
             self._ask(
-                self.coordinator.meet_at.remote(self.ranks.broadcast.address),
+                self.coordinator.set_rendezvous.remote(self.ranks.broadcast.address),
                 timeout_s=START_TIMEOUT_S,
             )
         checkpoint, faults = self._restore()
@@ -222,7 +222,7 @@ class Learner:
             raise faults[0]
         return None, []
 
-    def _wait_for_batch(self, batches: Prefetch) -> ReadyBatch | None:
+    def _wait_for_batch(self, batches: Prefetch) -> PreparedBatch | None:
         started = time.monotonic()
         if not batches.under_way:
             batches.start(version=self.version, learner_step=self.step + 1)
@@ -255,7 +255,7 @@ class Learner:
                 self._promise_to_work()
         return None
 
-    def _train(self, ready: ReadyBatch) -> list[UpdateStats]:
+    def _train(self, ready: PreparedBatch) -> list[UpdateStats]:
         """The optimizer updates of one learner step. Raises the errors of `guards.py`, before
         anything is published.
         """
@@ -266,14 +266,14 @@ class Learner:
             return []
         try:
             updates = self.ranks.train([update.micro_batches for update in ready.updates])
-        except WreckedPolicyError as error:
+        except NonFiniteWeightsError as error:
             raise wrecked_policy(
                 learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config
             ) from error
         self._guard_updates(ready, updates)
         return updates
 
-    def _guard_updates(self, ready: ReadyBatch, updates: list[UpdateStats]) -> None:
+    def _guard_updates(self, ready: PreparedBatch, updates: list[UpdateStats]) -> None:
         """Says which rows made an update not finite. Raises BadUpdatesError after too many in a
         row.
         """
@@ -292,7 +292,7 @@ class Learner:
                     config=self.config,
                 )
 
-    def _finish_step(self, ready: ReadyBatch, updates: list[UpdateStats]) -> None:
+    def _finish_step(self, ready: PreparedBatch, updates: list[UpdateStats]) -> None:
         self.step += 1
         # Published before it is settled: settling lets workers start new groups, and those must
         # find the new weights.

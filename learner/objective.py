@@ -1,7 +1,7 @@
 """From a config to gigpo's Objective (which loss, which corrections, with which numbers) and its
 AdvantageSettings.
 
-    config = with_published(config)     # every number in use is in the config; what does not go together is refused
+    config = fill_defaults(config)     # every number in use is in the config; what does not go together is refused
     objective = objective_of(config.loss)
     settings = advantage_settings(config)
 
@@ -17,7 +17,14 @@ from dataclasses import Field, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from configs import Config, ConfigError, LossConfig, check_is_list, hint
-from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, USUAL_WITH, AdvantageSettings, Objective
+from gigpo import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    DEFAULT_PAIRING,
+    POLICY_LOSSES,
+    AdvantageSettings,
+    Objective,
+)
 
 
 class Part(Protocol):
@@ -40,7 +47,7 @@ def objective_of(loss: LossConfig) -> Objective:
     together.
     """
     policy = _known("policy", loss.policy, POLICY_LOSSES)
-    usual_corrections, usual_aggregation = USUAL_WITH[loss.policy]
+    usual_corrections, usual_aggregation = DEFAULT_PAIRING[loss.policy]
     names = usual_corrections if loss.corrections is None else loss.corrections
     check_is_list("loss.corrections", names)
     corrections = [_known("corrections", name, CORRECTIONS) for name in names]
@@ -60,7 +67,7 @@ def objective_of(loss: LossConfig) -> Objective:
         raise ConfigError(f"loss.{error}") from None
 
 
-def with_published(config: Config) -> Config:
+def fill_defaults(config: Config) -> Config:
     """The config with every number and name of its loss written out, so that a run's record says
     what it was trained with.
 

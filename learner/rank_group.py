@@ -1,7 +1,7 @@
 """The learner's ranks: an engine in this process, the others in Ray actors, all doing the same
 thing at the same time.
 
-    ranks = Ranks(config, model_path="runs/default/base")   # starts `learner.ranks - 1` actors; with 1 rank none
+    ranks = RankGroup(config, model_path="runs/default/base")   # starts `learner.ranks - 1` actors; with 1 rank none
     stats = ranks.train(updates)                            # as Engine.train
     digest = ranks.publish(directory)
     ranks.close()
@@ -27,7 +27,7 @@ from coordinator import capture_output
 from learner.checkpointing.checkpoint import CheckpointPoint, load_checkpoint, save_checkpoint
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
-from learner.files.atomic_directory import SyncedBehind
+from learner.files.atomic_directory import BackgroundFsync
 from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import publish_weights
 from learner.ray_actor import RankError
@@ -49,14 +49,14 @@ class RankDiedError(RankError):
     """Its process is gone."""
 
 
-class Ranks:
+class RankGroup:
     """What the loop knows of the ranks: rank 0 is here, the others do as it does."""
 
     def __init__(self, config: Config, *, model_path: str) -> None:
         """Returns when all ranks have loaded the model. Raises RankError if one does not come."""
         self.layout = RunLayout.open(Path(config.run_dir))
         self.model_path = model_path
-        self._behind = SyncedBehind()  # of published weights
+        self._behind = BackgroundFsync()  # of published weights
         options = {"num_cpus": 0, "num_gpus": config.learner.gpus_per_rank}
         self.peers = [
             _PeerActor.options(**options).remote(config, model_path, rank)
@@ -71,7 +71,7 @@ class Ranks:
             self._meeting_point = host_ranks(host)
             address = str(protocol.Address.new(host, self._meeting_point.port))
         calls = [peer.start.remote(address) for peer in self.peers]
-        self.engine = self._together(
+        self.engine = self._run_on_all(
             calls, lambda: make_engine(config, model_path=model_path, rank=0, address=address)
         )
         self.broadcast: Broadcast | None = None
@@ -83,7 +83,7 @@ class Ranks:
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """As `Engine.train`."""
         given = ray.put(updates) if self.peers else None
-        return self._together(
+        return self._run_on_all(
             [peer.train.remote(given) for peer in self.peers], lambda: self.engine.train(updates)
         )
 
@@ -94,7 +94,7 @@ class Ranks:
         base, behind = self.model_path, self._behind
         with self.broadcast.round() if self.broadcast is not None else nullcontext() as send:
             calls = [peer.give_weights.remote() for peer in self.peers]
-            return self._together(
+            return self._run_on_all(
                 calls,
                 lambda: publish_weights(
                     self.engine.weights(), directory, source_dir=base, behind=behind, send=send
@@ -111,12 +111,12 @@ class Ranks:
         """
         point = {"learner_step": learner_step, "version": version, "lsn": lsn}
         calls = [peer.save_checkpoint.remote(directory, **point) for peer in self.peers]
-        self._together(calls, lambda: save_checkpoint(self.engine, directory, **point))
+        self._run_on_all(calls, lambda: save_checkpoint(self.engine, directory, **point))
         self._behind.wait()
 
     def load_checkpoint(self, directory: Path) -> CheckpointPoint:
         calls = [peer.load_checkpoint.remote(directory) for peer in self.peers]
-        return self._together(calls, lambda: load_checkpoint(self.engine, directory))
+        return self._run_on_all(calls, lambda: load_checkpoint(self.engine, directory))
 
     def close(self) -> None:
         """Ends the other ranks, which keep nothing that is not written, and frees this one's
@@ -141,7 +141,7 @@ class Ranks:
         here = ray.get_runtime_context().get_node_id()
         return LOOPBACK if set(nodes) == {here} else ray.util.get_node_ip_address()
 
-    def _together(self, calls: list[Any], own: Callable[[], Answer]) -> Answer:
+    def _run_on_all(self, calls: list[Any], own: Callable[[], Answer]) -> Answer:
         """`own`'s result when the calls, one to each other rank, have returned too.
 
         An error of this rank is raised as it is, and its loss of a rank that died as a RankError;
@@ -197,7 +197,7 @@ class Ranks:
             ) from error
 
 
-class _Peer:
+class RemoteRank:
     """One of the other ranks, in a process of its own."""
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
@@ -228,7 +228,7 @@ class _Peer:
         load_checkpoint(self.engine, directory)
 
 
-_PeerActor: Any = ray.remote(_Peer)
+_PeerActor: Any = ray.remote(RemoteRank)
 
 
 def make_engine(config: Config, *, model_path: str, rank: int, address: str | None) -> Engine:

@@ -81,7 +81,7 @@ class Received:
 
 
 class Receiver:
-    """Waits, in its thread, for the learner's rounds. `is_lost` once it has lost touch with the
+    """PendingOperations, in its thread, for the learner's rounds. `is_lost` once it has lost touch with the
     learner, for good.
     """
 

@@ -24,7 +24,7 @@ from actors.inference.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
 from configs import Config, EndpointConfig, hint
-from envs import Waits
+from envs import PendingOperations
 from store import whole_text
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ChatPolicy:
         self._max_response_tokens = config.actors.max_response_tokens
         self._key = api_key(config.endpoint)
         self._gate = RequestGate(config.endpoint.requests)
-        self.waits = Waits()
+        self.waits = PendingOperations()
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:

@@ -1,7 +1,7 @@
 """One engine's weights: always the newest published ones that are whole, and a line in the store
 about each load.
 
-    weights = ServedWeights(engine, layout, newest=..., record=..., turn=..., meeting_point=..., max_staleness=1)
+    weights = WeightSync(engine, layout, newest=..., record=..., turn=..., rendezvous=..., max_staleness=1)
     await weights.serve(version)          # returns with that version or a newer one, or with the old one if it is refused
 
 Events, with a JSON object as detail; "digest" is of what the engine read:
@@ -29,7 +29,7 @@ NOT_YET = -1  # the engine starts with the base model, of which nothing is publi
 RETRY_S = 5.0  # files may come late on a shared disk; damaged ones would be read again and again
 
 
-class ServedWeights:
+class WeightSync:
     """Consumes published versions, one at a time. Waits for the storage and for the engine."""
 
     def __init__(
@@ -41,7 +41,7 @@ class ServedWeights:
         record: Callable[[str, str], Awaitable[None]],
         turn: Callable[[], AbstractAsyncContextManager[None]],
         # None: weights come as files alone
-        meeting_point: Callable[[], Awaitable[str | None]] | None,
+        rendezvous: Callable[[], Awaitable[str | None]] | None,
         max_staleness: int,
     ) -> None:
         self.version = NOT_YET  # the newest one that was loaded
@@ -50,7 +50,7 @@ class ServedWeights:
             newest,
             record,
             turn,
-            meeting_point,
+            rendezvous,
         )
         self._is_sent_weights = False  # the engine was told where the learner sends from
         self._one_load = asyncio.Lock()

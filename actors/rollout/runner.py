@@ -25,7 +25,7 @@ from actors.rollout.group import EpisodeFailed, as_surplus, play_group
 from configs import Config
 from coordinator.client import CoordinatorClient
 from coordinator.leases import Lease
-from envs import Waits
+from envs import PendingOperations
 from store import FencedError, RunLayout, SegmentMeta, Trajectory, VersionRecord, write_segment
 
 LEASE_POLL_S = 0.1  # between two requests for a lease while none is free
@@ -47,7 +47,7 @@ class Weights(Protocol):
         """Returns when the policy is at `version` or newer, or has refused it."""
 
 
-class Player:
+class RolloutRunner:
     """`await run()` until `stop()`; a failure of any part is raised by `run` with its cause.
 
     `play(lease, number, attempts)` plays one episode, and begins every attempt at it in `attempts`.
@@ -66,7 +66,7 @@ class Player:
         self.coordinator, self.config, self.concurrency = coordinator, config, concurrency
         self.layout = RunLayout.open(Path(config.run_dir))
         self.stopping = False
-        self.waits = Waits()
+        self.waits = PendingOperations()
         self.weights = weights
         self._play = play
         self._playing: dict[asyncio.Task[None], Lease] = {}
@@ -84,7 +84,7 @@ class Player:
         """
         if self._idle_since_s is not None:
             return "admission", asyncio.get_running_loop().time() - self._idle_since_s
-        what, seconds = self.waits.slowest() or ("", 0.0)
+        what, seconds = self.waits.oldest() or ("", 0.0)
         return (what, seconds) if seconds > LONG_S else None
 
     async def run(self) -> None:

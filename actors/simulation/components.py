@@ -2,7 +2,7 @@
 catalog and files.
 
     handle = LocalHandle(Coordinator(config, learns=True), delay=None, seed=0)    # or a real Ray handle
-    worker = SimulatedWorker(setup, handle)                                       # what `Worker` does, by the same `Player`
+    worker = SimulatedWorker(setup, handle)                                       # what `Worker` does, by the same `RolloutRunner`
     learner = SimulatedLearner(config, handle, step_time=Delay(median_s=0.5, sigma=0.1), seed=0)
     await learner.start(); await learner.run()
 
@@ -22,7 +22,7 @@ from actors.inference.concurrency import Concurrency
 from actors.prompting.prompt import PromptForm
 from actors.rollout.attempts import Attempts
 from actors.rollout.episode import AsyncEnvironment, EpisodeIds, EpisodeRules, play_episode
-from actors.rollout.runner import CALLS_PER_S, Player
+from actors.rollout.runner import CALLS_PER_S, RolloutRunner
 from actors.simulation.fakes import ByteTokenizer, Delay, SimulatedPolicy
 from configs import Config
 from coordinator.client import CoordinatorClient
@@ -45,7 +45,7 @@ class SimulatedSetup:
     loading: Delay  # of new weights
 
 
-class Mortal(Player):
+class KillableRunner(RolloutRunner):
     """What it has not written when it dies is never written."""
 
     is_dead = False
@@ -61,7 +61,7 @@ class Mortal(Player):
 
 
 class SimulatedWorker:
-    """`await run()` until `stop()`. The real `Player`, with environments, a policy and weights that
+    """`await run()` until `stop()`. The real `RolloutRunner`, with environments, a policy and weights that
     only take time.
 
     `kill` is a death without warning: what was not committed is lost, and nobody is told.
@@ -78,7 +78,7 @@ class SimulatedWorker:
         self._random = random.Random(f"{setup.seed}/{setup.name}")
         self.policy = SimulatedPolicy(self.form, delay=setup.generation, source=self._random)
         self.coordinator = CoordinatorClient(coordinator, worker=setup.name)
-        self.player = Mortal(
+        self.player = KillableRunner(
             self.coordinator,
             setup.config,
             play=self._play_episode,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner.files.atomic_directory import SyncedBehind
+from learner.files.atomic_directory import BackgroundFsync
 from learner.publishing.publish import publish_weights, weight_files
 from safetensors.torch import load_file, save_file
 from store import files_digest
@@ -83,7 +83,7 @@ def _publish(
     proof: Proof, weights: Tensors, disk: Path, *, source: Path, timed: Callable[..., None]
 ) -> None:
     """Publish as the learner does, from the device to a visible directory."""
-    behind, digests = SyncedBehind(), []
+    behind, digests = BackgroundFsync(), []
     dest = disk / "v000001"
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from actors.inference.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Prompt
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
-from learner.files.atomic_directory import SyncedBehind
+from learner.files.atomic_directory import BackgroundFsync
 from learner.publishing.publish import prune_versions, publish_weights
 from learner.training.engine import Engine
 
@@ -101,7 +101,7 @@ def _learn(base: Path, connection: Connection) -> None:
         temperature=1.0,
         seed=0,
     )
-    behind = SyncedBehind()
+    behind = BackgroundFsync()
     last: Path | None = None
     while True:
         path = connection.recv()

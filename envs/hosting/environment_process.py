@@ -24,7 +24,7 @@ from envs.errors import exit_text, full, keep, log_hint, one_line
 from envs.hosting.child_process import Child, begin, given_options
 from envs.hosting.closing import close_safely
 from envs.hosting.message_stream import Answers
-from envs.hosting.pending import Waits, request_name
+from envs.hosting.pending import PendingOperations, request_name
 from envs.options import Options
 from envs.registry import environment_class
 from envs.validation import checked_answer
@@ -80,7 +80,7 @@ class EnvironmentProcess:
         *,
         answer_timeout_s: float,
         starts: asyncio.Lock,
-        waits: Waits,
+        waits: PendingOperations,
         log: Path | None,
     ) -> None:
         self._starts, self._waits, self._log = starts, waits, log

@@ -13,7 +13,7 @@ from envs.base import Task
 MAX_ACTION_CHARACTERS = 80
 
 
-class Waits:
+class PendingOperations:
     """Unanswered requests in the order they were made, each by a key of its owner's."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Waits:
         finally:
             self.end(key)
 
-    def slowest(self) -> tuple[str, float] | None:
+    def oldest(self) -> tuple[str, float] | None:
         """What has been waited for longest, and for how many seconds; None: nothing is."""
         what, since_s = next(iter(self._waits.values()), ("", 0.0))
         return (what, time.monotonic() - since_s) if what else None

@@ -29,7 +29,7 @@ from envs.base import Observation, Task, Transition
 from envs.errors import full, keep, log_hint, one_line, where_raised
 from envs.hosting.closing import close_safely
 from envs.hosting.environment_process import EnvironmentDied, EnvironmentProcess, asked
-from envs.hosting.pending import Waits, request_name
+from envs.hosting.pending import PendingOperations, request_name
 from envs.options import Options
 from envs.registry import environment_class, is_program
 from envs.validation import EnvironmentFailed, checked_answer
@@ -79,7 +79,7 @@ class EnvironmentPool:
         log: Path | None = None,
     ) -> None:
         self._hosts: list[_Host]
-        self._waits = Waits()
+        self._waits = PendingOperations()
         if inspect.iscoroutinefunction(environment_class(env_name).step):
             here = _OnThisLoop(
                 env_name, options, answer_timeout_s=answer_timeout_s, waits=self._waits, log=log
@@ -119,13 +119,13 @@ class EnvironmentPool:
         finally:
             self._idle.append(environment)
 
-    def slowest(self) -> tuple[str, float] | None:
+    def oldest(self) -> tuple[str, float] | None:
         """The unanswered request that was made first ("reset of task ...", "step ..."), and how
         many seconds ago; or None.
 
         Also one whose episode was given up meanwhile: its process works on it all the same.
         """
-        return self._waits.slowest()
+        return self._waits.oldest()
 
     def close(self) -> None:
         for host in self._hosts:
@@ -179,7 +179,7 @@ class _OnThisLoop:
         options: Mapping[str, object],
         *,
         answer_timeout_s: float,
-        waits: Waits,
+        waits: PendingOperations,
         log: Path | None,
     ) -> None:
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s

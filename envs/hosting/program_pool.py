@@ -39,7 +39,7 @@ from envs.base import Task
 from envs.errors import exit_text, full, keep, log_hint, one_line
 from envs.hosting.child_process import Child, begin, given_options
 from envs.hosting.environment_process import EnvironmentDied
-from envs.hosting.pending import Waits
+from envs.hosting.pending import PendingOperations
 from envs.options import Options
 from envs.registry import program_class
 
@@ -101,7 +101,7 @@ class ProgramPool:
         self._turns = asyncio.Semaphore(processes)
         self._idle: list[_ProgramProcess] = []
         self._busy: set[_ProgramProcess] = set()
-        self._waits = Waits()
+        self._waits = PendingOperations()
 
     async def run(self, task: Task, client: ClientSettings, *, deadline_s: float) -> Outcome:
         """Raises EnvironmentDied, which names program and task, if it raises, returns nonsense,
@@ -142,11 +142,11 @@ class ProgramPool:
         for process in self._idle:
             process.close()
 
-    def slowest(self) -> tuple[str, float] | None:
+    def oldest(self) -> tuple[str, float] | None:
         """The program that has run longest ("program ... on task ..."), and for how many seconds;
         or None.
         """
-        return self._waits.slowest()
+        return self._waits.oldest()
 
     @contextmanager
     def _process(self, what: str) -> Iterator[_ProgramProcess]:

@@ -40,9 +40,9 @@ from learner.distributed.optimizer_state import (
 )
 from learner.files.atomic_directory import (
     UNFINISHED_SUFFIX,
+    atomic_directory,
     names_the_disk,
     prune_oldest,
-    visible_last,
 )
 from learner.files.safetensors_writer import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
@@ -106,7 +106,7 @@ def save_checkpoint(
         learner_step=learner_step, version=version, n_updates=engine.n_updates, lsn=lsn
     )
     if engine.rank == 0:
-        with visible_last(dest) as unfinished:
+        with atomic_directory(dest) as unfinished:
             content = _written(engine, unfinished, point)
             (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
     else:

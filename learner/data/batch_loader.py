@@ -35,7 +35,7 @@ ADVANTAGE_COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class BatchLoader:
     """Where the batches of a run come from and what is made of them."""
 
     # the coordinator's, asked with the version the batch will be trained at
@@ -70,7 +70,7 @@ class Episodes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadyBatch:
+class PreparedBatch:
     """A claimed batch with nothing left to do but to train on it. Times are seconds spent,
     whichever thread spent them.
     """
@@ -95,10 +95,12 @@ class ReadyBatch:
     pack_s: float  # of cutting the rows into updates and micro-batches
 
 
-def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]) -> Source:
+def source_of(
+    config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]
+) -> BatchLoader:
     """What the config says about batches. Raises nothing: `configs.check` has seen it."""
     clones = config.loss.policy == "behaviour_cloning"
-    return Source(
+    return BatchLoader(
         claim=claim,
         layout=layout,
         advantages=advantage_settings(config),
@@ -109,7 +111,9 @@ def source_of(config: Config, layout: RunLayout, *, claim: Callable[[int], Batch
     )
 
 
-def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int) -> ReadyBatch:
+def ready_batch(
+    source: BatchLoader, batch: Batch, *, version: int, learner_step: int
+) -> PreparedBatch:
     """Reads and verifies the segments of a batch just claimed, runs the advantage SQL over them,
     and packs the rows.
 
@@ -139,7 +143,7 @@ def ready_batch(source: Source, batch: Batch, *, version: int, learner_step: int
     )
     is_stored = pc.equal(rows["split"], IMPORTED)
     live, stored = rows.filter(pc.invert(is_stored)), rows.filter(is_stored)
-    return ReadyBatch(
+    return PreparedBatch(
         batch=batch,
         version=version,
         rows=kept,

@@ -6,14 +6,14 @@
         batches.start(version=8, learner_step=9)           # unless max_staleness is 0 and something is played
         train(ready)                                       # publishes version 8
 
-The thread consumes complete groups, produces one ReadyBatch, waits for "groups" (the workers
+The thread consumes complete groups, produces one PreparedBatch, waits for "groups" (the workers
 unblock it by committing), ended by `close`. While it works two batches are claimed: A, which trains
 at version v, and B. Why that changes no promise:
 
 Staleness. A learner step publishes exactly one version, also where it learns nothing and where an
 update is skipped. So the
     batch after A trains at v + 1, and B is claimed with v + 1: what would be too old then is stale now, and cannot be in B.
-    `ReadyBatch.version` says so, and the loop refuses to train at another. What was sampled by v itself has staleness 1 in
+    `PreparedBatch.version` says so, and the loop refuses to train at another. What was sampled by v itself has staleness 1 in
     B, so at max_staleness 0 there is nothing that could be prefetched, and the loop does not try. Stored groups have no
     staleness: where nothing is played it always does.
 Admission. It bounds open + complete + claimed. Claiming moves groups from complete to claimed, so
@@ -41,7 +41,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
-from learner.data.batch_loader import ReadyBatch, Source, ready_batch
+from learner.data.batch_loader import BatchLoader, PreparedBatch, ready_batch
 
 POLL_S = 0.05  # between two claims while there are too few groups
 
@@ -56,12 +56,12 @@ class Prefetch:
     the same error.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchLoader) -> None:
         self.source = source
         self.has_groups = False  # of the batch under way: claimed, and now read and packed
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._coming: Future[ReadyBatch | None] | None = None
+        self._coming: Future[PreparedBatch | None] | None = None
 
     def __enter__(self) -> Prefetch:
         return self
@@ -87,7 +87,7 @@ class Prefetch:
         self.has_groups = False
         self._coming = self._thread.submit(self._next_batch, version, learner_step)
 
-    def take(self, *, timeout_s: float) -> ReadyBatch | None:
+    def take(self, *, timeout_s: float) -> PreparedBatch | None:
         """The batch that was started, or None if it is not ready within `timeout_s`."""
         assert self._coming is not None, "start a batch first"
         # not result(timeout): the thread's own time-outs are errors
@@ -108,7 +108,7 @@ class Prefetch:
                 "the batch after the last one could not be made ready: %s", error, exc_info=error
             )
 
-    def _next_batch(self, version: int, learner_step: int) -> ReadyBatch | None:
+    def _next_batch(self, version: int, learner_step: int) -> PreparedBatch | None:
         while not self._stop.is_set():
             batch = self.source.claim(version)
             if batch is not None:

@@ -1,8 +1,8 @@
 """Directories that appear whole or not at all: published weights, checkpoints, adapters, exports.
 
-    with visible_last(Path("checkpoints/step000008")) as unfinished:     # safe from a power cut when it is left
+    with atomic_directory(Path("checkpoints/step000008")) as unfinished:     # safe from a power cut when it is left
         (unfinished / "model.safetensors").write_bytes(data)
-    behind = SyncedBehind()
+    behind = BackgroundFsync()
     with behind.visible_whole(Path("weights/v000008")) as unfinished: ...  # whole for all who read it; safe after the next line
     behind.wait()
     prune_oldest(Path("weights"), keep=4, kept=frozenset())
@@ -23,7 +23,7 @@ UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
 
 
 @contextmanager
-def visible_last(dest: Path) -> Iterator[Path]:
+def atomic_directory(dest: Path) -> Iterator[Path]:
     """A directory to fill; it gets its name, by one rename, only when all in it is on disk.
 
     What is there under that name already is replaced: only a process that died between the rename
@@ -64,7 +64,7 @@ def _removed_on_failure(dest: Path) -> Iterator[None]:
             raise
 
 
-class SyncedBehind:
+class BackgroundFsync:
     """Directories that have their names before they are on disk; a thread sees to the disk."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SyncedBehind:
 
     @contextmanager
     def visible_whole(self, dest: Path) -> Iterator[Path]:
-        """As `visible_last`, but a power cut before `wait` returned may leave the name with files
+        """As `atomic_directory`, but a power cut before `wait` returned may leave the name with files
         that are empty or torn.
         """
         with _removed_on_failure(dest):

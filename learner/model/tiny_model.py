@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from transformers.utils.logging import disable_progress_bar
 
 from configs import TinyModelConfig
-from learner.files.atomic_directory import visible_last
+from learner.files.atomic_directory import atomic_directory
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
 CONTROL_TOKENS = (PAD, EOS, USER, ASSISTANT)  # left out when an answer is decoded
@@ -115,6 +115,6 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
     disable_progress_bar()  # one file of a few MB
-    with visible_last(dest) as unfinished:
+    with atomic_directory(dest) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

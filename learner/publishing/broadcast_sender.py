@@ -42,10 +42,10 @@ class Broadcast:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        meeting_point = host_ranks(host)
-        address = protocol.Address.new(host, meeting_point.port)
+        rendezvous = host_ranks(host)
+        address = protocol.Address.new(host, rendezvous.port)
         self.address = str(address)
-        self._store = protocol.HiddenKeys(secret=address.secret, store=meeting_point)
+        self._store = protocol.HiddenKeys(secret=address.secret, store=rendezvous)
         self._calls: dict[int, int] = {}  # how often each member was called
         self._n_joined = self._round = self._n_groups = 0
         self._members: list[int] = []  # of the group

@@ -24,7 +24,7 @@ from learner.checkpointing.checkpoint import (
     saved_tensors,
 )
 from learner.distributed.optimizer_state import MASTER, trainable
-from learner.files.atomic_directory import UNFINISHED_SUFFIX, visible_last
+from learner.files.atomic_directory import UNFINISHED_SUFFIX, atomic_directory
 from learner.model.lora import add_adapters, merged, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
@@ -102,7 +102,7 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
     ExportError, StoreError.
     """
     try:
-        with _all_or_nothing(dest), visible_last(dest) as unfinished:
+        with _all_or_nothing(dest), atomic_directory(dest) as unfinished:
             source = local_directory(layout, version.path)
             # version 0 of an evaluation: a model that lies outside of the run
             if source.is_symlink():

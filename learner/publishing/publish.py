@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from learner.files.atomic_directory import SyncedBehind, prune_oldest, visible_last
+from learner.files.atomic_directory import BackgroundFsync, atomic_directory, prune_oldest
 from learner.files.page_reuse import keep_spare
 from learner.files.safetensors_writer import SHARD_BYTES, Send, write_shards
 from store import StoreError
@@ -41,7 +41,7 @@ def write_weights(
     that of the weights, or a loader would silently convert them to the base model's. Raises
     ValueError for floating-point weights of several dtypes.
     """
-    with visible_last(dest) as unfinished:
+    with atomic_directory(dest) as unfinished:
         return _write(weights, unfinished, source_dir=Path(source_dir), send=None, spare_in=None)
 
 
@@ -50,7 +50,7 @@ def publish_weights(
     dest: Path,
     *,
     source_dir: Path | str,
-    behind: SyncedBehind,
+    behind: BackgroundFsync,
     send: Send | None,
 ) -> str:
     """As `write_weights`, without waiting for the disk; the weight files are also given to `send`,
@@ -78,7 +78,7 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     Follow links only in a directory that this user chose: a snapshot in the Hub's cache is made of
     them. Otherwise raise StoreError for a link.
     """
-    with visible_last(dest) as unfinished:
+    with atomic_directory(dest) as unfinished:
         shutil.copytree(source, unfinished, symlinks=not follow_links, dirs_exist_ok=True)
         # Look at the copy: links were copied as links, so nobody can put one in the source after
         # this check.

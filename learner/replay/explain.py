@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 
 from gigpo import BatchTotals
-from learner.data.batch_loader import ReadyBatch, with_staleness
+from learner.data.batch_loader import PreparedBatch, with_staleness
 from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.distributed.deepspeed_setup import PARTITIONED
 from learner.distributed.optimizer_state import trainable
@@ -32,7 +32,7 @@ SHOWN_UID_DIGITS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learnt:
+class GroupGradient:
     """What the rows of a group, or of all groups, teach. Advantages are means over rows, ratios
     over response tokens.
     """
@@ -59,14 +59,16 @@ class Group:
     return_max: float
     # versions, of its oldest token; None of a stored group, whose versions are another run's
     staleness: int | None
-    learnt: Learnt | None  # None: it has nothing to teach
+    learnt: GroupGradient | None  # None: it has nothing to teach
     why_not: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     groups: Sequence[Group]  # as claimed
-    total: Learnt | None  # of all that have something to teach; its gradient is the sum of theirs
+    total: (
+        GroupGradient | None
+    )  # of all that have something to teach; its gradient is the sum of theirs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,7 @@ class _Part:
     batches: list[MicroBatch]
 
 
-def explain(engine: Engine, ready: ReadyBatch) -> Explanation:
+def explain(engine: Engine, ready: PreparedBatch) -> Explanation:
     """Of a batch that is about to be trained on. Rank 0 does it alone, so not at ZeRO 3, where it
     has a part of the weights.
     """
@@ -159,7 +161,7 @@ def reasons(explanation: Explanation) -> list[str]:
     ]
 
 
-def _figures(learnt: Learnt) -> list[str]:
+def _figures(learnt: GroupGradient) -> list[str]:
     return [
         str(learnt.n_rows),
         str(learnt.n_tokens),
@@ -186,7 +188,7 @@ def _part(engine: Engine, rows: pa.Table, group_uid: bytes) -> _Part:
     return _Part(rows=mine, batches=batches)
 
 
-def _learnt(engine: Engine, parts: Sequence[_Part]) -> tuple[list[Learnt], Learnt]:
+def _learnt(engine: Engine, parts: Sequence[_Part]) -> tuple[list[GroupGradient], GroupGradient]:
     """Of each part, and of all together."""
     batches = _of_one_table(parts)
     with torch.no_grad():
@@ -247,9 +249,11 @@ def _ratios_and_clips(batch: MicroBatch, values_6N: torch.Tensor) -> torch.Tenso
     return torch.stack([torch.exp(logprobs_N - batch.behaviour_logprobs_N), clipped_N])
 
 
-def _summed_up(rows: pa.Table, seen_2N: torch.Tensor, gradient: Sequence[torch.Tensor]) -> Learnt:
+def _summed_up(
+    rows: pa.Table, seen_2N: torch.Tensor, gradient: Sequence[torch.Tensor]
+) -> GroupGradient:
     ratio_N, clipped_N = seen_2N
-    return Learnt(
+    return GroupGradient(
         n_rows=rows.num_rows,
         n_tokens=len(ratio_N),
         advantage=_mean_size(rows, "advantage"),

@@ -36,7 +36,7 @@ from learner.distributed.deepspeed_setup import PARTITIONED
 from learner.distributed.device import described, reservation
 from learner.distributed.ray_directory import make_ray_directory, remove_ray_directories
 from learner.publishing.base_model import base_model
-from learner.rank_group import Ranks
+from learner.rank_group import RankGroup
 from learner.ray_actor import RAY_HIDES_GPUS, ray_token
 from learner.replay.explain import Explanation, explain, reasons, table
 from learner.training.step_metrics import timeless_metrics
@@ -245,10 +245,10 @@ def _scratch(layout: RunLayout) -> Iterator[Path]:
 
 
 @contextmanager
-def _ranks(config: Config, *, model_path: Path, run: Path) -> Iterator[Ranks]:
+def _ranks(config: Config, *, model_path: Path, run: Path) -> Iterator[RankGroup]:
     """As many as the run had; several need a Ray of their own."""
     with _private_ray(run) if config.learner.ranks > 1 else nullcontext():
-        ranks = Ranks(config, model_path=str(model_path))
+        ranks = RankGroup(config, model_path=str(model_path))
         try:
             yield ranks
         finally:
@@ -283,7 +283,7 @@ def _private_ray(run: Path) -> Iterator[None]:
 
 
 def _restored(
-    layout: RunLayout, ranks: Ranks, *, before: int, model_path: Path, scratch: Path
+    layout: RunLayout, ranks: RankGroup, *, before: int, model_path: Path, scratch: Path
 ) -> Replayed:
     """The newest state before a learner step that is still there, loaded; compared with the version
     it was published as.
@@ -317,7 +317,7 @@ def _restored(
     )
 
 
-def _load(layout: RunLayout, ranks: Ranks, record: CheckpointRecord) -> None:
+def _load(layout: RunLayout, ranks: RankGroup, record: CheckpointRecord) -> None:
     point = ranks.load_checkpoint(layout.root / record.path)
     if (point.learner_step, point.version) != (record.learner_step, record.version):
         raise ReplayError(
@@ -328,7 +328,7 @@ def _load(layout: RunLayout, ranks: Ranks, record: CheckpointRecord) -> None:
         )
 
 
-def _digest(ranks: Ranks, scratch: Path) -> str:
+def _digest(ranks: RankGroup, scratch: Path) -> str:
     """Of the weights as they are now, written as a version is."""
     directory = scratch / "weights"
     digest = ranks.publish(directory)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from configs import Config
 from learner.data.batch_loader import Update
-from learner.training.engine import WreckedPolicyError
+from learner.training.engine import NonFiniteWeightsError
 from learner.training.step_metrics import LENGTH
 from learner.training.update_stats import UpdateStats
 from store import uid_text
@@ -106,12 +106,12 @@ def too_many_bad_updates(
     )
 
 
-def wrecked_policy(*, learner_step: int, checkpoint: int, config: Config) -> WreckedPolicyError:
+def wrecked_policy(*, learner_step: int, checkpoint: int, config: Config) -> NonFiniteWeightsError:
     """The error to end the run with; `checkpoint` is the learner step of the newest, 0 without
     one.
     """
     rate = f"learner.learning_rate={config.learner.learning_rate:g}"
-    return WreckedPolicyError(
+    return NonFiniteWeightsError(
         f"the updates of learner step {learner_step} had finite gradients, but with {rate} left "
         "weights that are not finite or "
         "give no finite log-probabilities. Nothing of this step was published or checkpointed: "

@@ -49,7 +49,7 @@ from learner.training.update_stats import (
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 
-class WreckedPolicyError(RuntimeError):
+class NonFiniteWeightsError(RuntimeError):
     """Updates with finite gradients left a policy that has no finite log-probabilities, or will not
     have any.
     """
@@ -106,15 +106,15 @@ class Engine:
         """One optimizer update for each list of micro-batches, in order: the updates of one learner
         step.
 
-        They have one proximal policy, that of before the first of them. Raises WreckedPolicyError,
+        They have one proximal policy, that of before the first of them. Raises NonFiniteWeightsError,
         on every rank, if the policy is no longer fit to be published.
         """
         stats = self._train(updates)
         applied = [
             batches for batches, stat in zip(updates, stats, strict=True) if not stat.skipped
         ]
-        if applied and not self._is_sound(applied[0]):
-            raise WreckedPolicyError(
+        if applied and not self._is_finite(applied[0]):
+            raise NonFiniteWeightsError(
                 "the weights, or log-probabilities by them, are not finite or too large to compute "
                 "with"
             )
@@ -266,7 +266,7 @@ class Engine:
             skipped=skipped,
         )
 
-    def _is_sound(self, micro_batches: Sequence[MicroBatch]) -> bool:
+    def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Whether the policy can be computed with: the norm of its weights, and the
         log-probabilities of a short sequence on each rank, which were finite before an update of
         the `micro_batches`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from gigpo import anchor_size_shares, singleton_fraction, step_variance_share
-from learner.data.batch_loader import Episodes, ReadyBatch
+from learner.data.batch_loader import Episodes, PreparedBatch
 from learner.training.update_stats import UpdateStats
 
 LENGTH = "tokens/response_per_row"
@@ -29,7 +29,9 @@ class Times:
     step_s: float = 0.0  # all of it
 
 
-def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) -> dict[str, float]:
+def step_metrics(
+    ready: PreparedBatch, updates: list[UpdateStats], times: Times
+) -> dict[str, float]:
     """The figures of a learner step, by the names the store has them under."""
     n_computed = sum(update.n_tokens_computed for update in updates)
     return {
@@ -53,7 +55,7 @@ def step_metrics(ready: ReadyBatch, updates: list[UpdateStats], times: Times) ->
     }
 
 
-def timeless_metrics(ready: ReadyBatch, updates: list[UpdateStats]) -> dict[str, float]:
+def timeless_metrics(ready: PreparedBatch, updates: list[UpdateStats]) -> dict[str, float]:
     """Those without a clock in them: the same batch at the same weights has the same."""
     live = [group for group in ready.batch.groups if group.source is None]
     return {

@@ -239,7 +239,7 @@ def test_the_program_that_runs_longest_is_named(odd: str) -> None:
     async def run() -> tuple[object, tuple[str, float] | None, object]:
         pool = ProgramPool(odd, {}, processes=2)
         nobody = ClientSettings(base_url="", api_key="")
-        before = pool.slowest()
+        before = pool.oldest()
         first = asyncio.create_task(
             pool.run(Task(id="stays", env_name="odd", split="train", seed=0), nobody, deadline_s=60)
         )
@@ -248,11 +248,11 @@ def test_the_program_that_runs_longest_is_named(odd: str) -> None:
             pool.run(Task(id="dies", env_name="odd", split="train", seed=0), nobody, deadline_s=60)
         )
         await asyncio.sleep(0.05)
-        named = pool.slowest()
+        named = pool.oldest()
         first.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         pool.close()
-        return before, named, pool.slowest()
+        return before, named, pool.oldest()
 
     before, named, after = asyncio.run(run())
     assert before is None and after is None

@@ -1,4 +1,4 @@
-"""The real Player around a real coordinator, with episodes that end when the test says so."""
+"""The real RolloutRunner around a real coordinator, with episodes that end when the test says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from actors.inference.concurrency import MORE_AFTER, Concurrency
 from actors.rollout import runner as player
 from actors.rollout.attempts import Attempts
-from actors.rollout.runner import Player, StorageSilent
+from actors.rollout.runner import RolloutRunner, StorageSilent
 from actors.simulation.fakes import LocalHandle
 from actors.simulation.virtual_time import VirtualTimeLoop
 from coordinator import Coordinator, Lease
@@ -32,7 +32,7 @@ class Stage:
     """Episodes by (group, number) that wait to be ended, around one player of groups of two."""
 
     coordinator: Coordinator
-    player: Player
+    player: RolloutRunner
     playing: dict[tuple[bytes, int], asyncio.Future[None]] = field(default_factory=dict)
     loads: list[int] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def on_stage(
     async def run() -> None:
         client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), worker="w")
         stage: Stage = Stage(coordinator, None)  # type: ignore[arg-type]
-        stage.player = Player(
+        stage.player = RolloutRunner(
             client, config, play=stage.play, weights=stage, concurrency=Concurrency.of(config)
         )
         async with running(stage.player):
@@ -101,7 +101,7 @@ def on_stage(
 
 
 @asynccontextmanager
-async def running(player: Player) -> AsyncIterator[None]:
+async def running(player: RolloutRunner) -> AsyncIterator[None]:
     task = asyncio.create_task(player.run())
     await asyncio.sleep(1.0)
     try:

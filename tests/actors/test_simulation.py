@@ -35,7 +35,7 @@ from configs import Config
 from coordinator import Coordinator, task_index
 from coordinator import export_schedule as maintenance
 from coordinator import heartbeats as pulse
-from coordinator.batched_calls import SharedHandle
+from coordinator.batched_calls import BatchedHandle
 from envs import environment_class, list_tasks
 from store import (
     Batch,
@@ -139,7 +139,7 @@ class World:
             loading=self.loading,
         )
         # as a real one: what it asks at once goes together
-        worker = SimulatedWorker(setup, SharedHandle(self.handle))
+        worker = SimulatedWorker(setup, BatchedHandle(self.handle))
         self.workers[worker] = asyncio.create_task(worker.run())
 
     def make_environment(self, source: random.Random) -> AsyncEnvironment:

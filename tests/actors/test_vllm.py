@@ -31,13 +31,13 @@ from actors.inference.concurrency import RequestGate
 from actors.inference.vllm_policy import EngineLostError, VLLMPolicy
 from actors.inference.weight_files import RECEIVED, WeightFileError
 from actors.inference.weight_load import WeightLoad
-from actors.inference.weight_sync import LOADED, REFUSED, ServedWeights
+from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from actors.policy import Completion, Prompt
 from configs import ActorsConfig
 from driver.run_control import has_ended
 from learner import write_weights
 from learner.distributed.deepspeed_setup import LOOPBACK
-from learner.files.atomic_directory import SyncedBehind
+from learner.files.atomic_directory import BackgroundFsync
 from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import publish_weights
 from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
@@ -395,7 +395,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
         async def record(what: str, detail: str) -> None:
             catalog.log(component="worker-0", what=what, detail=detail)
 
-        async def meeting_point() -> str | None:
+        async def rendezvous() -> str | None:
             return None
 
         def publish(version: int, name: str) -> None:
@@ -410,13 +410,13 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             served.run(weights.serve(catalog.latest_version()))
             return generate_all(served, seeds=range(4), temperature=1.0)
 
-        weights = ServedWeights(
+        weights = WeightSync(
             served.policy,
             layout,
             newest=newest,
             record=record,
             turn=contextlib.nullcontext,
-            meeting_point=meeting_point,
+            rendezvous=rendezvous,
             max_staleness=1,
         )
         publish(first, "other")
@@ -447,7 +447,7 @@ def test_weights_that_the_learner_sends_are_served_without_a_file(
     """And those that were sent to others only are not taken for them; running requests go on
     throughout.
     """
-    sender, behind = Broadcast(LOOPBACK), SyncedBehind()
+    sender, behind = Broadcast(LOOPBACK), BackgroundFsync()
     first = served.policy.version + 1
 
     def send(name: str) -> str:

@@ -17,7 +17,7 @@ import store
 from actors.inference import weight_sync as served_weights
 from actors.inference.weight_files import WeightFileError
 from actors.inference.weight_load import WeightLoad
-from actors.inference.weight_sync import LOADED, REFUSED, ServedWeights
+from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
 
 # One row per published version: by how many loads it was served, and how many of them read
@@ -81,20 +81,20 @@ class Run:
         self.catalog = Catalog.open(self.layout)
         self.engine = Engine()
         self.address: str | None = None
-        self.weights = ServedWeights(
+        self.weights = WeightSync(
             self.engine,  # type: ignore[arg-type]
             self.layout,
             newest=self.newest,
             record=self.record,
             turn=contextlib.nullcontext,
-            meeting_point=self.meeting_point,
+            rendezvous=self.rendezvous,
             max_staleness=max_staleness,
         )
 
     async def newest(self) -> VersionRecord | None:
         return self.catalog.latest_version()
 
-    async def meeting_point(self) -> str | None:
+    async def rendezvous(self) -> str | None:
         return self.address
 
     async def record(self, what: str, detail: str) -> None:

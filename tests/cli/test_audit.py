@@ -332,7 +332,7 @@ def test_a_plot_is_written_beside_the_rows(run: Path, tmp_path: Path) -> None:
         "steps trained differently: a (gamma=0.5 signal=returns) and b (gamma=0.95 "
         "signal=advantages)" in texts
     )
-    assert {"1", "2", "in no batch", "learner step", *comparison.FATES[:-1]} <= set(texts)
+    assert {"1", "2", "in no batch", "learner step", *comparison.CHANGE_KINDS[:-1]} <= set(texts)
 
 
 def test_a_run_of_a_setting_that_is_gone_is_one_line(

@@ -34,7 +34,7 @@ from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import run_control as runs
 from driver.preflight import check_same_run
-from learner import with_published
+from learner import fill_defaults
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
@@ -244,7 +244,7 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
     played: Path, tmp_path: Path
 ) -> None:
     def asked(step: int) -> Config:
-        return with_published(
+        return fill_defaults(
             evaluate.asked_config(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"])
         )
 

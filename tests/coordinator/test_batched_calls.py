@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from actors.simulation.fakes import Delay, LocalHandle
-from coordinator.batched_calls import Question, SharedHandle
+from coordinator.batched_calls import BatchedHandle, Call
 from store import FencedError
 
 
@@ -18,7 +18,7 @@ class Oracle:
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
 
-    def ask_all(self, questions: Sequence[Question]) -> list[object]:
+    def ask_all(self, questions: Sequence[Call]) -> list[object]:
         self.calls.append([question.name for question in questions])
         return [question.put_to(self) for question in questions]
 
@@ -30,12 +30,12 @@ class Oracle:
 
 
 class Dead:
-    def ask_all(self, questions: Sequence[Question]) -> list[object]:
+    def ask_all(self, questions: Sequence[Call]) -> list[object]:
         raise ConnectionError("nobody there")
 
 
-def shared(target: object) -> SharedHandle:
-    return SharedHandle(LocalHandle(target, delay=Delay(median_s=0.01, sigma=0.0), seed=0))
+def shared(target: object) -> BatchedHandle:
+    return BatchedHandle(LocalHandle(target, delay=Delay(median_s=0.01, sigma=0.0), seed=0))
 
 
 def test_what_is_asked_while_the_line_is_busy_goes_together_and_in_order() -> None:

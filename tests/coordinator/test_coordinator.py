@@ -17,7 +17,7 @@ import configs
 from configs import Config
 from coordinator import Coordinator, Lease, free_groups, task_index
 from coordinator import export_schedule as maintenance
-from coordinator.batched_calls import Question, Refused
+from coordinator.batched_calls import Call, CallError
 from coordinator.export_schedule import maintainer_settings
 from store import (
     RunLayout,
@@ -183,14 +183,12 @@ def test_what_is_asked_together_is_answered_in_order_and_renews_leases(
     monkeypatch.setattr("coordinator.heartbeats.WRITE_EVERY_S", 0.0)
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
-    lease, refused = coordinator.ask_all(
-        [Question("lease", ("w",)), Question("abandon", ("w", b"none"))]
-    )
-    assert isinstance(lease, Lease) and isinstance(refused, Refused)
+    lease, refused = coordinator.ask_all([Call("lease", ("w",)), Call("abandon", ("w", b"none"))])
+    assert isinstance(lease, Lease) and isinstance(refused, CallError)
     until = "SELECT lease_until_us FROM grp WHERE lease_worker = 'w'"
     with coordinator.catalog._database.transaction() as tx:
         ((before,),) = tx.rows(until)
-    coordinator.ask_all([Question("newest_version", ())])
+    coordinator.ask_all([Call("newest_version", ())])
     with coordinator.catalog._database.transaction() as tx:
         ((after,),) = tx.rows(until)
     assert after > before

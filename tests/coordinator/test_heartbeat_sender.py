@@ -16,7 +16,7 @@ from configs import SupervisionConfig
 from coordinator import Component, Heartbeat
 from coordinator import heartbeat_sender as heartbeat
 from coordinator import heartbeats as pulse
-from coordinator.heartbeats import Pulse
+from coordinator.heartbeats import HeartbeatTracker
 from driver.health import Restarts, Watch
 from learner import LEARNER_STEP
 
@@ -76,7 +76,7 @@ def test_it_stops_when_a_promise_is_broken_and_goes_on_with_the_next(
 
 
 def test_a_pulse_knows_for_how_long(clock: Callable[[float], None]) -> None:
-    beats = Pulse()
+    beats = HeartbeatTracker()
     beats.beat("learner", "groups", waits_s=0.0)
     clock(2.0)
     beats.beat("learner", "groups", waits_s=2.0)
@@ -98,7 +98,7 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     """A learner whose batches are always ready says "learner step" again and again, and nothing in
     between.
     """
-    watch, beats = Watch(CONFIG), Pulse()
+    watch, beats = Watch(CONFIG), HeartbeatTracker()
     heart = Heartbeat(
         lambda waiting_on, waits_s: beats.beat("learner", waiting_on, waits_s=waits_s)
     )
@@ -140,7 +140,7 @@ def test_a_worker_says_how_long_its_slowest_wait_has_lasted(
 
 
 def test_beats_are_written_together_and_not_at_each(clock: Callable[[float], None]) -> None:
-    beats = Pulse()
+    beats = HeartbeatTracker()
     beats.beat("a", None, waits_s=0.0)
     assert list(beats.to_be_written()) == ["a"]
     beats.beat("a", None, waits_s=0.0)

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator import Coordinator, Lease
 from coordinator.coordinator import MAX_ABANDONED
-from coordinator.leases import MAX_GIVEN_UP, MAX_LOSSES, SUSPECT_LOSSES, TURN_S, Turn
+from coordinator.leases import MAX_GIVEN_UP, MAX_LOSSES, SUSPECT_LOSSES, TURN_S, WeightUpdateLock
 from envs import EnvironmentFailed
 from store import Unfinished, export
 from store.reading.query import connect
@@ -173,7 +173,7 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
 def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    turn = Turn()
+    turn = WeightUpdateLock()
     assert turn.take("a")
     assert turn.take("a")
     assert not turn.take("b")

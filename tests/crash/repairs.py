@@ -82,14 +82,14 @@ def publish(root: str, diary_path: str) -> None:
     """
     diary = Diary(Path(diary_path))
     directories = _directories()
-    behind = directories.SyncedBehind()
+    behind = directories.BackgroundFsync()
     for parent in ("", "weights", "checkpoints"):
         make_directory(Path(root) / parent, beneath=Path(root))
     versions: list[str] = []
     for name in (*PUBLISHED[:2], PUBLISHED[1], PUBLISHED[2], *PUBLISHED[2:]):
         diary.phase(name)
         is_version = name.startswith("weights")
-        with (behind.visible_whole if is_version else directories.visible_last)(
+        with (behind.visible_whole if is_version else directories.atomic_directory)(
             Path(root) / name
         ) as directory:
             for file, data in WEIGHTS.items():

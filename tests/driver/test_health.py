@@ -13,7 +13,7 @@ from rich.console import Console
 import configs
 from configs import SupervisionConfig
 from coordinator import Component
-from coordinator.heartbeats import GONE, Pulse
+from coordinator.heartbeats import GONE, HeartbeatTracker
 from driver.health import Watch
 from driver.progress import Progress
 from learner import LEARNER_STEP
@@ -64,7 +64,7 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
 
 def test_who_left_is_written_as_gone_until_it_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.heartbeats.WRITE_EVERY_S", 0.0)
-    beats = Pulse()
+    beats = HeartbeatTracker()
     beats.beat("worker-1", "admission", waits_s=0.0)
     beats.forget("worker-1")
     assert {name: beat.waiting_on for name, beat in beats.to_be_written().items()} == {

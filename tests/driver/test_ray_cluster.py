@@ -65,7 +65,7 @@ class Coordinator:
 coordinator_calls.CoordinatorActor = ray.remote(Coordinator)
 config = configs.from_yaml("{run_dir: " + sys.argv[1] + "}")
 with cluster.ray_cluster(sys.argv[1], processes=1):
-    calls = [coordinator_calls.CoordinatorCalls(config, learns=True) for _ in range(4)]
+    calls = [coordinator_calls.CoordinatorClient(config, learns=True) for _ in range(4)]
     places = ray.get([call.handle.place.remote() for call in calls])
     print(json.dumps([ray.get_runtime_context().get_node_id(), len(ray.nodes()), places]))
 """

@@ -40,11 +40,11 @@ from driver import processes as parts
 from driver import shutdown as stopping
 from driver import supervisor as session_module
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
-from driver.processes import LEARNER, Part
+from driver.processes import LEARNER, ManagedProcess
 from driver.ray_cluster import DRIVER_DIRECTORY, ray_cluster
 from driver.run_control import RUN_MARK
 from driver.shutdown import outcome, stop_in_order
-from driver.supervisor import Session
+from driver.supervisor import Supervisor
 from envs import log_hint
 from learner import RAY_HIDES_GPUS, RankError
 from store import Catalog, RunLayout
@@ -206,10 +206,10 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]) -> Session:
+def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]) -> Supervisor:
     monkeypatch.setattr(parts, "kill", lambda part: None)
     config = configs.from_yaml(f"{{run_dir: {tmp_path}}}")
-    made = Session(config, "model", learns=True, say=said.append, say_stopping=lambda text: None)
+    made = Supervisor(config, "model", learns=True, say=said.append, say_stopping=lambda text: None)
     made.coordinator = Calls()  # type: ignore[assignment]
     made.is_up = True
     return made
@@ -227,10 +227,12 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]) ->
     ],
     ids=["worker's loops", "learner", "killed too", "error"],
 )
-def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: RayError) -> None:
+def test_without_a_coordinator_nobody_else_is_to_blame(
+    session: Supervisor, error: RayError
+) -> None:
     session.coordinator = Calls(dead=True)  # type: ignore[assignment]
     with pytest.raises(ComponentFailed, match="coordinator died"):
-        session._failed(Part(name="worker-0", due_at_s=0.0), error)
+        session._failed(ManagedProcess(name="worker-0", due_at_s=0.0), error)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +269,10 @@ def test_without_a_coordinator_nobody_else_is_to_blame(session: Session, error: 
 )
 @pytest.mark.parametrize("is_up", [True, False], ids=["while it runs", "while it starts"])
 def test_who_is_lost_is_started_again(
-    session: Session, said: list[str], name: str, error: RayError, words: str, is_up: bool
+    session: Supervisor, said: list[str], name: str, error: RayError, words: str, is_up: bool
 ) -> None:
     session.is_up = is_up
-    part = session.parts[name] = Part(name=name, due_at_s=0.0, started=True)
+    part = session.parts[name] = ManagedProcess(name=name, due_at_s=0.0, started=True)
     session._failed(part, error)
     assert session.parts[name] is not part and session.parts[name].handle is None
     calls: Any = session.coordinator
@@ -288,9 +290,9 @@ def test_who_is_lost_is_started_again(
 
 
 def test_an_engine_that_was_up_before_is_started_again_whatever_its_start_says(
-    session: Session,
+    session: Supervisor,
 ) -> None:
-    part = session.parts["worker-0"] = Part(name="worker-0", due_at_s=0.0)
+    part = session.parts["worker-0"] = ManagedProcess(name="worker-0", due_at_s=0.0)
     session._failed(
         part, as_ray_passes_it_on(EngineStartError("ValueError: no such thing; its log is x"))
     )
@@ -299,13 +301,13 @@ def test_an_engine_that_was_up_before_is_started_again_whatever_its_start_says(
     assert why == "lost its engine: ValueError: no such thing; its log is x"
 
 
-def test_an_engine_that_never_starts_ends_the_run_with_its_own_error(session: Session) -> None:
+def test_an_engine_that_never_starts_ends_the_run_with_its_own_error(session: Supervisor) -> None:
     session.is_up = False
     with pytest.raises(
         ComponentFailed, match="worker-0 failed: EngineStartError: .* ValueError: no such thing"
     ):
         session._failed(
-            Part(name="worker-0", due_at_s=0.0),
+            ManagedProcess(name="worker-0", due_at_s=0.0),
             as_ray_passes_it_on(
                 EngineStartError("the vLLM engine did not start: ValueError: no such thing")
             ),
@@ -313,11 +315,11 @@ def test_an_engine_that_never_starts_ends_the_run_with_its_own_error(session: Se
 
 
 def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_there(
-    session: Session,
+    session: Supervisor,
 ) -> None:
     with pytest.raises(ComponentFailed) as failed:
         session._failed(
-            Part(name="worker-0", due_at_s=0.0), of_init(raised_by(lambda: int("seven")))
+            ManagedProcess(name="worker-0", due_at_s=0.0), of_init(raised_by(lambda: int("seven")))
         )
     assert (
         str(failed.value)
@@ -325,28 +327,30 @@ def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_the
     )
 
 
-def test_a_failed_part_names_its_log_once(session: Session) -> None:
+def test_a_failed_part_names_its_log_once(session: Supervisor) -> None:
     log = session.logs / "worker-0.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     for error in (ValueError("no lamp"), ValueError(f"no lamp; log: {log}")):
         with pytest.raises(ComponentFailed) as failed:
-            session._failed(Part(name="worker-0", due_at_s=0.0), as_ray_passes_it_on(error))
+            session._failed(
+                ManagedProcess(name="worker-0", due_at_s=0.0), as_ray_passes_it_on(error)
+            )
         assert str(failed.value) == f"worker-0 failed: ValueError: no lamp; log: {log}"
 
 
-def test_a_rank_that_is_lost_too_often_ends_the_run(session: Session) -> None:
+def test_a_rank_that_is_lost_too_often_ends_the_run(session: Supervisor) -> None:
     error = as_ray_passes_it_on(RankError("rank 1 of the learner died"))
     for _ in range(session.config.supervision.max_restarts):
-        session._failed(Part(name=LEARNER, due_at_s=0.0), error)
+        session._failed(ManagedProcess(name=LEARNER, due_at_s=0.0), error)
     with pytest.raises(
         ComponentFailed, match="learner lost a rank: rank 1 of the learner died, more than 5 times"
     ):
-        session._failed(Part(name=LEARNER, due_at_s=0.0), error)
+        session._failed(ManagedProcess(name=LEARNER, due_at_s=0.0), error)
 
 
 def test_workers_that_are_asked_for_start_one_after_the_other(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "wanted_workers", lambda run: 50)
     session._follow_wanted_workers()
@@ -358,7 +362,7 @@ def test_workers_that_are_asked_for_start_one_after_the_other(
 
 
 def test_all_are_started_beside_the_coordinator_not_after_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
 
@@ -367,12 +371,12 @@ def test_all_are_started_beside_the_coordinator_not_after_it(
             happened.append("waited for")
             raise ComponentFailed("it does not come")
 
-    def start(part: Part, **given: object) -> None:
+    def start(part: ManagedProcess, **given: object) -> None:
         happened.append(part.name)
         part.handle = Actor()
 
     monkeypatch.setattr(
-        session_module, "CoordinatorCalls", lambda config, *, learns: Coming(dead=True)
+        session_module, "CoordinatorClient", lambda config, *, learns: Coming(dead=True)
     )
     monkeypatch.setattr(parts, "start", start)
     with pytest.raises(ComponentFailed, match="it does not come"), session:
@@ -381,7 +385,7 @@ def test_all_are_started_beside_the_coordinator_not_after_it(
 
 
 def test_while_it_starts_it_says_who_is_waited_for(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Starting takes up to a minute, of which nothing else is seen."""
     assert session._starting() == "starting the coordinator"
@@ -391,7 +395,7 @@ def test_while_it_starts_it_says_who_is_waited_for(
         ("worker-1", True),
         *((f"worker-{n}", False) for n in range(2, 9)),
     ):
-        session.parts[name] = Part(name=name, due_at_s=0.0, started=started)
+        session.parts[name] = ManagedProcess(name=name, due_at_s=0.0, started=started)
     session.components = {
         LEARNER: Component(waiting_on="the model's start", waits_s=3.0, silent_s=0.0),
         "worker-0": Component(waiting_on="the engine's start", waits_s=3.0, silent_s=0.0),
@@ -403,7 +407,7 @@ def test_while_it_starts_it_says_who_is_waited_for(
 
 
 def test_a_start_and_a_stop_that_take_long_say_so(
-    session: Session, said: list[str], monkeypatch: pytest.MonkeyPatch
+    session: Supervisor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("progress.FIRST_LINE_S", 0.0)
     monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
@@ -422,7 +426,7 @@ def test_a_start_and_a_stop_that_take_long_say_so(
             n = len(said)
             wait_for_lines(n + 2)
 
-    monkeypatch.setattr(session_module, "CoordinatorCalls", lambda config, *, learns: Coming())
+    monkeypatch.setattr(session_module, "CoordinatorClient", lambda config, *, learns: Coming())
     monkeypatch.setattr(parts, "start", lambda part, **given: setattr(part, "started", True))
     with session:
         n_of_start = len(said)
@@ -458,10 +462,10 @@ class World:
         monkeypatch.setattr(stopping, "ray", self)
         monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
-    def part(self, name: str, *, ends_at_s: float, error: RayError | None = None) -> Part:
+    def part(self, name: str, *, ends_at_s: float, error: RayError | None = None) -> ManagedProcess:
         self.ends_at_s |= {f"run {name}": ends_at_s, f"where {name}": 0.0}
         self.errors[f"run {name}"] = error
-        return Part(
+        return ManagedProcess(
             name=name,
             due_at_s=0.0,
             handle=Actor(),
@@ -589,7 +593,7 @@ def test_what_came_of_a_stop(
 
 
 def test_ctrl_c_ends_with_what_came_of_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "stop_in_order", lambda parts, **options: {})
     with (
@@ -600,7 +604,7 @@ def test_ctrl_c_ends_with_what_came_of_it(
     assert session.coordinator.closed  # type: ignore[attr-defined]
 
 
-def test_a_second_ctrl_c_ends_at_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_ends_at_once(session: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(parts: object, **options: object) -> dict[str, str]:
         raise KeyboardInterrupt
 
@@ -614,7 +618,7 @@ def test_a_second_ctrl_c_ends_at_once(session: Session, monkeypatch: pytest.Monk
 
 
 def test_a_first_ctrl_c_while_a_finished_run_closes_leaves_it_in_order(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(parts: object, **options: object) -> dict[str, str]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -629,7 +633,7 @@ def test_a_first_ctrl_c_while_a_finished_run_closes_leaves_it_in_order(
     assert session.coordinator.closed  # type: ignore[attr-defined]
 
 
-def test_a_coordinator_that_dies_while_all_is_stopped_is_the_outcome(session: Session) -> None:
+def test_a_coordinator_that_dies_while_all_is_stopped_is_the_outcome(session: Supervisor) -> None:
     session.coordinator = Calls(dead=True)  # type: ignore[assignment]
     with (
         pytest.raises(Stopped, match="not stopped in order, as the coordinator died"),
@@ -641,10 +645,10 @@ def test_a_coordinator_that_dies_while_all_is_stopped_is_the_outcome(session: Se
 class session_entered:
     """A session as `with` has it, without starting anything."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Supervisor) -> None:
         self.session = session
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Supervisor:
         return self.session
 
     def __exit__(self, *error: Any) -> None:
@@ -817,7 +821,7 @@ def test_ray_tells_what_an_actor_refused(cluster: None) -> None:
 
 
 def test_a_process_without_a_place_is_named_with_what_it_asks_for(
-    cluster: None, session: Session, said: list[str]
+    cluster: None, session: Supervisor, said: list[str]
 ) -> None:
     class Sits:
         def where(self) -> None: ...
@@ -830,7 +834,7 @@ def test_a_process_without_a_place_is_named_with_what_it_asks_for(
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     placed, unplaced = (
-        Part(name="worker-0", due_at_s=0.0, handle=handle, asked_at_s=-1e9)
+        ManagedProcess(name="worker-0", due_at_s=0.0, handle=handle, asked_at_s=-1e9)
         for handle in (first, second)
     )
     session._look_for_place(placed)

@@ -108,7 +108,7 @@ def test_however_episodes_end_there_are_never_more_objects_than_episodes_at_once
         (tmp_path / "waited").unlink(missing_ok=True)
         go.set()
         if how == "wait":
-            while pool.slowest() is None:
+            while pool.oldest() is None:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0)  # the first waits for the file, the others for the first
             for episode in episodes:  # in the middle of a step
@@ -195,20 +195,20 @@ def test_hundreds_of_requests_to_a_process_that_hangs_do_not_stop_the_event_loop
 def test_the_request_that_has_waited_longest_is_named(counted: str, kind: str) -> None:
     async def play() -> list[tuple[str, float] | None]:
         pool = a_pool(counted.replace("Counted", kind), answer_timeout_s=SOON_S)
-        named = [pool.slowest()]
+        named = [pool.oldest()]
         async with pool.environment() as first, pool.environment() as second:
             await first.reset(TASK)
             await second.reset(TASK)
-            named.append(pool.slowest())
+            named.append(pool.oldest())
             action = "hang" if kind == "Counted" else "wait"
             waiting = [
                 asyncio.create_task(first.step(action)),
                 asyncio.create_task(second.step("x" * 1000)),
             ]
             await asyncio.sleep(0.1)
-            named.append(pool.slowest())
+            named.append(pool.oldest())
             await asyncio.gather(*waiting, return_exceptions=True)
-        named.append(pool.slowest())
+        named.append(pool.oldest())
         pool.close()
         return named
 

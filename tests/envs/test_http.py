@@ -288,7 +288,7 @@ def test_a_place_whose_process_hangs_is_nobodys_until_it_has_answered(
             step = asyncio.create_task(
                 asyncio.to_thread(ask, url, "step", first | {"action": str(tmp_path / "end")})
             )
-            while there._pool.slowest() is None:
+            while there._pool.oldest() is None:
                 await asyncio.sleep(0.01)
             closed = await asyncio.to_thread(ask, url, "close", first)
             await began()
@@ -317,7 +317,7 @@ def test_who_only_lived_in_a_process_that_hung_is_not_at_fault(
                 await first.reset(task)
                 await second.reset(task)
                 hung = asyncio.create_task(first.step(str(tmp_path / "never")))
-                while there._pool.slowest() is None:
+                while there._pool.oldest() is None:
                     await asyncio.sleep(0.01)
                 return await asyncio.gather(
                     hung, second.step(str(tmp_path)), return_exceptions=True

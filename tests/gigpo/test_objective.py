@@ -14,8 +14,8 @@ import torch
 from gigpo import (
     AGGREGATIONS,
     CORRECTIONS,
+    DEFAULT_PAIRING,
     POLICY_LOSSES,
-    USUAL_WITH,
     BatchTotals,
     BehaviourCloning,
     Cispo,
@@ -291,8 +291,8 @@ def test_what_is_published_together_is_not(settings):
 
 
 def test_the_usual_companions_of_every_loss_go_with_it():
-    assert USUAL_WITH.keys() == POLICY_LOSSES.keys()
-    for name, (corrections, aggregation) in USUAL_WITH.items():
+    assert DEFAULT_PAIRING.keys() == POLICY_LOSSES.keys()
+    for name, (corrections, aggregation) in DEFAULT_PAIRING.items():
         Objective(
             policy=POLICY_LOSSES[name](),
             corrections=tuple(CORRECTIONS[correction]() for correction in corrections),

@@ -32,7 +32,7 @@ from gigpo import (
     compute_advantages,
 )
 from gigpo.compatibility import check_combination
-from learner import with_published
+from learner import fill_defaults
 from tests.support.gigpo_samples import episode, settings, table
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
@@ -73,8 +73,8 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
     "`proximal=recomputed` with one update": [lambda: configs.check(config(proximal="recomputed"))],
     "`kl=k1` with `kl_coef`": [lambda: Objective(policy=PpoClip(), kl="k1", kl_coef=0.1)],
     "a number of a loss or correction that is not in use": [
-        lambda: with_published(config(delta_low=0.1)),
-        lambda: with_published(config(m2_max=0.1)),
+        lambda: fill_defaults(config(delta_low=0.1)),
+        lambda: fill_defaults(config(m2_max=0.1)),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
     "a setting of `algorithm` that is not the default": [

@@ -24,7 +24,7 @@ import configs
 from configs import Config, ConfigError
 from coordinator import Status
 from driver.progress import Progress
-from learner import BadUpdatesError, CollapseError, WreckedPolicyError
+from learner import BadUpdatesError, CollapseError, NonFiniteWeightsError
 from learner.checkpointing.checkpoint import CheckpointError
 from learner.training.alarms import Alarms, collapse_alarms, length_at_start
 from store import RunLayout
@@ -181,14 +181,14 @@ def test_a_policy_that_an_update_wrecked_is_not_published_and_the_same_command_g
 
     def wrecked_at_3(step: int, updates: Any) -> Any:
         if step == 3:
-            raise WreckedPolicyError("weights")
+            raise NonFiniteWeightsError("weights")
         return good(updates)
 
     words = (
         r"the updates of learner step 3 had .* learner\.learning_rate=1e-06 left weights .* Nothing of this step was "
         r"published or checkpointed: the same command goes on from the checkpoint of learner step 2\. .* use a lower "
     )
-    with pytest.raises(WreckedPolicyError, match=words):
+    with pytest.raises(NonFiniteWeightsError, match=words):
         train(config, wrecked_at_3)
     assert rows(run, "SELECT max(learner_step) FROM versions") == [(2,)]
     assert rows(run, "SELECT learner_step FROM checkpoints") == [(2,)]

@@ -13,7 +13,7 @@ import pytest
 from configs import Config
 from coordinator import Coordinator
 from learner.data.batch_loader import (
-    ReadyBatch,
+    PreparedBatch,
     cut_updates,
     in_batch_order,
     ready_batch,
@@ -39,7 +39,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 
 def next_ready(
     coordinator: Coordinator, *, config: Config | None = None, version: int = 0
-) -> ReadyBatch:
+) -> PreparedBatch:
     source = source_of(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
     batch = source.claim(version)
     assert batch is not None

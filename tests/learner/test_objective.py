@@ -16,7 +16,7 @@ import pytest
 import configs
 from configs import AlgorithmConfig, Config, ConfigError, LossConfig
 from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, Objective, PpoClip, TokenTis
-from learner import advantage_settings, with_published
+from learner import advantage_settings, fill_defaults
 from learner.objective import objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,11 +28,11 @@ KINDS = {
 
 
 def published(**loss: Any) -> LossConfig:
-    return with_published(Config(loss=LossConfig(**loss))).loss
+    return fill_defaults(Config(loss=LossConfig(**loss))).loss
 
 
 def test_the_quick_start_trains_with_ppo_clip_and_truncated_importance_sampling() -> None:
-    config = with_published(configs.load(ROOT / "configs/quickstart.yaml"))
+    config = fill_defaults(configs.load(ROOT / "configs/quickstart.yaml"))
     assert objective_of(config.loss) == Objective(policy=PpoClip(), corrections=(TokenTis(),))
     assert (
         config.loss.clip_low,
@@ -49,7 +49,7 @@ def test_a_loss_is_what_it_was_published_with(policy: str) -> None:
     assert objective_of(loss) == objective_of(LossConfig(policy=policy)), (
         "writing it out changes nothing"
     )
-    assert with_published(Config(loss=loss)).loss == loss
+    assert fill_defaults(Config(loss=loss)).loss == loss
     assert configs.from_yaml(configs.to_yaml(Config(loss=loss))).loss == loss
     for item in fields(POLICY_LOSSES[policy]):
         assert getattr(loss, item.name) in (item.default, None)
@@ -76,7 +76,7 @@ def test_what_is_switched_off_stays_off() -> None:
 
 def test_the_constant_length_is_the_longest_response() -> None:
     config = Config(loss=LossConfig(aggregation="sequence_mean_token_sum_norm"))
-    assert with_published(config).loss.norm_tokens == config.actors.max_response_tokens
+    assert fill_defaults(config).loss.norm_tokens == config.actors.max_response_tokens
     with pytest.raises(ConfigError, match=r"loss\.norm_tokens is null"):
         objective_of(config.loss)
 
@@ -87,7 +87,7 @@ def test_the_config_of_an_earlier_run_means_what_it_meant() -> None:
     """
     earlier = "loss: {policy: ppo_clip, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, tis_cap: 2.0, kl_coef: 0.0}"
     assert (
-        configs.differences(with_published(configs.from_yaml(earlier)), with_published(Config()))
+        configs.differences(fill_defaults(configs.from_yaml(earlier)), fill_defaults(Config()))
         == []
     )
 
@@ -202,9 +202,9 @@ def test_a_loss_s_numbers_have_the_bounds_of_its_record_and_no_others(kind: type
             kind(**{item.name: value})
         except ValueError as error:
             with pytest.raises(ConfigError, match=re.escape(f"loss.{error}")):
-                with_published(config)
+                fill_defaults(config)
         else:
-            assert getattr(with_published(config).loss, item.name) == value
+            assert getattr(fill_defaults(config).loss, item.name) == value
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
 
 
 def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
-    config = with_published(
+    config = fill_defaults(
         replace(Config(), loss=LossConfig(policy="dppo_tv", delta_low=0.1, kl_coef=0.5))
     )
     assert objective_of(configs.cloning_config(config).loss) == objective_of(

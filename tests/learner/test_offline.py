@@ -18,7 +18,7 @@ from coordinator import Coordinator
 from learner import Learner, check_train_on
 from learner.data.batch_loader import (
     STORED_STALENESS,
-    ReadyBatch,
+    PreparedBatch,
     ready_batch,
     source_of,
     with_staleness,
@@ -86,7 +86,7 @@ def rows(run: Path | str, query: str) -> list[tuple]:
         return connection.sql(query).fetchall()
 
 
-def next_ready(config: Config) -> ReadyBatch:
+def next_ready(config: Config) -> PreparedBatch:
     coordinator = open_coordinator(config)
     try:
         batch = coordinator.claim(7)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs import Config
 from coordinator import Coordinator
-from learner.data.batch_loader import ReadyBatch, source_of
+from learner.data.batch_loader import PreparedBatch, source_of
 from learner.data.prefetch import Prefetch
 from store import DigestError, RunLayout, VersionRecord
 from store.reading.query import connect
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def taken(batches: Prefetch) -> ReadyBatch:
+def taken(batches: Prefetch) -> PreparedBatch:
     ready = batches.take(timeout_s=DEADLINE_S)
     assert ready is not None
     return ready

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
-from learner.files.atomic_directory import SyncedBehind, visible_last
+from learner.files.atomic_directory import BackgroundFsync, atomic_directory
 from learner.files.page_reuse import SPARE, _file_system, _is_unused
 from learner.files.safetensors_writer import DTYPE_NAMES, write_shards
 from learner.model.policy_model import PolicyModel, load_policy
@@ -154,7 +154,7 @@ def test_a_writer_that_dies_leaves_nothing_visible_and_the_next_one_succeeds(
     dest = tmp_path / "v000001"
 
     def die_half_way() -> None:
-        with visible_last(dest) as unfinished:
+        with atomic_directory(dest) as unfinished:
             (unfinished / "half").write_text("x")
             raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_a_writer_that_dies_leaves_nothing_visible_and_the_next_one_succeeds(
         die_half_way()
     assert not dest.exists()
     for text in ("whole", "again"):  # the second finds a directory that nobody was told of
-        with visible_last(dest) as unfinished:
+        with atomic_directory(dest) as unfinished:
             assert list(unfinished.iterdir()) == []
             (unfinished / "file").write_text(text)
             assert not dest.exists() or (dest / "file").read_text() == "whole"
@@ -196,7 +196,7 @@ def test_published_weights_are_synced_behind(
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     monkeypatch.setattr(os, "fsync", noting)
-    behind = SyncedBehind()
+    behind = BackgroundFsync()
     for version in range(5):
         publish_weights(
             weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind, send=None
@@ -211,7 +211,7 @@ def test_published_weights_are_synced_behind(
 def test_a_version_is_written_over_a_removed_one_that_nobody_reads(
     base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    behind, digests, inodes = SyncedBehind(), [], []
+    behind, digests, inodes = BackgroundFsync(), [], []
 
     def publish(n: int) -> Path:
         directory = tmp_path / f"v{n:06d}"
@@ -263,7 +263,7 @@ def test_a_disk_that_fails_is_told_with_the_version_it_failed_for(
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", failing)
-    behind = SyncedBehind()
+    behind = BackgroundFsync()
     for version in range(3):
         publish_weights(
             weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind, send=None

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from actors.inference.broadcast_receiver import Receiver
 from configs import Config, LearnerConfig, ModelConfig
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks, join_ranks
-from learner.rank_group import RankDiedError, RankError, Ranks
+from learner.rank_group import RankDiedError, RankError, RankGroup
 from learner.training.engine import Engine
 from learner.training.update_stats import Pass, UpdateStats, gathered
 from store import RunLayout, files_digest
@@ -289,14 +289,14 @@ def test_only_the_address_asked_for_takes_connections() -> None:
         socket.create_connection(("127.0.0.2", store.port), timeout=DEADLINE_S)
 
 
-class Held(Ranks):
+class Held(RankGroup):
     """Ranks in an actor of its own, as the learner has them."""
 
     def kill_other(self) -> None:
         ray.kill(self.peers[0])
 
     def other_fails(self) -> None:
-        self._together(
+        self._run_on_all(
             [peer.load_checkpoint.remote(Path("nowhere")) for peer in self.peers], lambda: None
         )
 
@@ -304,7 +304,7 @@ class Held(Ranks):
         """It stays alive, so nothing but its answer says that it will never come to the
         collective.
         """
-        self._together(
+        self._run_on_all(
             [peer.train.remote([[]]) for peer in self.peers], lambda: self.engine.train(updates)
         )
 
@@ -320,7 +320,7 @@ class Held(Ranks):
         return self.engine.n_updates
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._together(
+        return self._run_on_all(
             [peer.give_weights.remote() for peer in self.peers], lambda: copied(self.engine)
         )
 

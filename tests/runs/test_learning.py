@@ -137,8 +137,8 @@ def test_two_ranks_learn_to_win(world: World, tmp_path: Path) -> None:
     updates.
     """
     (tmp_path / "world.pickle").write_bytes(pickle.dumps(world))
-    meeting_point = host_ranks(LOOPBACK)
-    command = [sys.executable, "-c", "from tests.runs.test_learning import main; main()", f"{LOOPBACK}:{meeting_point.port}"]
+    rendezvous = host_ranks(LOOPBACK)
+    command = [sys.executable, "-c", "from tests.runs.test_learning import main; main()", f"{LOOPBACK}:{rendezvous.port}"]
     processes = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT) for rank in range(2)]
     try:
         assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]

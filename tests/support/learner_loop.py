@@ -173,7 +173,7 @@ class Silent:
 
 
 class StandIn:
-    """In the place of Ranks: its weights are the updates it has seen; `stats` says how the updates
+    """In the place of RankGroup: its weights are the updates it has seen; `stats` says how the updates
     of a learner step go.
     """
 

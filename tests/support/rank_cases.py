@@ -21,7 +21,7 @@ import torch
 from configs import LearnerConfig, LossConfig, ModelConfig
 from learner.data.micro_batch import MicroBatch
 from learner.distributed import deepspeed_setup
-from learner.training.engine import Engine, WreckedPolicyError
+from learner.training.engine import Engine, NonFiniteWeightsError
 from learner.training.update_stats import UpdateStats
 from tests.support.engine_samples import (
     CUT,
@@ -222,7 +222,7 @@ def _wrecks(place: Place) -> dict[str, bool]:
         with place.engine(learner=learner, dtype=dtype) as engine:
             try:
                 engine.train([cut(random_rows(n_rows), CUT, ranks=place.ranks)] * 2)
-            except WreckedPolicyError:
+            except NonFiniteWeightsError:
                 is_refused = True
             else:
                 is_refused = False
