@@ -1,11 +1,10 @@
-"""Makes text fit to be shown in a terminal. Every program of this project prints through this
-module.
+"""Make text safe to show in a terminal. Every command prints through this module.
 
     print(printable(text))                    # one line
     fail(error)                               # "error: ..." on standard error, in one line
     console = plain_console(soft_wrap=True)   # for rich
     parser = ArgumentParser(...)              # its messages quote what it was given
-    protect_terminal()                        # the first call of a program
+    protect_terminal()                        # the first call of a process
 
 A terminal obeys control characters. They can change what stands on the screen, and even what is in
 the clipboard. Texts of a model, an environment, a file or a server may hold any of them.
@@ -15,9 +14,11 @@ This module imports nothing of the project, so that every folder may import it.
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 import traceback
+import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,15 +31,17 @@ OBEYED = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-
 # What is not seen: two names that look the same would differ, and a name could hide a text. These
 # are the soft hyphen, the grapheme joiner, fillers of Hangul, vowels of Khmer, the Mongolian vowel
 # separator, the zero width space, the word joiner with invisible operators, deprecated formats, the
-# byte order mark, annotations, formats of shorthand and of music, and tags, which spell a text.
+# byte order mark, annotations, formats of shorthand and of music, tags and the selectors after
+# them, which can spell a text.
 # The joiners U+200C and U+200D and the selectors U+FE00 to U+FE0F stay: emoji and the scripts of
 # Persian and of India are written with them.
 HIDDEN = (
     r"\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
-    r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e00ff"
+    r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e01ef"
 )
 SHOWN_CHARACTERS = 10_000  # of an error
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
+FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
 def printable(text: object, *, lines: bool = False) -> str:
@@ -68,8 +71,13 @@ def fail(error: object) -> None:
 
 
 def protect_terminal() -> None:
-    """Escape the traceback of an error that nobody catches."""
+    """Escape tracebacks, warnings and the log lines of libraries in this process.
+
+    Libraries quote what they read: transformers, for one, logs the names of a model's tensors.
+    """
     sys.excepthook = _print_traceback
+    logging.setLogRecordFactory(_printable_record)
+    warnings.formatwarning = _printable_warning
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -119,3 +127,20 @@ def _print_traceback(
 ) -> None:
     text = "".join(traceback.format_exception(kind, error, trace))
     print(printable(text, lines=True), end="", file=sys.stderr)
+
+
+def _printable_record(*args: Any, **settings: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **settings)
+    try:
+        text = record.getMessage()
+    except (TypeError, ValueError):  # arguments that do not fit: the handler names the call
+        return record
+    record.msg, record.args = printable(text, lines=True), ()
+    if record.exc_info:  # a formatter takes this text instead of making its own
+        trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        record.exc_text = printable(trace, lines=True)
+    return record
+
+
+def _printable_warning(*args: Any, **settings: Any) -> str:
+    return printable(FORMAT_WARNING(*args, **settings), lines=True)

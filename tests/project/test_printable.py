@@ -256,6 +256,29 @@ def test_a_traceback_of_an_error_that_nobody_catches_is_harmless() -> None:
     assert_harmless(ended.stderr)
 
 
+LOGS = """
+import logging, sys, warnings
+import printable
+printable.protect_terminal()
+text = sys.argv[1]
+logging.getLogger("transformers.modeling_utils").warning("tensors %s", text)
+try:
+    raise ValueError(text)
+except ValueError:
+    logging.getLogger("a").exception("failed")
+warnings.warn(text, UserWarning, stacklevel=1)
+"""
+
+
+def test_log_lines_and_warnings_of_libraries_are_harmless() -> None:
+    """Transformers logs the names of a model's tensors, which a stranger chose."""
+    command = [sys.executable, "-c", LOGS, ALL.replace("\0", "")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "tensors" in ended.stderr and "ValueError" in ended.stderr
+    assert "UserWarning" in ended.stderr
+    assert_harmless(ended.stderr)
+
+
 def test_emoji_and_scripts_that_need_joiners_stay() -> None:
     for text in (
         "\U0001f469\u200d\U0001f680",
