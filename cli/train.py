@@ -163,7 +163,7 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
             configs.from_yaml(RunLayout.open(run).info.config_yaml)
         ):
             raise ConfigError(
-                f"--workers {run} {number}: the run plays nothing (stored.share=1), so it has no "
+                f"--workers {run} {number}: the run plays nothing (offline.share=1), so it has no "
                 "workers; leave it"
             )
         runs.ask_for_workers(Path(run), int(number))
@@ -240,7 +240,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
         learner_step = session.train(curves.beside(progress.show))
         if learner_step < config.learner.steps:
             console.print(
-                f"stored rollouts are used up after learner step {learner_step}; raise stored.uses "
+                f"stored rollouts are used up after learner step {learner_step}; raise offline.uses "
                 "to go on"
             )
         if not configs.is_offline(config):

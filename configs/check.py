@@ -23,7 +23,7 @@ from configs.rules import (
     TEMPLATES,
     read_with,
 )
-from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
+from configs.schema import AlgorithmConfig, Config, OfflineConfig, PromptConfig
 from configs.updates import most_updates, one_update, updates_fault
 
 
@@ -59,7 +59,7 @@ def _check_choices(config: Config) -> None:
         "algorithm.estimator": (a.estimator, ESTIMATORS),
         "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
-        "algorithm.signal": (a.signal, ("advantages", "rewards", "returns", "none")),
+        "algorithm.group_filter": (a.group_filter, ("advantages", "rewards", "returns", "none")),
         "algorithm.anchor": (
             a.anchor,
             ("state", "suffix", "similar", "similar_greedy", "state_and_actions"),
@@ -188,7 +188,7 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
             "actors.scripted=true, or clone a stored run: "
-            "source=RUN with stored.share=1"
+            "source=RUN with offline.share=1"
         )
 
 
@@ -307,30 +307,30 @@ def _check_store(config: Config) -> None:
 
 
 def _check_stored(config: Config) -> None:
-    stored, usual = config.stored, StoredConfig()
+    offline, usual = config.offline, OfflineConfig()
     if not config.source:
-        changed = [key for key, value in flat(stored) if value != getattr(usual, key)]
+        changed = [key for key, value in flat(offline) if value != getattr(usual, key)]
         if changed:
             raise ConfigError(
-                f"stored.{changed[0]}={getattr(stored, changed[0])} does nothing without "
+                f"offline.{changed[0]}={getattr(offline, changed[0])} does nothing without "
                 "source=RUN; add that"
             )
         return
-    if stored.share > 1.0:
+    if offline.share > 1.0:
         raise ConfigError(
-            f"stored.share={stored.share:g} is more than all of a batch; use 1 for stored groups "
+            f"offline.share={offline.share:g} is more than all of a batch; use 1 for stored groups "
             "only"
         )
     n_live, n_stored = groups_of_a_step(config)
     if n_stored == 0 or (n_live == 0 and not is_offline(config)):
         raise ConfigError(
-            f"stored.share={stored.share:g} of "
+            f"offline.share={offline.share:g} of "
             f"learner.groups_per_step={config.learner.groups_per_step} is {n_stored} stored "
             f"and {n_live} live groups; use 1 for stored ones only, leave source out for live ones "
             "only, or take more groups"
         )
     if is_offline(config) and config.actors.scripted:
-        raise ConfigError("actors.scripted=true plays nothing with stored.share=1; leave it out")
+        raise ConfigError("actors.scripted=true plays nothing with offline.share=1; leave it out")
     if config.loss.proximal == "interpolated":
         raise ConfigError(
             "loss.proximal='interpolated' needs the staleness of every token, and the versions of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from configs.schema import Config, EndpointConfig, StoredConfig
+from configs.schema import Config, EndpointConfig, OfflineConfig
 
 
 def endpoint_fault(endpoint: EndpointConfig) -> str:
@@ -32,7 +32,7 @@ def without_model(config: Config) -> Config:
     return replace(
         config,
         source=[],
-        stored=StoredConfig(),
+        offline=OfflineConfig(),
         model=replace(config.model, path="", lora_rank=0),
         actors=replace(config.actors, gpus_per_worker=0),
     )

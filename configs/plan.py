@@ -12,7 +12,7 @@ from pathlib import Path
 from configs.check import ConfigError
 from configs.gpus import gpus_needed
 from configs.roles import groups_of_a_step, is_offline, n_workers
-from configs.schema import AlgorithmConfig, Config, LossConfig, StoredConfig
+from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -35,7 +35,7 @@ def cloning_config(config: Config) -> Config:
     return replace(
         config,
         source=[],
-        stored=StoredConfig(),
+        offline=OfflineConfig(),
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(
@@ -88,7 +88,7 @@ def describe_plan(config: Config) -> str:
     if is_offline(config):
         workers = "none: nothing is played"
     n_stored = groups_of_a_step(config)[1]
-    stored = f"  {n_stored} of them stored, from {', '.join(config.source)}; each used {config.stored.uses} times at most\n"
+    stored = f"  {n_stored} of them stored, from {', '.join(config.source)}; each used {config.offline.uses} times at most\n"
     return (
         f"\nplacement ({gpus} GPU{'' if gpus == 1 else 's'} in all)\n"
         f"  coordinator  1 process, CPU\n"

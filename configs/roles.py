@@ -7,7 +7,7 @@ from configs.schema import Config
 
 def is_offline(config: Config) -> bool:
     """Whether nothing is played: the run trains on groups of other runs alone."""
-    return bool(config.source) and config.stored.share >= 1.0
+    return bool(config.source) and config.offline.share >= 1.0
 
 
 def groups_of_a_step(config: Config) -> tuple[int, int]:
@@ -15,7 +15,7 @@ def groups_of_a_step(config: Config) -> tuple[int, int]:
     without a source all are live.
     """
     n_groups = config.learner.groups_per_step
-    n_stored = round(config.stored.share * n_groups) if config.source else 0
+    n_stored = round(config.offline.share * n_groups) if config.source else 0
     return n_groups - n_stored, n_stored
 
 

@@ -132,7 +132,7 @@ class AlgorithmConfig:
     # what the episodes of a group must differ in to be trained on: "advantages" (penalties count),
     # "rewards" (penalties do not count), "returns" (undiscounted, no penalties: DAPO), "none"
     # (nothing: all groups are, as by the paper's authors)
-    signal: str = "advantages"
+    group_filter: str = "advantages"
     # steps in the same state: same "state", "state_and_actions" (admissible ones), same "suffix" of
     # states, "similar" texts, or "similar_greedy" ones (as the authors' code groups them)
     anchor: str = "state"
@@ -312,7 +312,7 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredConfig:
+class OfflineConfig:
     """How a run with a `source` trains on groups that other runs have played;
     docs/stored_rollouts.md.
     """
@@ -352,4 +352,4 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
-    stored: StoredConfig = field(default_factory=StoredConfig)
+    offline: OfflineConfig = field(default_factory=OfflineConfig)

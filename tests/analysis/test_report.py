@@ -39,7 +39,7 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
         export(catalog, layout)
         assert (report.trained_to(at_3), report.finished(at_3)) == (4, False)
         assert report.finished(
-            replace(offline, learner=at_3.learner, stored=replace(config.stored, share=1.0))
+            replace(offline, learner=at_3.learner, offline=replace(config.offline, share=1.0))
         )
         catalog.record_metrics(learner_step=4, policy_version=4, values={"heldout/success": 0.5})
         export(catalog, layout)

@@ -29,12 +29,12 @@ def empty(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["stored.share=1.5"], ["stored.share=1.5", "use 1"]),
-        (["stored.share=0.01"], ["0 stored and 8 live"]),
-        (["stored.share=0.99"], ["8 stored and 0 live"]),
-        (["stored.share=0"], ["above 0"]),
-        (["stored.uses=0"], ["above 0"]),
-        (["stored.share=0.5", "loss.policy=behaviour_cloning"], ["stored.share=1"]),
+        (["offline.share=1.5"], ["offline.share=1.5", "use 1"]),
+        (["offline.share=0.01"], ["0 stored and 8 live"]),
+        (["offline.share=0.99"], ["8 stored and 0 live"]),
+        (["offline.share=0"], ["above 0"]),
+        (["offline.uses=0"], ["above 0"]),
+        (["offline.share=0.5", "loss.policy=behaviour_cloning"], ["offline.share=1"]),
         (
             [
                 "loss.policy=behaviour_cloning",
@@ -76,7 +76,7 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
         and configs.n_workers(config) == 0
         and configs.groups_of_a_step(config) == (0, 8)
     )
-    mixed = configs.load(empty, ["source=runs/b", "stored.share=0.25"])
+    mixed = configs.load(empty, ["source=runs/b", "offline.share=0.25"])
     assert (
         configs.is_offline(mixed),
         configs.n_workers(mixed),
@@ -115,7 +115,10 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
         ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
         ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
-        ("algorithm.signal=reward", ["algorithm.signal='reward'", "did you mean 'rewards'"]),
+        (
+            "algorithm.group_filter=reward",
+            ["algorithm.group_filter='reward'", "did you mean 'rewards'"],
+        ),
         ("algorithm.penalty_is_signal=false", ["algorithm.penalty_is_signal"]),
         ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
         ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
@@ -128,7 +131,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
         ("actors.gpus_per_worker=1.5", ["actors.gpus_per_worker=1.5", "use e.g. 1"]),
         ("actors.gpus_per_worker=-0.5", ["actors.gpus_per_worker=-0.5", "CPU engine"]),
-        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.rank_group"]),
+        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.ranks"]),
         ("learner.gpus_per_rank=nan", ["learner.gpus_per_rank=nan"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),
@@ -148,7 +151,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("store.snapshot_window_s=5", ["store.snapshot_window_s=5", "60"]),
         ("learner.learning_rate=nan", ["learner.learning_rate=nan"]),
         ("nonsense", ["'nonsense'", "key=value"]),
-        ("stored.uses=2", ["stored.uses=2", "source=RUN"]),
+        ("offline.uses=2", ["offline.uses=2", "source=RUN"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_value(
@@ -316,7 +319,7 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
         "anchor=similar",
         "anchor=similar_greedy",
         "anchor_versions=window",
-        "signal=rewards",
+        "group_filter=rewards",
     ):
         key, _, value = choice.partition("=")
         assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
@@ -465,7 +468,9 @@ def test_what_a_scripted_player_needs_is_said_at_once(
 @pytest.mark.parametrize(
     "line",
     re.findall(
-        r"^python train\.py (.*)$", (FILES[0].parent.parent / "docs/paper.md").read_text(), re.M
+        r"^(?:python cli/train\.py|gigpo train) (.*)$",
+        (FILES[0].parent.parent / "docs/paper.md").read_text(),
+        re.M,
     ),
 )
 def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> None:

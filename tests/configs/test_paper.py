@@ -45,7 +45,7 @@ def test_an_action_is_invalid_by_its_form_alone(config: configs.Config) -> None:
 
 
 def test_no_group_is_left_out_and_the_base_model_is_evaluated_first(config: configs.Config) -> None:
-    assert config.algorithm.signal == "none"
+    assert config.algorithm.group_filter == "none"
     assert config.evaluation.at_start
 
 
@@ -58,7 +58,9 @@ def test_the_config_with_history_4_differs_in_nothing_else() -> None:
 def test_a_baseline_is_named_after_its_estimator() -> None:
     """REINFORCE++ runs were once called ppo, which has a critic and is not here."""
     lines = re.findall(
-        r"^python train\.py .* run_dir=(\S+) algorithm\.estimator=(\S+)", DOCS.read_text(), re.M
+        r"^(?:python cli/train\.py|gigpo train) .* run_dir=(\S+) algorithm\.estimator=(\S+)",
+        DOCS.read_text(),
+        re.M,
     )
     assert len(lines) >= 6
     assert all(run_dir.endswith(f"_{estimator}") for run_dir, estimator in lines), lines

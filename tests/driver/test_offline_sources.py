@@ -76,7 +76,7 @@ def test_a_dry_run_refuses_what_no_run_could_train_on(
 ) -> None:
     make_source(tmp_path / "played")
     key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
-    asked = ["--dry-run", "stored.share=1", f"run_dir={tmp_path / 'new'}"]
+    asked = ["--dry-run", "offline.share=1", f"run_dir={tmp_path / 'new'}"]
     assert train.main([key_room, *asked, f"source={tmp_path / source}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
@@ -152,7 +152,7 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
     command = [
         key_room,
         "--dry-run",
-        "stored.share=1",
+        "offline.share=1",
         f"run_dir={tmp_path / 'new'}",
         f"source={played}",
     ]

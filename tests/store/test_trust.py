@@ -162,14 +162,21 @@ WORDS = {  # one of a few words each, checked by configs
     *("prompt.style", "prompt.parser", "prompt.invalid"),
     *(
         f"algorithm.{name}"
-        for name in ("estimator", "normalise", "weighting", "signal", "anchor", "anchor_versions")
+        for name in (
+            "estimator",
+            "normalise",
+            "weighting",
+            "group_filter",
+            "anchor",
+            "anchor_versions",
+        )
     ),
     *(f"loss.{name}" for name in ("policy", "corrections", "proximal", "aggregation", "kl")),
 }
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
 # SQL: executed in a process that can read the sources and nothing else
-QUERIES = {"stored.order", "stored.train_on"}
+QUERIES = {"offline.order", "offline.train_on"}
 
 
 def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:
