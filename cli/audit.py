@@ -179,7 +179,7 @@ def advantage_config(config_yaml: str) -> Config:
     """A run's config as far as advantages go: what it says of anything else may be of another
     version of this code.
     """
-    stored = OmegaConf.to_container(configs.parse_stored(config_yaml, name="the stored config"))
+    stored = OmegaConf.to_container(configs.parse_saved(config_yaml, name="the stored config"))
     section = stored.get("algorithm", {}) if isinstance(stored, dict) else {}
     if not isinstance(section, dict):
         raise ConfigError(

@@ -63,7 +63,7 @@ class Coordinator:
         self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = HeartbeatTracker()
         self._plays, self._turn = (
-            LeaseTable(spare_members=config.actors.spare_members),
+            LeaseTable(spare_members=config.actors.extra_members),
             WeightUpdateLock(),
         )
         self._suspects = Suspects(self.catalog.times_lost())

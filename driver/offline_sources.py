@@ -165,7 +165,7 @@ def _config_of(text: str) -> DictConfig | None:
     place = Path(parse_source(text).place)
     if not RunLayout.exists(place):
         return None
-    return configs.parse_stored(
+    return configs.parse_saved(
         RunLayout.open(place).info.config_yaml, name=f"the config of {place}"
     )
 

@@ -20,7 +20,6 @@ from configs import Config, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from learner.data.offline_selection import IMPORTED, trained_on
-from learner.objective import advantage_settings
 from store import Batch, RunLayout, read_segments
 
 # of rows that another run played: its versions are not this run's, so there is nothing to count
@@ -103,7 +102,7 @@ def source_of(
     return BatchLoader(
         claim=claim,
         layout=layout,
-        advantages=advantage_settings(config),
+        advantages=AdvantageSettings.of(config.algorithm),
         group_filter="none" if clones else config.algorithm.group_filter,
         train_on=config.offline.train_on,
         learner=config.learner,

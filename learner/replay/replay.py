@@ -206,7 +206,7 @@ def replayed(
 
 
 def _config(layout: RunLayout, settings: Sequence[str]) -> Config:
-    return configs.load_stored(
+    return configs.load_saved(
         layout.info.config_yaml, settings, name=f"the config of {layout.root}"
     )
 

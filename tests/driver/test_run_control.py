@@ -200,7 +200,7 @@ def test_a_run_that_plays_nothing_takes_no_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RunLayout.create(
-        tmp_path / "run", config_yaml=configs.to_yaml(configs.Config(source=["runs/a"]))
+        tmp_path / "run", config_yaml=configs.as_yaml(configs.Config(source=["runs/a"]))
     )
     with driving(tmp_path / "run"):
         assert train.main(["--workers", str(tmp_path / "run"), "3"]) == 2

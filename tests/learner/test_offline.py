@@ -73,7 +73,7 @@ def stored_config(
 
 
 def make_run(config: Config) -> Config:
-    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
     take_sources(
         layout.root, [parse_source(text) for text in config.source], order=config.offline.order
@@ -169,7 +169,7 @@ def test_a_condition_that_fails_on_values_only_is_named_and_may_be_replaced(
     with pytest.raises(ConfigError, match=r"offline\.train_on=.* goes on with another one"):
         next_ready(config)
     assert (
-        configs.differences(
+        configs.forbidden_changes(
             config, replace(config, offline=replace(config.offline, train_on="won"))
         )
         == []
@@ -258,7 +258,7 @@ def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_
     assert coordinator.lease("w") is None and coordinator.status().counts.outstanding == 0
     coordinator.close()
     more = replace(config, offline=replace(config.offline, uses=3))
-    assert configs.differences(config, more) == []
+    assert configs.forbidden_changes(config, more) == []
     learner, coordinator = loop(monkeypatch, more)
     assert learner.run() == 7
     coordinator.close()

@@ -44,7 +44,7 @@ def mine(tmp_path: Path) -> Path:
     config = configs.from_yaml(
         f"{{run_dir: {tmp_path / 'run'}, env: {{name: 'payload_of_a_run:Env'}}}}"
     )
-    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
     resume.remember(config)
     return tmp_path / "run"
 
