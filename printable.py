@@ -14,11 +14,13 @@ This module imports nothing of the project, so that every folder may import it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -63,6 +65,20 @@ def printable_json(text: str) -> str:
         return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
     return UNSAFE.sub(escape, text)
+
+
+def did_you_mean(wrong: object, known: Iterable[object]) -> str:
+    """Return `, did you mean '...'?` with the nearest known name, or "" if none is near.
+
+    A name with dots also matches by its last part: `lr` of `learner.lr`.
+    """
+    names = [str(name) for name in known]
+    last_of = {name.rpartition(".")[2]: name for name in reversed(names)}
+    for text, choices in ((str(wrong), names), (str(wrong).rpartition(".")[2], last_of)):
+        if near := difflib.get_close_matches(text, choices, n=1):
+            found = near[0] if near[0] in names else last_of[near[0]]
+            return f", did you mean {found!r}?"
+    return ""
 
 
 def fail(error: object) -> None:

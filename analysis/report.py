@@ -60,7 +60,7 @@ def finished(config: Config) -> bool:
 
 
 def show(config: Config, console: Console) -> None:
-    success = "stored/success" if is_offline(config) else "train/success"
+    success = "offline/success" if is_offline(config) else "train/success"
     with store.open_run(config.run_dir) as reader:
         heldout = evaluation.newest_round(reader)
         (unplayed,) = _row(reader, UNPLAYED)

@@ -74,7 +74,7 @@ def standing_of(reader: store.Reader, config: Config) -> Standing:
     """Ask the store. Raises StoreError."""
     (newest,) = reader.rows(NEWEST)
     (timed,) = reader.rows(STEP_TIME)
-    name = "stored/success" if is_offline(config) else "train/success"
+    name = "offline/success" if is_offline(config) else "train/success"
     (recent,) = reader.rows(SUCCESS.format(name=name, steps=RECENT_STEPS))
     evaluated = reader.rows(HELDOUT)
     (newest_round,) = reader.rows(ROUND)

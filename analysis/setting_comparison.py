@@ -1,7 +1,7 @@
 """What two settings would have trained on differently, as cli/audit.py shows it: by learner step,
 by group, and as a plot.
 
-Under one setting a step is trained on if its group has a signal, in the direction of its
+Under one setting a step is trained on if its group passes the filter, in the direction of its
 advantage's sign. Rows are those of `audit.advantages`: one a step, the columns of setting a with
 the suffix _a, of setting b with _b.
 """
@@ -55,7 +55,7 @@ def fates(rows: pa.Table) -> np.ndarray:
     the same.
     """
     a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
-    trains_a, trains_b = (rows[f"has_signal_{suffix}"].to_numpy() for suffix in "ab")
+    trains_a, trains_b = (rows[f"passes_filter_{suffix}"].to_numpy() for suffix in "ab")
     conditions = [
         trains_b & ~trains_a,
         trains_a & ~trains_b,
@@ -120,14 +120,14 @@ def show_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -
 
 def _show_groups(reader: store.Reader, rows: pa.Table, *, console: Console) -> None:
     """Those that one setting trains on and the other leaves out."""
-    groups = rows.select(["learner_step", "group_uid", "has_signal_a", "has_signal_b"])
+    groups = rows.select(["learner_step", "group_uid", "passes_filter_a", "passes_filter_b"])
     groups = (
         groups.filter(pa.array(np.isin(fates(rows), (0, 1))))
         .group_by(groups.column_names)
         .aggregate([])
     )
     groups = groups.sort_by([("learner_step", "ascending"), ("group_uid", "ascending")])
-    n_by_b = int(np.sum(groups["has_signal_b"].to_numpy()))
+    n_by_b = int(np.sum(groups["passes_filter_b"].to_numpy()))
     console.print(f"b alone trains on {n_by_b} groups, a alone on {len(groups) - n_by_b}")
     shown = groups.slice(0, SHOWN_GROUPS).to_pylist()
     known = reader.sql(TASKS.format(uids=", ".join(f"'{row['group_uid']}'" for row in shown)))
@@ -143,7 +143,7 @@ def _show_groups(reader: store.Reader, rows: pa.Table, *, console: Console) -> N
             step,
             row["group_uid"],
             printable(tasks[row["group_uid"]]),
-            "b" if row["has_signal_b"] else "a",
+            "b" if row["passes_filter_b"] else "a",
         )
     console.print(table)
 

@@ -4,12 +4,12 @@
     python cli/audit.py runs/a                                          # as the run itself computes them
     python cli/audit.py runs/a estimator=rloo                           # another estimator, its figures
     python cli/audit.py runs/a gamma=0.9 --against gamma=1.0            # two settings side by side, and what they train differently
-    python cli/audit.py runs/a signal=returns --against --plot what.svg # another filter against the run's own
+    python cli/audit.py runs/a group_filter=returns --against --plot what.svg # another filter against the run's own
     python cli/audit.py runs/a omega=0 --against --where "split = 'train'" --output omega.parquet
 
-Settings not named are the run's own. Names and values: gigpo/settings.py, and signal (which groups
+Settings not named are the run's own. Names and values: gigpo/settings.py, and group_filter (which groups
 are trained on at all): gigpo/group_filter.py. Both are thought to train on the batches that the run
-had, on all of their steps: stored.train_on is not asked. The run may be training.
+had, on all of their steps: offline.train_on is not asked. The run may be training.
 
 --where selects the steps that are reported. What a step is compared with does not depend on it:
 advantages are computed from its whole group, and what is whitened over a batch (reinforce_pp,
@@ -50,12 +50,12 @@ import store
 from analysis.setting_comparison import plot, show_comparison
 from configs import Config, ConfigError
 from gigpo import (
-    SIGNALS,
+    GROUP_FILTERS,
     WHITENED,
     AdvantageSettings,
     anchor_size_histogram,
     compute_advantages,
-    groups_without_signal,
+    filtered_groups,
     step_variance_share,
 )
 from printable import fail, plain_console, printable, protect_terminal
@@ -90,16 +90,17 @@ class Setting:
     """What decides which steps are trained on, and by how much."""
 
     advantages: AdvantageSettings
-    signal: str
+    group_filter: str
 
     @classmethod
     def of(cls, config: Config) -> Setting:
         return cls(
-            advantages=AdvantageSettings.of(config.algorithm), signal=config.algorithm.signal
+            advantages=AdvantageSettings.of(config.algorithm),
+            group_filter=config.algorithm.group_filter,
         )
 
     def fields(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self.advantages), "signal": self.signal}
+        return {**dataclasses.asdict(self.advantages), "group_filter": self.group_filter}
 
 
 def main(arguments: list[str]) -> int:
@@ -178,7 +179,7 @@ def advantage_config(config_yaml: str) -> Config:
     """A run's config as far as advantages go: what it says of anything else may be of another
     version of this code.
     """
-    stored = OmegaConf.to_container(configs.parse_stored(config_yaml, name="the stored config"))
+    stored = OmegaConf.to_container(configs.parse_saved(config_yaml, name="the stored config"))
     section = stored.get("algorithm", {}) if isinstance(stored, dict) else {}
     if not isinstance(section, dict):
         raise ConfigError(
@@ -187,9 +188,9 @@ def advantage_config(config_yaml: str) -> Config:
         )
     if (
         section.pop("penalty_is_signal", True) is False
-        and section.get("signal", "advantages") == "advantages"
+        and section.get("group_filter", "advantages") == "advantages"
     ):
-        section["signal"] = "rewards"  # what that knob of earlier runs meant
+        section["group_filter"] = "rewards"  # what that knob of earlier runs meant
     return configs.from_yaml(yaml.safe_dump({"algorithm": section}))
 
 
@@ -223,10 +224,14 @@ def changed(setting: Setting, assignments: Sequence[str]) -> Setting:
             values[name] = type(known[name])(text)
         except ValueError as error:
             raise ValueError(f"{name}={text!r} is not a {type(known[name]).__name__}") from error
-    signal = values.pop("signal", setting.signal)
-    if signal not in SIGNALS:
-        raise ValueError(f"signal={signal!r} is unknown; it is one of {', '.join(SIGNALS)}")
-    result = Setting(advantages=dataclasses.replace(setting.advantages, **values), signal=signal)
+    group_filter = values.pop("group_filter", setting.group_filter)
+    if group_filter not in GROUP_FILTERS:
+        raise ValueError(
+            f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
+        )
+    result = Setting(
+        advantages=dataclasses.replace(setting.advantages, **values), group_filter=group_filter
+    )
     for name, value in values.items():
         if not configs.is_read(name, result.advantages):
             now, ways = configs.read_with(name, result.advantages)
@@ -237,7 +242,7 @@ def changed(setting: Setting, assignments: Sequence[str]) -> Setting:
 def advantages(reader: store.Reader, named: dict[str, Setting], *, where: str) -> pa.Table:
     """One row per selected step, computed from whole groups (whitened: one for each batch that it
     was in, from whole batches): uids, step_index, learner_step (null: in no batch that was
-    trained), and with the suffix _a (and _b) the columns of `compute_advantages` and has_signal,
+    trained), and with the suffix _a (and _b) the columns of `compute_advantages` and passes_filter,
     bool, of the step's group.
     """
     whitens = any(setting.advantages.estimator in WHITENED for setting in named.values())
@@ -268,10 +273,12 @@ def is_one_of(column: pa.ChunkedArray, values: Iterable[object]) -> pa.ChunkedAr
 
 
 def with_signal(steps: pa.Table, setting: Setting) -> pa.Table:
-    """What `compute_advantages` says of the steps, and has_signal."""
+    """What `compute_advantages` says of the steps, and passes_filter."""
     computed = compute_advantages(steps, setting.advantages)
-    silent = groups_without_signal(computed, signal=setting.signal)
-    return computed.append_column("has_signal", pc.invert(is_one_of(computed["group_uid"], silent)))
+    silent = filtered_groups(computed, group_filter=setting.group_filter)
+    return computed.append_column(
+        "passes_filter", pc.invert(is_one_of(computed["group_uid"], silent))
+    )
 
 
 def by_batch(steps: pa.Table, setting: Setting) -> pa.Table:
@@ -317,14 +324,14 @@ def summary(computed: pa.Table, setting: Setting) -> dict[str, str]:
     reads no anchor groups.
     """
     advantage = computed["advantage"].to_numpy()
-    silent = computed.filter(pc.invert(computed["has_signal"]))["group_uid"].unique()
+    silent = computed.filter(pc.invert(computed["passes_filter"]))["group_uid"].unique()
     groups, has_step_term = (
         len(computed["group_uid"].unique()),
         setting.advantages.estimator in configs.WITH_STEP_TERM,
     )
     return {
         "mean, deviation of A": f"{advantage.mean():.4f}, {advantage.std():.4f}",
-        "groups without a signal": f"{len(silent)} of {groups} ({setting.signal})",
+        "groups left out": f"{len(silent)} of {groups} ({setting.group_filter})",
         "steps by the size of their anchor group": by_doubling(anchor_size_histogram(computed))
         if has_step_term
         else "-",
@@ -361,7 +368,7 @@ def descriptions(named: dict[str, Setting]) -> list[str]:
     ]
     names = dict.fromkeys(name for each in fields for name in each)
     differing = {name for name in names if len({each.get(name) for each in fields}) > 1}
-    shown = differing or ("estimator", "gamma", "omega", "normalise", "signal")
+    shown = differing or ("estimator", "gamma", "omega", "normalise", "group_filter")
     return [
         "\n".join(f"{name}={value}" for name, value in each.items() if name in shown)
         for each in fields

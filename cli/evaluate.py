@@ -53,7 +53,6 @@ from driver.preflight import (
     check_writable,
     disk_faults,
     open_run,
-    published,
     show_missing,
     try_model,
     try_tasks,
@@ -93,12 +92,12 @@ def main(arguments: list[str]) -> int:
             config, missing, needs = (
                 try_model(config) if is_config(options.weights) else (config, [], [])
             )
-            console.print(configs.to_yaml(config), markup=False)
+            console.print(configs.as_yaml(config), markup=False)
             show_missing([*missing, *disk_faults(needs), *try_tasks(config, console)], console)
             return 0
         check_writable(config)
         if options.overrides:
-            evaluate_apart(published(config), options.weights, console)
+            evaluate_apart(config, options.weights, console)
         else:
             # the run's own commit, where the cache has lost it
             config = with_model(config, console)

@@ -46,6 +46,7 @@ from driver.errors import ComponentFailed
 from driver.preflight import (
     FAILURE_LOG,
     check_gpus,
+    check_loss,
     check_run_dir,
     check_same_run,
     check_tasks,
@@ -77,10 +78,8 @@ def main(arguments: list[str]) -> int:
     try:
         if answered(options, console):
             return 0
-        # here, as torch comes with it: who only asks about a run needs none of it
-        from learner import fill_defaults
-
-        config = fill_defaults(asked_config(options))
+        config = asked_config(options)
+        check_loss(config)
         check_run_dir(config)  # before a download, which may take an hour
         if options.dry_run:
             dry_run(config, console)
@@ -163,7 +162,7 @@ def answered(options: argparse.Namespace, console: Console) -> bool:
             configs.from_yaml(RunLayout.open(run).info.config_yaml)
         ):
             raise ConfigError(
-                f"--workers {run} {number}: the run plays nothing (stored.share=1), so it has no "
+                f"--workers {run} {number}: the run plays nothing (offline.share=1), so it has no "
                 "workers; leave it"
             )
         runs.ask_for_workers(Path(run), int(number))
@@ -178,7 +177,7 @@ def dry_run(config: Config, console: Console) -> None:
     """
     config, missing, needs = try_model(config)
     check_same_run(config)
-    console.print(configs.to_yaml(config) + configs.describe_plan(config), markup=False)
+    console.print(configs.as_yaml(config) + configs.describe_plan(config), markup=False)
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
@@ -240,7 +239,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
         learner_step = session.train(curves.beside(progress.show))
         if learner_step < config.learner.steps:
             console.print(
-                f"stored rollouts are used up after learner step {learner_step}; raise stored.uses "
+                f"stored rollouts are used up after learner step {learner_step}; raise offline.uses "
                 "to go on"
             )
         if not configs.is_offline(config):

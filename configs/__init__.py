@@ -1,14 +1,26 @@
-"""`schema.py` holds every knob with its default, `check.py` refuses what would fail later,
-`load.py` reads YAML and `key=value`, `plan.py` says what would run where, `gpus.py` on how many
-GPUs, `stored.py` what of it is played, `model.py` looks at the model's directory, `endpoint.py` is
-about models of others; one YAML per run we vouch for.
+"""Settings of a run: what they are, what they may be, and what follows from them.
+
+schema.py           every setting with its unit and its default: start here
+check.py            values and combinations that are refused before a run starts
+load.py             YAML files, `base` files and key=value overrides -> Config, and back
+derived.py          live and offline groups, workers, GPUs and updates that follow from settings
+plan.py             placement, memory and disk of a run; configs derived from a config
+model_directory.py  the directory of the model that a run starts from
+*.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
-from configs.check import ConfigError, check, check_is_list, hint
-from configs.endpoint import without_model
-from configs.gpus import gpus_needed
-from configs.load import differences, from_yaml, load, load_stored, parse_stored, to_yaml
-from configs.model import VISION_MODEL_TYPES, check_model_path, loaded, model_type
+from configs.check import WITH_STEP_TERM, ConfigError, check, check_is_list, is_read, read_with
+from configs.derived import gpus_needed, groups_of_a_step, is_offline, most_updates, n_workers
+from configs.load import (
+    as_yaml,
+    differences,
+    forbidden_changes,
+    from_yaml,
+    load,
+    load_saved,
+    parse_saved,
+)
+from configs.model_directory import VISION_MODEL_TYPES, check_model_path, loaded, model_type
 from configs.plan import (
     BUCKET_ELEMENTS,
     GIB,
@@ -17,22 +29,29 @@ from configs.plan import (
     disk_bytes,
     model_billions,
     rank_bytes,
+    without_model,
 )
-from configs.roles import groups_of_a_step, is_offline, n_workers
-from configs.rules import WITH_STEP_TERM, is_read, read_with
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,
+    BandConfig,
+    CapConfig,
+    ClipConfig,
     Config,
+    DppoTvConfig,
     EndpointConfig,
     EnvConfig,
     EvaluationConfig,
     LearnerConfig,
+    LimitConfig,
     LossConfig,
     ModelConfig,
+    NormConfig,
+    OfflineConfig,
+    PpoClipConfig,
     PromptConfig,
+    SapoConfig,
     StoreConfig,
-    StoredConfig,
     SupervisionConfig,
     TinyModelConfig,
 )
@@ -44,19 +63,28 @@ __all__ = [
     "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
+    "BandConfig",
+    "CapConfig",
+    "ClipConfig",
     "Config",
     "ConfigError",
+    "DppoTvConfig",
     "EndpointConfig",
     "EnvConfig",
     "EvaluationConfig",
     "LearnerConfig",
+    "LimitConfig",
     "LossConfig",
     "ModelConfig",
+    "NormConfig",
+    "OfflineConfig",
+    "PpoClipConfig",
     "PromptConfig",
+    "SapoConfig",
     "StoreConfig",
-    "StoredConfig",
     "SupervisionConfig",
     "TinyModelConfig",
+    "as_yaml",
     "check",
     "check_is_list",
     "check_model_path",
@@ -64,21 +92,21 @@ __all__ = [
     "describe_plan",
     "differences",
     "disk_bytes",
+    "forbidden_changes",
     "from_yaml",
     "gpus_needed",
     "groups_of_a_step",
-    "hint",
     "is_offline",
     "is_read",
     "load",
-    "load_stored",
+    "load_saved",
     "loaded",
     "model_billions",
     "model_type",
+    "most_updates",
     "n_workers",
-    "parse_stored",
+    "parse_saved",
     "rank_bytes",
     "read_with",
-    "to_yaml",
     "without_model",
 ]

@@ -1,30 +1,70 @@
-"""What is refused before anything starts: values and combinations that would hang, crash or mislead
-later.
-"""
+"""Refuse values and combinations that would hang, crash or mislead later, before a run starts."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.endpoint import endpoint_fault
-from configs.gpus import gpu_fault
-from configs.roles import groups_of_a_step, is_offline
-from configs.rules import (
-    ESTIMATORS,
-    MAY_BE_ZERO,
-    MIN_SNAPSHOT_WINDOW_S,
-    NOT_RECORDED,
-    READ_WITH,
-    TEMPLATES,
-    read_with,
+from configs.derived import groups_of_a_step, is_offline, most_updates
+from configs.schema import AlgorithmConfig, Config, LearnerConfig, OfflineConfig, PromptConfig
+from printable import did_you_mean
+
+# Key -> the meaning of 0, for the message about a negative value.
+MAY_BE_ZERO = {
+    "seed": "",
+    "max_staleness": "; use 0 for synchronous training",
+    "actors.gpus_per_worker": "; use 0 for a CPU engine",
+    "actors.extra_members": "; use 0 for none",
+    "algorithm.gamma": "; the paper uses 0.95",
+    "algorithm.omega": "; use 0 for no step advantage",
+    "algorithm.invalid_penalty": "; use 0 for no penalty",
+    "algorithm.version_window": "; use 0 to compare within one version",
+    "learner.weight_decay": "",
+    "learner.warmup_updates": "",
+    "learner.rows_per_update": "; use 0 to cut a batch by learner.updates_per_step",
+    "learner.max_bad_updates": "; use 0 to end the run at the first",
+    "learner.zero_stage": "",
+    "learner.gpus_per_rank": "; use 0 for a CPU learner",
+    "learner.keep_every": "; use 0 to keep the newest learner.keep_checkpoints only",
+    "model.lora_rank": "; use 0 to train all weights",
+    "alarms.ess_below": "; use 0 for no such alarm",
+    "alarms.entropy_below": "; use 0 for no such alarm",
+    "supervision.max_restarts": "; use 0 to end the run at the first death",
+    "evaluation.every": "; use 0 for no evaluation between the start and the end",
+    "evaluation.temperature": "; use 0 for greedy play",
+    "store.keep_days": "; use 0 to keep trajectories for ever",
+    "store.keep_versions": "; use 0 to keep trajectories of all versions",
+}
+WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
+WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo")
+ESTIMATORS = ("gigpo", *WITHOUT_STEP_TERM, "hgpo", "graphgpo")
+# Setting of `algorithm` -> the choices that read it; any one of them is enough.
+READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "gamma": {"estimator": ("gigpo", "hgpo")},
+    "omega": {"estimator": ("gigpo", "graphgpo")},
+    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo")},
+    "weighting": {"estimator": tuple(name for name in ESTIMATORS if name != "hgpo")},
+    "anchor": {"estimator": WITH_STEP_TERM},
+    "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
+    "similarity": {"anchor": ("similar", "similar_greedy")},
+    "anchor_versions": {"estimator": WITH_STEP_TERM},
+    "version_window": {"anchor_versions": ("window",)},
+}
+TEMPLATES = (  # the files in actors/templates
+    "alfworld",
+    "compact",
+    "direct",
+    "search",
+    "sokoban",
+    "sokoban_image",
+    "think",
+    "webshop",
 )
-from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
-from configs.updates import most_updates, one_update, updates_fault
+HEAD_SIZES = (32, 64, 128)  # vLLM has kernels for these
+MIN_SNAPSHOT_WINDOW_S = 60.0  # a reader needs this long to open a file that it was told of
 
 
 class ConfigError(ValueError):
@@ -32,38 +72,68 @@ class ConfigError(ValueError):
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError, in one line, with the value, what it would have done, and the fix."""
+    """Raise ConfigError, in one line, with the value, its consequence and the fix."""
     _check_choices(config)
-    _check_positive(config)
+    _check_numbers(config)
     _check_scripted(config)
-    _check_staleness(config)
+    _check_retention(config)
     _check_alarms(config)
     _check_algorithm(config)
-    _check_cores(config)
-    if fault := updates_fault(config):
-        raise ConfigError(fault)
+    _check_unread(config.algorithm)
+    _check_updates(config)
     _check_precision(config)
-    _check_loss(config)
     _check_tiny_model(config)
     _check_lengths(config)
     _check_prompt(config)
-    if fault := endpoint_fault(config.endpoint) or gpu_fault(config):
-        raise ConfigError(fault)
+    _check_placement(config)
+    _check_endpoint(config)
     _check_store(config)
-    _check_stored(config)
+    _check_offline(config)
+
+
+def check_is_list(key: str, value: object) -> None:
+    """Raise ConfigError for a single name, which would be read letter by letter."""
+    if isinstance(value, str):
+        raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
+
+
+def flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (`a.b.c`, value) for every setting of a config."""
+    if dataclasses.is_dataclass(value):
+        for item in dataclasses.fields(value):
+            yield from flat(getattr(value, item.name), f"{prefix}{item.name}.")
+    else:
+        yield prefix[:-1], value
+
+
+def is_read(name: str, chosen: object) -> bool:
+    """Return whether a setting of `algorithm` has an effect with the other settings in `chosen`."""
+    choices = READ_WITH.get(name, {})
+    return not choices or any(
+        getattr(chosen, key) in names and is_read(key, chosen) for key, names in choices.items()
+    )
+
+
+def read_with(name: str, chosen: object) -> tuple[str, str]:
+    """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
+
+    >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
+    ('estimator=grpo', 'estimator=gigpo or hgpo')
+    """
+    choices = READ_WITH[name]
+    now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
+    return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
 
 
 def _check_choices(config: Config) -> None:
     a = config.algorithm
+    anchors = ("state", "suffix", "similar", "similar_greedy", "state_and_actions")
     choices = {
         "algorithm.estimator": (a.estimator, ESTIMATORS),
         "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
         "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
-        "algorithm.signal": (a.signal, ("advantages", "rewards", "returns", "none")),
-        "algorithm.anchor": (
-            a.anchor,
-            ("state", "suffix", "similar", "similar_greedy", "state_and_actions"),
-        ),
+        "algorithm.group_filter": (a.group_filter, ("advantages", "rewards", "returns", "none")),
+        "algorithm.anchor": (a.anchor, anchors),
         "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.style": (config.prompt.style, ("window", "chat")),
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
@@ -78,29 +148,27 @@ def _check_choices(config: Config) -> None:
         if value not in allowed:
             raise ConfigError(
                 f"{key}={value!r} is not one of "
-                f"{', '.join(map(repr, allowed))}{hint(value, allowed)}"
+                f"{', '.join(map(repr, allowed))}{did_you_mean(value, allowed)}"
             )
 
 
-def _check_positive(config: Config) -> None:
-    """All numbers but those of the loss: their bounds are gigpo's."""
+def _check_numbers(config: Config) -> None:
     for key, number in flat(config):
-        if (
-            isinstance(number, int | float)
-            and not isinstance(number, bool)
-            and not key.startswith(("loss.", "prompt.history_length"))
-        ):
-            if not math.isfinite(number):
-                raise ConfigError(f"{key}={number} is not a number")
-            if key in MAY_BE_ZERO and number < 0:
-                raise ConfigError(f"{key}={number} is below 0{MAY_BE_ZERO[key]}")
-            if key not in MAY_BE_ZERO and number <= 0:
-                raise ConfigError(f"{key}={number} must be above 0")
+        # gigpo knows the bounds of the loss; -1 turns are all turns
+        has_own_bounds = key.startswith("loss.") or key == "prompt.history_length"
+        if has_own_bounds or isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if not math.isfinite(number):
+            raise ConfigError(f"{key}={number} is not a number")
+        if key in MAY_BE_ZERO and number < 0:
+            raise ConfigError(f"{key}={number} is below 0{MAY_BE_ZERO[key]}")
+        if key not in MAY_BE_ZERO and number <= 0:
+            raise ConfigError(f"{key}={number} must be above 0")
 
 
 def _check_scripted(config: Config) -> None:
-    """All that goes with it in one message: it is nobody's usual setting."""
-    if not config.actors.scripted or is_offline(config):  # then it is refused for that
+    """Name everything that a scripted policy needs in one message."""
+    if not config.actors.scripted or is_offline(config):  # _check_offline refuses the latter
         return
     last, policy, staleness = config.learner.steps - 1, config.loss.policy, config.max_staleness
     wanted = []
@@ -118,7 +186,7 @@ def _check_scripted(config: Config) -> None:
         )
 
 
-def _check_staleness(config: Config) -> None:
+def _check_retention(config: Config) -> None:
     learner = config.learner
     if learner.keep_checkpoints < 2:
         raise ConfigError(
@@ -128,15 +196,15 @@ def _check_staleness(config: Config) -> None:
     if learner.keep_every % learner.checkpoint_every:
         raise ConfigError(
             f"learner.keep_every={learner.keep_every} is no multiple of "
-            f"learner.checkpoint_every={learner.checkpoint_every}, "
-            "so most of those steps would have no checkpoint to keep; use a multiple"
+            f"learner.checkpoint_every={learner.checkpoint_every}, so most of those steps would "
+            "have no checkpoint to keep; use a multiple"
         )
-    # who is scripted loads none
-    if learner.keep_versions < config.max_staleness + 2 and not config.actors.scripted:
+    least = config.max_staleness + 2
+    # a scripted policy loads no weights
+    if learner.keep_versions < least and not config.actors.scripted:
         raise ConfigError(
             f"learner.keep_versions={learner.keep_versions} could delete weights that an actor is "
-            "about to load; "
-            f"with max_staleness={config.max_staleness} keep at least {config.max_staleness + 2}"
+            f"about to load; with max_staleness={config.max_staleness} keep at least {least}"
         )
 
 
@@ -168,106 +236,106 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use "
             "'state'"
         )
-    for key, value in (("anchor", a.anchor), ("anchor_versions", a.anchor_versions)):
-        if value in NOT_RECORDED:
-            raise ConfigError(
-                f"algorithm.{key}={value!r} is not possible in a run: {NOT_RECORDED[value]}"
-            )
-    _check_read(a)
-    if a.group_size == 1 and config.loss.policy != "behaviour_cloning":
+    if a.anchor_versions == "weighted":
+        raise ConfigError(
+            "algorithm.anchor_versions='weighted' is not possible in a run: weights need a forward "
+            "pass that comes after the advantages; use 'window', or weigh offline"
+        )
+    clones = config.loss.policy == "behaviour_cloning"
+    if a.group_size == 1 and not clones:
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
-            "so no advantage "
-            "would be meaningful; use at least 2 (the paper: 8)"
+            "so no advantage would be meaningful; use at least 2 (the paper: 8)"
         )
-    if (
-        config.loss.policy == "behaviour_cloning"
-        and not config.actors.scripted
-        and not is_offline(config)
-    ):
+    if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
-            "actors.scripted=true, or clone a stored run: "
-            "source=RUN with stored.share=1"
+            "actors.scripted=true, or clone another run: source=RUN with offline.share=1"
         )
 
 
-def _check_read(algorithm: AlgorithmConfig) -> None:
-    """A setting that nothing reads would be taken for one that acts. At its default nobody has
-    asked for it.
-    """
-    usual = AlgorithmConfig()
+def _check_unread(algorithm: AlgorithmConfig) -> None:
+    """Refuse a changed setting that has no effect, because it would be taken for one that has."""
+    defaults = AlgorithmConfig()
     for key, choices in READ_WITH.items():
-        value, default = getattr(algorithm, key), getattr(usual, key)
-        if value == default or any(
-            getattr(algorithm, choice) in names for choice, names in choices.items()
-        ):
+        value, default = getattr(algorithm, key), getattr(defaults, key)
+        if value == default:
             continue
-        chosen, ways = read_with(key, algorithm)
+        if not any(getattr(algorithm, choice) in names for choice, names in choices.items()):
+            chosen, ways = read_with(key, algorithm)
+            raise ConfigError(
+                f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default "
+                f"is {default}), or use {ways}"
+            )
+
+
+def _check_updates(config: Config) -> None:
+    learner, most = config.learner, most_updates(config)
+    if learner.learning_rate > 1.0:
         raise ConfigError(
-            f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default is "
-            f"{default}), or use {ways}"
+            f"learner.learning_rate={learner.learning_rate:g} would wreck any model at once; use "
+            "e.g. 1e-6"
         )
-
-
-def _check_cores(config: Config) -> None:
-    cores = config.actors.cpu_cores
-    if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
+    sized = f"learner.rows_per_update={learner.rows_per_update}"
+    counted = f"learner.updates_per_step={learner.updates_per_step}"
+    if learner.rows_per_update and learner.updates_per_step != LearnerConfig().updates_per_step:
+        raise ConfigError(f"{sized} and {counted} both cut a batch; leave one out")
+    if learner.rows_per_update and learner.schedule == "linear":
         raise ConfigError(
-            f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'"
+            f"learner.schedule='linear' needs the run's number of updates, which {sized} leaves "
+            "open; use learner.updates_per_step, or learner.schedule=constant"
+        )
+    n_updates = learner.steps * most
+    if learner.warmup_updates > n_updates:
+        raise ConfigError(
+            f"learner.warmup_updates={learner.warmup_updates} would outlast the run's {n_updates} "
+            f"updates (learner.steps={learner.steps} of at most {most} each), so "
+            f"learner.learning_rate would never be reached; use at most {n_updates}"
+        )
+    if config.loss.proximal == "recomputed" and most == 1:
+        raise ConfigError(
+            f"loss.proximal='recomputed' with {sized if learner.rows_per_update else counted} "
+            "costs a forward pass for a policy that is still the one being trained, so its clip "
+            "would never act; set loss.policy=reinforce, the same without, or more updates"
         )
 
 
 def _check_precision(config: Config) -> None:
-    if (
-        config.model.dtype == "bfloat16"
-        and config.learner.zero_stage == 0
-        and config.model.lora_rank == 0
-    ):
+    model, zero_stage = config.model, config.learner.zero_stage
+    if model.dtype == "bfloat16" and zero_stage == 0 and model.lora_rank == 0:
         raise ConfigError(
             "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so "
-            "small updates would be "
-            "rounded away; set learner.zero_stage=1"
+            "small updates would be rounded away; set learner.zero_stage=1"
         )
-    if config.learner.offload and config.learner.zero_stage == 0:
+    if config.learner.offload and zero_stage == 0:
         raise ConfigError(
             "learner.offload=true with learner.zero_stage=0 would do nothing; set "
             "learner.zero_stage=1"
         )
 
 
-def _check_loss(config: Config) -> None:
-    """What other sections have to do with it. Its names and numbers, and which go together, gigpo
-    says when a run's objective is made (`learner.fill_defaults`), before anything starts."""
-    if config.loss.proximal == "recomputed" and most_updates(config) == 1:
-        raise ConfigError(
-            f"loss.proximal='recomputed' with {one_update(config.learner)} costs a forward pass "
-            "for a policy that is still the "
-            "one being trained, so its clip would never act; set loss.policy=reinforce, the same "
-            "without, or more updates"
-        )
-
-
 def _check_tiny_model(config: Config) -> None:
     tiny = config.model.tiny
-    if tiny.hidden_size % tiny.heads or tiny.hidden_size // tiny.heads not in (32, 64, 128):
+    if tiny.hidden_size % tiny.heads or tiny.hidden_size // tiny.heads not in HEAD_SIZES:
         raise ConfigError(
             f"model.tiny.hidden_size={tiny.hidden_size} over model.tiny.heads={tiny.heads} must "
-            "give heads of 32, 64 or 128, "
-            "the sizes vLLM has kernels for"
+            "give heads of 32, 64 or 128, the sizes vLLM has kernels for"
         )
 
 
 def _check_lengths(config: Config) -> None:
-    actors = config.actors
-    room = actors.max_model_tokens - actors.max_response_tokens
-    if room < config.prompt.max_prompt_tokens:
+    prompt, response = config.prompt.max_prompt_tokens, config.actors.max_response_tokens
+    if config.actors.max_model_tokens < prompt + response:
         raise ConfigError(
-            f"prompt.max_prompt_tokens={config.prompt.max_prompt_tokens} and "
-            "actors.max_response_tokens="
-            f"{actors.max_response_tokens} do not fit into "
-            f"actors.max_model_tokens={actors.max_model_tokens}; "
-            f"raise the last to {config.prompt.max_prompt_tokens + actors.max_response_tokens}"
+            f"prompt.max_prompt_tokens={prompt} and actors.max_response_tokens={response} do not "
+            f"fit into actors.max_model_tokens={config.actors.max_model_tokens}; raise the last "
+            f"to {prompt + response}"
+        )
+    norm = config.loss.sequence_mean_token_sum_norm.norm_tokens
+    if config.loss.aggregation == "sequence_mean_token_sum_norm" and norm != response:
+        raise ConfigError(
+            f"loss.sequence_mean_token_sum_norm.norm_tokens={norm:g} is not the longest response, "
+            f"by which Dr.GRPO divides; set it to actors.max_response_tokens={response}"
         )
 
 
@@ -276,8 +344,7 @@ def _check_prompt(config: Config) -> None:
     if prompt.template not in TEMPLATES and not Path(prompt.template).is_file():
         raise ConfigError(
             f"prompt.template={prompt.template!r} is not one of {', '.join(map(repr, TEMPLATES))}, "
-            "nor a file of your own"
-            f"{hint(prompt.template, TEMPLATES)}"
+            f"nor a file of your own{did_you_mean(prompt.template, TEMPLATES)}"
         )
     if prompt.history_length < -1:
         raise ConfigError(
@@ -287,8 +354,7 @@ def _check_prompt(config: Config) -> None:
     if prompt.style == "chat" and prompt.history_length not in (-1, PromptConfig().history_length):
         raise ConfigError(
             f"prompt.history_length={prompt.history_length} does nothing with prompt.style='chat', "
-            "which shows all turns; "
-            "use -1"
+            "which shows all turns; use -1"
         )
     check_is_list("prompt.stop", prompt.stop)
     if "" in prompt.stop:
@@ -297,68 +363,84 @@ def _check_prompt(config: Config) -> None:
         )
 
 
+def _check_placement(config: Config) -> None:
+    cores, per_worker = config.actors.cpu_cores, config.actors.gpus_per_worker
+    per_rank, ranks = config.learner.gpus_per_rank, config.learner.ranks
+    if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
+        raise ConfigError(
+            f"actors.cpu_cores={cores!r} is not 'auto' or a list of cores like '0' or '0,2-3'"
+        )
+    if per_worker > 1 and per_worker != int(per_worker):
+        raise ConfigError(
+            f"actors.gpus_per_worker={per_worker:g} is no whole number and no fraction of one GPU; "
+            f"use e.g. {int(per_worker)}"
+        )
+    if per_rank > 1:
+        raise ConfigError(
+            f"learner.gpus_per_rank={per_rank:g} is more than one GPU; use 1, and more "
+            "learner.ranks for more GPUs"
+        )
+    if 0 < per_rank < 1 < ranks:
+        raise ConfigError(
+            f"learner.gpus_per_rank={per_rank:g} with learner.ranks={ranks} could put two ranks on "
+            "one GPU, which NCCL refuses; use learner.ranks=1, or learner.gpus_per_rank=1"
+        )
+
+
+def _check_endpoint(config: Config) -> None:
+    endpoint = config.endpoint
+    if not endpoint.url:
+        if endpoint.model:
+            raise ConfigError(
+                f"endpoint.model={endpoint.model!r} has no server; add "
+                "endpoint.url=http://HOST:PORT/v1"
+            )
+        return
+    if "@" in endpoint.url:  # a password would be written into the run directory
+        raise ConfigError(
+            "endpoint.url has a name or password in it; leave them out, and name a variable with "
+            "the key: endpoint.api_key_env"
+        )
+    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", endpoint.url):
+        raise ConfigError(f"endpoint.url={endpoint.url!r} is no URL like http://localhost:8000/v1")
+    if endpoint.api_key_env and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", endpoint.api_key_env):
+        raise ConfigError(
+            "endpoint.api_key_env is no variable's name; give the name, e.g. OPENAI_API_KEY, never "
+            "the key itself"
+        )
+
+
 def _check_store(config: Config) -> None:
     if config.store.snapshot_window_s < MIN_SNAPSHOT_WINDOW_S:
         raise ConfigError(
             f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that "
-            "the learner was just told to "
-            f"read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
+            f"the learner was just told to read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
         )
 
 
-def _check_stored(config: Config) -> None:
-    stored, usual = config.stored, StoredConfig()
+def _check_offline(config: Config) -> None:
+    offline, defaults = config.offline, OfflineConfig()
     if not config.source:
-        changed = [key for key, value in flat(stored) if value != getattr(usual, key)]
-        if changed:
-            raise ConfigError(
-                f"stored.{changed[0]}={getattr(stored, changed[0])} does nothing without "
-                "source=RUN; add that"
-            )
+        for key, value in flat(offline):
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"offline.{key}={value} does nothing without source=RUN; add that"
+                )
         return
-    if stored.share > 1.0:
+    share = f"offline.share={offline.share:g}"
+    if offline.share > 1.0:
+        raise ConfigError(f"{share} is more than all of a batch; use 1 for offline groups only")
+    n_live, n_offline = groups_of_a_step(config)
+    if n_offline == 0 or (n_live == 0 and not is_offline(config)):
         raise ConfigError(
-            f"stored.share={stored.share:g} is more than all of a batch; use 1 for stored groups "
-            "only"
-        )
-    n_live, n_stored = groups_of_a_step(config)
-    if n_stored == 0 or (n_live == 0 and not is_offline(config)):
-        raise ConfigError(
-            f"stored.share={stored.share:g} of "
-            f"learner.groups_per_step={config.learner.groups_per_step} is {n_stored} stored "
-            f"and {n_live} live groups; use 1 for stored ones only, leave source out for live ones "
-            "only, or take more groups"
+            f"{share} of learner.groups_per_step={config.learner.groups_per_step} is {n_offline} "
+            f"offline and {n_live} live groups; use 1 for offline ones only, leave source out for "
+            "live ones only, or take more groups"
         )
     if is_offline(config) and config.actors.scripted:
-        raise ConfigError("actors.scripted=true plays nothing with stored.share=1; leave it out")
+        raise ConfigError("actors.scripted=true plays nothing with offline.share=1; leave it out")
     if config.loss.proximal == "interpolated":
         raise ConfigError(
             "loss.proximal='interpolated' needs the staleness of every token, and the versions of "
-            "a stored group are another "
-            "run's; use 'recomputed' or 'none'"
+            "an offline group are another run's; use 'recomputed' or 'none'"
         )
-
-
-def check_is_list(key: str, value: object) -> None:
-    """A name by itself would be read letter by letter. Raises ConfigError."""
-    if isinstance(value, str):
-        raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
-
-
-def flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(`a.b.c`, value) for every setting of a config."""
-    if dataclasses.is_dataclass(value):
-        for item in dataclasses.fields(value):
-            yield from flat(getattr(value, item.name), f"{prefix}{item.name}.")
-    else:
-        yield prefix[:-1], value
-
-
-def hint(value: object, allowed: Sequence[object]) -> str:
-    """`, did you mean ...?` with the nearest of the allowed names, or nothing."""
-    names = [str(name) for name in allowed]
-    near = difflib.get_close_matches(str(value), names, n=1) or difflib.get_close_matches(
-        str(value).rpartition(".")[2], [name.rpartition(".")[2] for name in names], n=1
-    )
-    full = [name for name in names if near and (name == near[0] or name.endswith("." + near[0]))]
-    return f", did you mean {full[0]!r}?" if full else ""

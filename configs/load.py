@@ -1,22 +1,28 @@
-"""Read a YAML file and `key=value` overrides into one checked, frozen Config."""
+"""Read YAML files and `key=value` overrides into one checked, frozen Config, and write it back."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.check import ConfigError, check, check_is_list, flat, hint
+from configs.check import ConfigError, check, check_is_list, flat
 from configs.schema import Config
+from printable import did_you_mean
 
 MAX_CHARACTERS = 2**20  # of a YAML text; the largest of configs/ has 2,000
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 TEXT_TAG = "tag:yaml.org,2002:str"
+BASE = "base"  # key of a file: the file whose settings it changes
+FREE_KEYS = ("env.options", "endpoint.body.")  # what stands below them is not ours
+LISTS = ("source", "loss.corrections")
+# !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
 UNREADABLE = (
     OmegaConfBaseException,
     yaml.YAMLError,
@@ -26,7 +32,11 @@ UNREADABLE = (
     ArithmeticError,
     LookupError,
 )
-MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `supervision`
+# TypeError: a list where a section is wanted
+UNFIT = (OmegaConfBaseException, TypeError)
+# Settings that may change between two starts of one run, besides `alarms` and `supervision`:
+# place, devices, end, deadlines and retention. Any other change would make it another run.
+MAY_CHANGE = {
     "run_dir",
     "env.processes",
     "env.answer_timeout_s",
@@ -34,7 +44,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "actors.workers",
     "actors.groups_in_flight",
     "actors.max_groups_in_flight",
-    "actors.spare_members",
+    "actors.extra_members",
     "actors.gpus_per_worker",
     "actors.gpu_memory_utilization",
     "actors.kv_cache_gib",
@@ -43,7 +53,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "actors.lease_s",
     "learner.steps",
     "learner.learning_rate",
-    "learner.rank_group",
+    "learner.ranks",
     "learner.gpus_per_rank",
     "learner.zero_stage",
     "learner.offload",
@@ -70,44 +80,133 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "store.snapshot_window_s",
     "store.keep_days",
     "store.keep_versions",
-    "stored.uses",
-    "stored.train_on",
+    "offline.uses",
+    "offline.train_on",
 }
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of `path` with `key=value` overrides on top, checked.
+    """Return the checked config of a YAML file, its `base` files and `key=value` overrides.
 
     Raises ConfigError for a missing file, an unknown key (with the nearest match), a wrong type, or
     a combination that `check` refuses.
     """
-    if Path(path).is_dir():
+    path = Path(path)
+    if path.is_dir():
         raise ConfigError(
             f"{path} is a directory, not a config file; give a YAML file, e.g. "
             "configs/key_room.yaml"
         )
-    if not Path(path).is_file():
+    if not path.is_file():
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
+    return _checked(_read_file(path, above=()), overrides, name=str(path))
+
+
+def load_saved(text: str, overrides: Sequence[str] = (), *, name: str) -> Config:
+    """Return the checked config that a run keeps, with overrides. The text may be untrusted.
+
+    Raises ConfigError as `load` does, and for text that `as_yaml` never writes. Errors call the
+    text `name`.
+    """
+    return _checked(_saved_settings(text, name=name), overrides, name=name)
+
+
+def from_yaml(text: str) -> Config:
+    """Return the config that `as_yaml` wrote, unchecked. Raises ConfigError if it does not fit."""
+    settings = _saved_settings(text, name="the run's config")
+    return _merged(settings, OmegaConf.create({}), name="the run's config", overrides=())
+
+
+def as_yaml(config: Config) -> str:
+    """Return all settings, defaults included, as run.json keeps them."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def differences(config: Config) -> str:
+    """Return the settings that are not at their defaults, as YAML."""
+    defaults = dict(flat(Config()))
+    changed: dict[str, Any] = {}
+    for key, value in flat(config):
+        if value != defaults[key]:
+            *sections, name = key.split(".")
+            place = changed
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+    return OmegaConf.to_yaml(OmegaConf.create(changed))
+
+
+def forbidden_changes(recorded: Config, config: Config) -> list[str]:
+    """Return `key: old -> new` for every setting that differs and would make it another run."""
+    before, after = dict(flat(recorded)), dict(flat(config))
+    return [
+        f"{key}: {before[key]!r} -> {after[key]!r}"
+        for key in sorted(before)
+        if before[key] != after[key]
+        and key not in MAY_CHANGE
+        and not key.startswith(("alarms.", "supervision."))
+    ]
+
+
+def parse_saved(text: str, *, name: str) -> DictConfig:
+    """Return the settings in a run's config, which may be untrusted, without checking their names.
+
+    Raises ConfigError for text that is no YAML mapping, and for a value that stands for another,
+    such as ${oc.env:HOME}. `as_yaml` writes none, and it would read the environment of whoever
+    opens the run.
+    """
+    settings = _parse(text, name=name)
+    if interpolated := next(_interpolations(OmegaConf.to_container(settings)), None):
+        raise ConfigError(
+            f"{name}: {interpolated} stands for another value; a run's settings are written out"
+        )
+    return settings
+
+
+def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
+    """Return the settings of a file and its base; `above` are the files that build on it."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
-    return _checked(parse_settings(text, name=str(path)), overrides, name=str(path))
+    content = OmegaConf.to_container(_parse(text, name=str(path)))
+    assert isinstance(content, dict), "_parse returns a mapping"
+    base = content.pop(BASE, None)
+    settings = OmegaConf.create(content)
+    _check_keys(settings)
+    if base is None:
+        return settings
+    if not isinstance(base, str) or not (path.parent / base).is_file():
+        raise ConfigError(
+            f"{path}: base={base} is no file; give the path of a YAML file, relative to {path}"
+        )
+    chain = (*above, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise ConfigError(f"{path}: base={base} is a circle: that file builds on {path.name}")
+    below = _read_file(path.parent / base, above=chain)
+    name = OmegaConf.select(settings, "env.name")
+    if name is not None and name != OmegaConf.select(below, "env.name"):
+        OmegaConf.update(below, "env.options", {}, merge=False)  # another environment's options
+    merged = OmegaConf.merge(below, settings)
+    assert isinstance(merged, DictConfig), "both are mappings"
+    return merged
 
 
-def load_stored(text: str, overrides: Sequence[str] = (), *, name: str) -> Config:
-    """Return the config that a run keeps, with `key=value` overrides on top. The text may be a
-    stranger's.
+def _saved_settings(text: str, *, name: str) -> DictConfig:
+    settings = parse_saved(text, name=name)
+    try:
+        _check_keys(settings)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{name} does not fit this version of the code, which opens no runs of older ones: "
+            f"{error}"
+        ) from None
+    return settings
 
-    Raises ConfigError as `load` does, and for text that `to_yaml` never writes. Errors call the
-    text `name`.
-    """
-    return _checked(parse_stored(text, name=name), overrides, name=name)
 
-
-def parse_settings(text: str, *, name: str) -> DictConfig:
+def _parse(text: str, *, name: str) -> DictConfig:
     """Return the settings in a YAML text. Raises ConfigError, which calls the text `name`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
@@ -127,10 +226,9 @@ def parse_settings(text: str, *, name: str) -> DictConfig:
                 f"{name} stands for {n_nodes:,} values; settings have at most {MAX_NODES:,}"
             )
         settings = OmegaConf.create(text)
-    # !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
+    except ConfigError:
+        raise
     except UNREADABLE as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{name}: not readable as YAML: {_one_line(error)}") from None
     except RecursionError:
         raise ConfigError(
@@ -140,42 +238,26 @@ def parse_settings(text: str, *, name: str) -> DictConfig:
     return settings
 
 
-def parse_stored(text: str, *, name: str) -> DictConfig:
-    """Return the settings in the config of a run, which may be a stranger's.
-
-    Raises ConfigError as `parse_settings` does, and for a value that stands for another, such as
-    ${oc.env:HOME}: `to_yaml` writes none, and it would put the reader's environment into the
-    settings.
-    """
-    settings = parse_settings(text, name=name)
-    if interpolated := next(_interpolations(OmegaConf.to_container(settings)), None):
-        raise ConfigError(
-            f"{name}: {interpolated} stands for another value; a run's settings are written out"
-        )
-    return settings
-
-
 def _expanded_nodes(root: yaml.Node) -> int:
-    """Count the values that a YAML text stands for. An alias counts as much as what it repeats.
+    """Count the values that a YAML text stands for; an alias counts like the value it repeats.
 
     Raises ValueError for a number that takes too long to be read.
     """
     counts: dict[int, int] = {}
 
     def count(node: yaml.Node) -> int:
-        if id(node) not in counts:
-            is_number = isinstance(node, yaml.ScalarNode) and node.tag != TEXT_TAG
-            if is_number and len(node.value) > MAX_NUMBER_CHARACTERS:
+        if id(node) in counts:
+            return counts[id(node)]
+        counts[id(node)] = MAX_NODES + 1  # for a value that contains itself
+        if isinstance(node, yaml.MappingNode):
+            n_inside = sum(count(key) + count(value) for key, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            n_inside = sum(map(count, node.value))
+        else:
+            n_inside = 0
+            if node.tag != TEXT_TAG and len(node.value) > MAX_NUMBER_CHARACTERS:
                 raise ValueError(f"it has a number of {len(node.value):,} characters")
-            counts[id(node)] = MAX_NODES + 1  # of a value that contains itself
-            parts = (
-                [part for pair in node.value for part in pair]
-                if isinstance(node, yaml.MappingNode)
-                else node.value
-            )
-            counts[id(node)] = 1 + (
-                0 if isinstance(node, yaml.ScalarNode) else sum(map(count, parts))
-            )
+        counts[id(node)] = 1 + n_inside
         return counts[id(node)]
 
     return count(root)
@@ -183,13 +265,11 @@ def _expanded_nodes(root: yaml.Node) -> int:
 
 def _interpolations(content: object, prefix: str = "") -> Iterator[str]:
     """Yield the keys of the values that stand for another value."""
-    pairs = (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    )
+    pairs: Any = ()
+    if isinstance(content, dict):
+        pairs = content.items()
+    elif isinstance(content, list):
+        pairs = enumerate(content)
     for key, value in pairs:
         if isinstance(value, str) and "${" in value:
             yield f"{prefix}{key}"
@@ -197,135 +277,69 @@ def _interpolations(content: object, prefix: str = "") -> Iterator[str]:
 
 
 def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Config:
-    """Return the config of these settings with the overrides on top. Raises ConfigError, which
-    calls the settings `name`.
-    """
-    layers: list[DictConfig | ListConfig] = [_with_new_names(settings)]
-    layers.append(_overrides([_checked_override(text) for text in overrides]))
+    """Return the checked config of settings with overrides on top. Errors call them `name`."""
+    given = _overrides([_checked_override(text) for text in overrides])
     # another environment's options are not added to
     if any(text.startswith("env.options=") for text in overrides):
-        OmegaConf.update(layers[0], "env.options", {}, merge=False)
-    for layer in layers:
-        for key in _leaves(OmegaConf.to_container(layer)):
-            _check_key(key)
-        for key in ("source", "loss.corrections"):
-            check_is_list(key, OmegaConf.select(layer, key))
-    config = _merged(*layers, name=name, overrides=overrides)
+        OmegaConf.update(settings, "env.options", {}, merge=False)
+    _check_keys(settings)
+    _check_keys(given)
+    config = _merged(settings, given, name=name, overrides=overrides)
     check(config)
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """The whole resolved config, defaults included, as stored in run.json."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def from_yaml(text: str) -> Config:
-    """Return the config that `to_yaml` wrote. Raises ConfigError for one of another version of this
-    code.
-    """
-    try:
-        stored = _with_new_names(parse_stored(text, name="the stored config"))
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), stored))
-    # TypeError: a list where a section is wanted
-    except (OmegaConfBaseException, TypeError) as error:
-        raise ConfigError(
-            f"the stored config does not fit this version of the code: {_one_line(error)}"
-        ) from None
-    assert isinstance(config, Config)
-    return config
-
-
-def differences(old: Config, new: Config) -> list[str]:
-    """`key: old -> new` for every setting that differs; where the run lies, its end and how long it
-    keeps data are left out.
-
-    A run may be continued for more steps, from a moved directory, on other devices, with more or
-    less kept on disk, and with other alarms and deadlines; anything else would be another run.
-    """
-    before, after = dict(flat(old)), dict(flat(new))
-    keys = sorted(before.keys() | after.keys())
-    return [
-        f"{k}: {before.get(k)!r} -> {after.get(k)!r}"
-        for k in keys
-        if not _may_change(k) and before.get(k) != after.get(k)
-    ]
-
-
-def _with_new_names(layer: DictConfig | ListConfig) -> DictConfig | ListConfig:
-    """Translate `prompt.admissible_only` into `prompt.invalid`, so that runs made before the change
-    go on.
-    """
-    prompt = layer.get("prompt") if isinstance(layer, DictConfig) else None
-    if isinstance(prompt, DictConfig) and "admissible_only" in prompt:
-        old = prompt.pop("admissible_only")
-        prompt.setdefault("invalid", "admissible" if old else "environment")
-    return layer
-
-
-def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.startswith(("alarms.", "supervision."))
-
-
 def _merged(
-    file: DictConfig | ListConfig,
-    given: DictConfig | ListConfig,
-    *,
-    name: str,
-    overrides: Sequence[str],
+    settings: DictConfig, given: DictConfig, *, name: str, overrides: Sequence[str]
 ) -> Config:
-    """Raises ConfigError with what is to blame: the file, or the override of the key that OmegaConf
-    names.
-    """
-    unfit = (OmegaConfBaseException, TypeError)  # TypeError: a list where a section is wanted
+    """Return the config. Raises ConfigError that names the file, or the override, at fault."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), file)
-    except unfit as error:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), settings)
+    except UNFIT as error:
         raise ConfigError(f"{name}: {_one_line(error)}") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(merged, given))
-    except unfit as error:
+    except UNFIT as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
-        blamed = [
+        at_fault = [
             text
             for text in overrides
             if re.match(rf"{re.escape(text.partition('=')[0])}([.\[]|$)", key)
         ]
-        raise ConfigError(
-            f"{' '.join(blamed[-1:] or overrides or [name])}: {_said(error)}"
-        ) from None
+        blamed = " ".join(at_fault[-1:] or overrides or [name])
+        raise ConfigError(f"{blamed}: {_message(error)}") from None
     assert isinstance(config, Config)
     return config
 
 
 def _overrides(texts: Sequence[str]) -> DictConfig:
-    """`source=RUN@where` as it is, since a condition is no YAML: several are several sources. A
-    list in brackets is YAML.
+    """Return the settings of `key=value` texts.
+
+    `source=RUN@where` is taken literally, because an SQL condition is no YAML; several of them are
+    several sources. `source=[...]` is YAML.
     """
-    given = [
-        text for text in texts if text.startswith("source=") and not text.startswith("source=[")
-    ]
     lists = [text for text in texts if text.startswith("source=[")]
-    if lists and len(given) + len(lists) > 1:
+    sources = [text for text in texts if text.startswith("source=") and text not in lists]
+    if lists and len(sources) + len(lists) > 1:
         raise ConfigError(
-            f"{' '.join([*given, *lists])}: a list is all sources; give one list, or source=RUN "
+            f"{' '.join([*sources, *lists])}: a list is all sources; give one list, or source=RUN "
             "several times"
         )
-    if "${" in "".join(given):
+    if "${" in "".join(sources):
         raise ConfigError(
-            f"{' '.join(given)}: ${{ stands for another setting; write '$' || '{{' for these two "
+            f"{' '.join(sources)}: ${{ stands for another setting; write '$' || '{{' for these two "
             "characters"
         )
-    others = [text for text in texts if text not in given]
+    others = [text for text in texts if text not in sources]
     for text in others:
         try:
             OmegaConf.from_dotlist([text])
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"{text}: not readable as YAML: {_one_line(error)}") from None
-    layer = OmegaConf.from_dotlist(others)
-    if given:
-        OmegaConf.update(layer, "source", [text.removeprefix("source=") for text in given])
-    return layer
+    settings = OmegaConf.from_dotlist(others)
+    if sources:
+        OmegaConf.update(settings, "source", [text.removeprefix("source=") for text in sources])
+    return settings
 
 
 def _checked_override(text: str) -> str:
@@ -341,17 +355,20 @@ def _checked_override(text: str) -> str:
     return text if value else f"{key}=''"  # OmegaConf would read null
 
 
-def _check_key(key: str) -> None:
+def _check_keys(settings: DictConfig) -> None:
     known = [name for name, _ in flat(Config())]
-    if any(name.startswith(f"{key}.") for name in known):
-        raise ConfigError(
-            f"{key!r} is a section, not a setting; give {key}.<setting>=value, see "
-            "configs/schema.py"
-        )
-    if key not in known and not key.startswith(("env.options", "endpoint.body.")):
-        raise ConfigError(
-            f"unknown key {key!r}{hint(key, known)}; configs/schema.py lists every key"
-        )
+    for key in _leaves(OmegaConf.to_container(settings)):
+        if any(name.startswith(f"{key}.") for name in known):
+            raise ConfigError(
+                f"{key!r} is a section, not a setting; give {key}.<setting>=value, see "
+                "configs/schema.py"
+            )
+        if key not in known and not key.startswith(FREE_KEYS):
+            raise ConfigError(
+                f"unknown key {key!r}{did_you_mean(key, known)}; configs/schema.py lists every key"
+            )
+    for key in LISTS:
+        check_is_list(key, OmegaConf.select(settings, key))
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
@@ -363,17 +380,13 @@ def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """What is wrong, and with which key."""
+    """Return the message of an error in one line, with the key that OmegaConf names."""
     key = getattr(error, "full_key", None)
-    return f"{key}: {_said(error)}" if key else _said(error)
+    return f"{key}: {_message(error)}" if key else _message(error)
 
 
-def _said(error: Exception) -> str:
-    """Of OmegaConf's lines the first, as the others say where in words of its own."""
-    return " ".join(
-        (
-            str(error).partition("\n")[0]
-            if isinstance(error, OmegaConfBaseException)
-            else str(error)
-        ).split()
-    )
+def _message(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OmegaConfBaseException):
+        text = text.partition("\n")[0]  # the other lines repeat the place
+    return " ".join(text.split())

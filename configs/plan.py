@@ -1,5 +1,7 @@
-"""What a config will do: who runs where, how much memory that takes, and the config that makes its
-base policy.
+"""Say what a config will do: who runs where and how much memory and disk that takes.
+
+Also derive configs from it: the run that makes a tiny base policy, and an evaluation of an
+external model.
 """
 
 from __future__ import annotations
@@ -10,32 +12,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.check import ConfigError
-from configs.gpus import gpus_needed
-from configs.roles import groups_of_a_step, is_offline, n_workers
-from configs.schema import AlgorithmConfig, Config, LossConfig, StoredConfig
+from configs.derived import gpus_needed, groups_of_a_step, is_offline, n_workers
+from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
-# Per parameter, in float32 whatever the model is: ZeRO's master weights, Adam's two moments, an
-# accumulated gradient.
+# Per parameter, always in float32: ZeRO's master weights, Adam's two moments, a gradient.
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
-BUCKET_ELEMENTS = (
-    500_000_000  # gradients that ranks exchange at once, `learner/distributed/deepspeed_setup.py`
-)
+# gradients that ranks exchange at once, see learner/distributed/deepspeed_setup.py
+BUCKET_ELEMENTS = 500_000_000
+# The imitation of a scripted policy that makes a tiny base policy.
+CLONE_EPISODES_PER_STEP = 32
+CLONE_UPDATES_PER_STEP = 5
+CLONE_LEARNING_RATE = 2e-3
 
 
 def cloning_config(config: Config) -> Config:
-    """The run that makes a tiny base policy: a scripted player's episodes through the same store,
-    actors and learner.
+    """Return the run that makes a tiny base policy, by imitation of the scripted policy.
 
-    Groups of one episode, as there is nothing to compare; staleness without bound, as the player
-    never changes.
+    Groups have one episode, because nothing is compared. Staleness has no bound, because the
+    scripted policy never changes.
     """
     tiny = config.model.tiny
     return replace(
         config,
         source=[],
-        stored=StoredConfig(),
+        offline=OfflineConfig(),
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(
@@ -43,20 +45,20 @@ def cloning_config(config: Config) -> Config:
             scripted=True,
             workers=1,
             gpus_per_worker=0,
-            groups_in_flight=tiny.clone_episodes_per_step,
-            spare_members=0,
+            groups_in_flight=CLONE_EPISODES_PER_STEP,
+            extra_members=0,
         ),
-        algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # cloning asks for no advantage
+        algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # its advantages are not read
         loss=LossConfig(policy="behaviour_cloning"),
         learner=replace(
             config.learner,
             steps=tiny.clone_steps,
-            groups_per_step=tiny.clone_episodes_per_step,
-            updates_per_step=tiny.clone_updates_per_step,
+            groups_per_step=CLONE_EPISODES_PER_STEP,
+            updates_per_step=CLONE_UPDATES_PER_STEP,
             rows_per_update=0,
-            learning_rate=tiny.clone_learning_rate,
+            learning_rate=CLONE_LEARNING_RATE,
             warmup_updates=0,
-            ess_scaled=False,  # the player's log-probabilities are no policy's
+            ess_scaled=False,  # a scripted policy has no log-probabilities
             keep_versions=2,
             checkpoint_every=max(1, tiny.clone_steps // 4),
         ),
@@ -64,86 +66,100 @@ def cloning_config(config: Config) -> Config:
     )
 
 
+def without_model(config: Config) -> Config:
+    """Return the config for an external model: no model directory, adapter, GPU or source."""
+    return replace(
+        config,
+        source=[],
+        offline=OfflineConfig(),
+        model=replace(config.model, path="", lora_rank=0),
+        actors=replace(config.actors, gpus_per_worker=0),
+    )
+
+
 def describe_plan(config: Config) -> str:
-    """Placement and a memory estimate, as text. Raises ConfigError if the model's size cannot be
-    told.
+    """Return the placement and estimates of memory and disk as text.
+
+    Raises ConfigError if the model's size is unknown.
     """
-    actors, learner = config.actors, config.learner
+    learner = config.learner
     billions = model_billions(config)
     gpus = gpus_needed(config, learns=True)
-    weight = BYTES[config.model.dtype]
-    reference = keeps_reference(config)
-    learner_gib = rank_bytes(config, parameters=billions * 1e9) / GIB
-    engine_gib = billions * 1e9 * weight / GIB
-    where = "GPU" if gpus else "CPU"
-    cache = f"{actors.kv_cache_gib:g} GiB KV cache"
-    if actors.gpus_per_worker >= 1:
-        cache = f"{actors.gpu_memory_utilization:.0%} of the GPU taken in all, the rest of it for the KV cache"
-    elif actors.gpus_per_worker:
-        cache += f"; starts if {actors.gpu_memory_utilization * actors.gpus_per_worker:.0%} of the GPU is free"
-    workers = (
+    rank_gib = rank_bytes(config, parameters=billions * 1e9) / GIB
+    gradients = "weights, gradients, optimizer" + " and reference" * keeps_reference(config)
+    lines = [
+        "",
+        f"placement ({gpus} GPU{'' if gpus == 1 else 's'} in all)",
+        "  coordinator  1 process, CPU",
+        f"  workers      {_workers_line(config)}",
+        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x "
+        f"{_count(learner.gpus_per_rank)} GPU, DeepSpeed ZeRO {learner.zero_stage}",
+        f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the "
+        f"{'GPU' if gpus else 'CPU'})",
+        f"  each engine  {_engine_line(config, billions)}",
+        f"  each rank    {rank_gib:.1f} GiB {gradients}; activations on top, "
+        f"for micro-batches of {learner.micro_batch_tokens} tokens",
+        "disk (run_dir)",
+        f"  checkpoints  {_n_checkpoints(config)} x {_checkpoint_bytes(config) / GIB:.1f} GiB",
+        f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
+        "trajectories come on top",
+        f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
+        f"episodes x at most {config.env.max_steps} steps",
+    ]
+    if n_offline := groups_of_a_step(config)[1]:
+        lines.append(
+            f"  {n_offline} of them offline, from {', '.join(config.source)}; each used "
+            f"{config.offline.uses} times at most"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _workers_line(config: Config) -> str:
+    if is_offline(config):
+        return "none: nothing is played"
+    actors = config.actors
+    return (
         f"{actors.workers} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
         f"{config.env.processes} environment processes beside each"
     )
-    if is_offline(config):
-        workers = "none: nothing is played"
-    n_stored = groups_of_a_step(config)[1]
-    stored = f"  {n_stored} of them stored, from {', '.join(config.source)}; each used {config.stored.uses} times at most\n"
-    return (
-        f"\nplacement ({gpus} GPU{'' if gpus == 1 else 's'} in all)\n"
-        f"  coordinator  1 process, CPU\n"
-        f"  workers      {workers}\n"
-        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x "
-        f"{_count(learner.gpus_per_rank)} GPU, "
-        f"DeepSpeed ZeRO {learner.zero_stage}\n"
-        f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the {where})\n"
-        "  each engine  "
-        f"{f'{engine_gib:.1f} GiB weights; {cache}' if n_workers(config) else 'none'}\n"
-        f"  each rank    {learner_gib:.1f} GiB weights, gradients, "
-        f"optimizer{' and reference' if reference else ''}; "
-        f"activations on top, for micro-batches of {learner.micro_batch_tokens} tokens\n"
-        f"disk (run_dir)\n"
-        f"  checkpoints  {_n_checkpoints(config)} x {_checkpoint_bytes(config) / GIB:.1f} GiB\n"
-        f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
-        "trajectories come on top\n"
-        f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
-        "episodes x "
-        f"at most {config.env.max_steps} steps\n" + stored * bool(n_stored)
-    )
+
+
+def _engine_line(config: Config, billions: float) -> str:
+    if not n_workers(config):
+        return "none"
+    actors = config.actors
+    share = actors.gpu_memory_utilization
+    cache = f"{actors.kv_cache_gib:g} GiB KV cache"
+    if actors.gpus_per_worker >= 1:
+        cache = f"{share:.0%} of the GPU taken in all, the rest of it for the KV cache"
+    elif actors.gpus_per_worker:
+        cache += f"; starts if {share * actors.gpus_per_worker:.0%} of the GPU is free"
+    return f"{billions * 1e9 * BYTES[config.model.dtype] / GIB:.1f} GiB weights; {cache}"
 
 
 def disk_bytes(config: Config) -> float:
-    """Return what checkpoints and published weights take of the disk of the run directory."""
-    weights = _n_versions(config) * _version_bytes(config)
-    return _n_checkpoints(config) * _checkpoint_bytes(config) + weights * (not config.store.uri)
+    """Return the size of checkpoints and published weights on the disk of the run directory."""
+    weights = 0.0 if config.store.uri else _n_versions(config) * _version_bytes(config)
+    return _n_checkpoints(config) * _checkpoint_bytes(config) + weights
 
 
 def _n_checkpoints(config: Config) -> int:
-    """Return how many are there at once: those that are kept, and one that is being written."""
+    """Count checkpoints that exist at once: the kept ones and the one being written."""
     learner = config.learner
-    return (
-        learner.keep_checkpoints
-        + 1
-        + (learner.steps // learner.keep_every if learner.keep_every else 0)
-    )
+    milestones = learner.steps // learner.keep_every if learner.keep_every else 0
+    return learner.keep_checkpoints + 1 + milestones
 
 
 def _n_versions(config: Config) -> int:
-    """Return how many published versions are there at once: those that are kept, and one that is
-    being written.
-    """
+    """Count weights that exist at once: the kept versions and the one being written."""
     return config.learner.keep_versions + 1
 
 
 def _checkpoint_bytes(config: Config) -> float:
-    """Return the size of one: float32 master weights and moments. Adapters are counted as
-    nothing.
-    """
-    return (
-        0.0
-        if config.model.lora_rank
-        else model_billions(config) * 1e9 * (MASTER_BYTES + MOMENT_BYTES)
-    )
+    """Return the size of float32 master weights and moments. Adapters count as nothing."""
+    if config.model.lora_rank:
+        return 0.0
+    return model_billions(config) * 1e9 * (MASTER_BYTES + MOMENT_BYTES)
 
 
 def _version_bytes(config: Config) -> float:
@@ -155,20 +171,19 @@ def _count(gpus: float) -> str:
 
 
 def rank_bytes(config: Config, *, parameters: float) -> float:
-    """Return the bytes that one learner rank holds on its device at the most, without activations.
+    """Return the most bytes that one learner rank holds on its device, without activations.
 
-    Adapters are counted as nothing. The terms are what DeepSpeed 0.19.8 keeps at an optimizer step,
-    float32 unless said:
+    Adapters count as nothing. DeepSpeed 0.19.8 keeps at an optimizer step, in float32 unless said:
 
         ZeRO 0    weights, gradients, two moments
-        ZeRO 1    weights, gradients; shared out: masters, two moments. In bfloat16 a second, float32 gradient, which is
-                  not shared out; in float32 a copy of the shared part
-        ZeRO 2    weights; shared out: masters, two moments, gradients and a copy of them for the step
-        ZeRO 3    the same with the weights shared out too
+        ZeRO 1    weights, gradients; sharded: master weights, two moments. With bfloat16 also a
+                  float32 gradient, not sharded; with float32 a copy of the sharded part
+        ZeRO 2    weights; sharded: master weights, two moments, gradients and a copy of them
+        ZeRO 3    the same with the weights sharded too
 
-    With learner.offload all but the weights and their gradients is in main memory. 1.5e9 bfloat16
-    parameters at ZeRO 1 on one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each, 30 GB, and a buffer of 2
-    GB.
+    With learner.offload everything but the weights and their gradients is in main memory.
+    Example: 1.5e9 bfloat16 parameters at ZeRO 1 on one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each,
+    30 GB, and a buffer of 2 GB.
     """
     learner, weight = config.learner, BYTES[config.model.dtype]
     shares = {stage: learner.ranks if learner.zero_stage >= stage else 1 for stage in (1, 2, 3)}
@@ -192,27 +207,21 @@ def rank_bytes(config: Config, *, parameters: float) -> float:
 
 
 def keeps_reference(config: Config) -> bool:
-    """Return whether each rank keeps a frozen copy of the base model, whole, for the KL term."""
+    """Return whether each rank keeps a frozen copy of the whole base model for the KL term."""
     return bool(config.loss.kl_coef) and not config.model.lora_rank
 
 
 def model_billions(config: Config) -> float:
-    """Billions of parameters: counted from a local directory's files, else read from the model's
-    name.
-    """
+    """Return the billions of parameters, counted from a local directory or read from the name."""
     if not config.model.path:
         tiny = config.model.tiny
-        return (
-            tiny.vocabulary_size * tiny.hidden_size + 13 * tiny.layers * tiny.hidden_size**2
-        ) / 1e9
+        layer_parameters = 13 * tiny.hidden_size**2
+        return (tiny.vocabulary_size * tiny.hidden_size + tiny.layers * layer_parameters) / 1e9
     directory = Path(config.model.path)
     if directory.is_dir():
-        stored = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
-        return (
-            sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-            / BYTES.get(stored, 2)
-            / 1e9
-        )
+        dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
+        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        return size / BYTES.get(dtype, 2) / 1e9
     named = re.search(r"(\d+(?:\.\d+)?)([bm])\b", config.model.path, re.IGNORECASE)
     if not named:
         raise ConfigError(

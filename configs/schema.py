@@ -1,329 +1,386 @@
-"""Every knob of a run, with its unit and its default; the only place where defaults live.
+"""Define every setting of a run, with its unit and its default.
 
-`check` refuses what would hang, crash or mislead later, and says what would have happened.
+This is the only place where defaults live. `check` refuses values and combinations that would
+hang, crash or mislead later. The twenty settings that people change most:
+
+    run_dir, seed, max_staleness, source
+    env.name, env.options, env.max_steps
+    prompt.template, prompt.history_length, prompt.max_prompt_tokens
+    model.path, model.dtype, model.lora_rank
+    actors.workers, actors.gpus_per_worker, actors.max_response_tokens
+    algorithm.estimator, algorithm.group_size
+    learner.steps, learner.groups_per_step, learner.learning_rate
+
+Within a section, settings that rarely change stand below a line "Rarely changed".
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvConfig:
-    name: str = "textworld"  # a registered environment, or a class of your own as "module:Class"
-    # given to the environment, e.g. the number of games
+    # a registered environment, or your own class as "module:Class"
+    name: str = "textworld"
+    # given to the environment, for example the number of games
     options: dict[str, Any] = field(default_factory=dict)
-    max_steps: int = 10  # actions per episode, then it is truncated
-    win_reward: float = 10.0  # factor on the environment's reward (the paper: 10 for a win)
-    # environment processes beside each worker; of an agent program: its episodes at once
+    max_steps: int = 10  # actions per episode; a longer episode is truncated
+    win_reward: float = 10.0  # factor on the environment's reward; the paper has 10 for a win
+
+    # Rarely changed.
+    # environment processes beside each worker; for an agent program, its concurrent episodes
     processes: int = 1
-    # of one reset or step; an environment that takes longer is killed, its episode played again
+    # seconds for one reset or step; a slower environment is killed and its episode is retried
     answer_timeout_s: float = 60.0
-    # at an episode whose environment fails; then its group is abandoned, with the reason
+    # tries of an episode whose environment fails; then its group is abandoned, with the reason
     attempts: int = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptConfig:
-    # "think" (any text world), "direct" (no thinking), "compact" (tiny models), "alfworld",
-    # "webshop", "search", "sokoban" (the paper's environments in words of our own, not the
-    # authors'), or a YAML file of your own
+    # "think" (any text environment), "direct" (no reasoning), "compact" (tiny models), "alfworld",
+    # "webshop", "search", "sokoban", "sokoban_image", or the path of your own YAML file
     template: str = "think"
-    # "window": each step is a chat of its own, with the latest turns in it; "chat": the episode is
-    # one conversation that grows
+    # "window": each step is a separate chat that shows the latest turns; "chat": the episode is
+    # one growing conversation
     style: str = "window"
-    # of style "window": turns shown besides the current observation; -1 shows all
+    # turns shown besides the current observation, with style "window"; -1 shows all
     history_length: int = 2
-    # longer prompts lose their oldest turns first, then the middle of what is shown
+    # longer prompts lose their oldest turns first, then the middle of the rest
     max_prompt_tokens: int = 2048
-    # given to the chat template as `enable_thinking`; null leaves it to the template
-    thinking: bool | None = None
-    stop: list[str] = field(default_factory=list)  # texts that end a response; they stay in it
-    # how an action is read: within "tags", "upstream" (as the paper's code), or the whole "text"
+    # where the action stands in a response: "tags", "upstream" (as in the authors' code), "text"
+    # (the whole response)
     parser: str = "tags"
-    # what makes an action invalid, in every environment: its "form" by the parser alone (as the
-    # paper); "environment": that, a reply that was cut off, and what the environment does not
-    # understand; "admissible": all this, and what it does not list
+    # which actions are invalid: "form" (the parser finds none, as in the paper), "environment"
+    # (also truncated responses and actions that the environment does not understand),
+    # "admissible" (also actions that are not in the environment's list)
     invalid: str = "environment"
+
+    # Rarely changed.
+    # passed to the chat template as `enable_thinking`; null leaves the template's own choice
+    thinking: bool | None = None
+    stop: list[str] = field(default_factory=list)  # texts that end a response and stay in it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyModelConfig:
-    """A base policy the project makes by itself: random initialisation, then cloning of the
-    scripted player.
+    """Describe the tiny policy that a run makes when `model.path` is empty.
+
+    It starts from random weights and then imitates the environment's scripted policy.
     """
 
     vocabulary_size: int = 1024
     hidden_size: int = 128
     layers: int = 2
     heads: int = 4
-    clone_steps: int = 30  # learner steps of cloning
-    clone_episodes_per_step: int = 32
-    clone_updates_per_step: int = 5
-    clone_learning_rate: float = 2e-3
+    clone_steps: int = 30  # learner steps of imitation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    # a Hugging Face directory, or a repository of the Hub such as "Qwen/Qwen2.5-1.5B-Instruct",
-    # which is downloaded; empty makes a tiny model in the run directory
+    # a Hugging Face directory, or a repository of the Hugging Face Hub to download, such as
+    # "Qwen/Qwen2.5-1.5B-Instruct"; empty makes a tiny model in the run directory
     path: str = ""
-    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     dtype: str = "float32"  # "float32" or "bfloat16"
-    gradient_checkpointing: bool = False
-    # 0 trains all weights; else adapters of this rank on all linear layers, published merged
+    # 0 trains all weights; otherwise the rank of LoRA adapters on all linear layers, which are
+    # merged when weights are published
     lora_rank: int = 0
-    lora_alpha: float = 32.0  # an adapter's product is scaled by lora_alpha / lora_rank
-    # on a GPU, beside a bfloat16 base: adapters multiply in TF32, on tensor cores; the rest does
-    # not
+    lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    gradient_checkpointing: bool = False
+
+    # Rarely changed.
+    # on a GPU, adapters beside bfloat16 weights multiply in TF32
     lora_tf32: bool = True
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorsConfig:
-    workers: int = 1  # Ray workers, one vLLM engine each
-    # of each engine: 0 for a CPU engine, a fraction for a part of a GPU that others share, above 1
-    # for tensor parallelism
+    workers: int = 1  # Ray workers, each with one vLLM engine
+    # per engine: 0 for a CPU engine, a fraction to share a GPU, above 1 for tensor parallelism
     gpus_per_worker: float = 0.0
-    # per worker; each plays `group_size` episodes at once, as many requests its engine takes
+    # per worker at the start; a group has `algorithm.group_size` concurrent episodes
     groups_in_flight: int = 8
-    # as long as its engine has room, because episodes wait for their environments
+    # upper limit while the engine has room and episodes wait for their environments
     max_groups_in_flight: int = 16
-    # more episodes per training group; the first group_size that end are it, the others are given
-    # up
-    spare_members: int = 0
     temperature: float = 1.0
     max_response_tokens: int = 512
-    max_model_tokens: int = 2560  # prompt and response together, as the engine allocates it
-    # of CPU engines and of engines that share a GPU; others fill gpu_memory_utilization
+    max_model_tokens: int = 2560  # prompt and response together, as the engine allocates them
+    # for CPU engines and engines that share a GPU; others use gpu_memory_utilization
     kv_cache_gib: float = 1.0
-    # of a GPU, or of the fraction of it that gpus_per_worker is
+
+    # Rarely changed.
+    # fraction of the GPU, or of the engine's share of it, that the engine fills
     gpu_memory_utilization: float = 0.85
-    # of a CPU engine: "0" or "0,2-3"; "auto" is all but the last, which the learner takes
+    # over-provisioned episodes per training group: the first group_size to end form the group
+    extra_members: int = 0
+    # cores of a CPU engine: "0" or "0,2-3"; "auto" takes all but the last, the learner's
     cpu_cores: str = "auto"
-    # of one response, its place in line included; an episode that waits longer ends, truncated
+    # seconds for one response, queueing included; then the episode is truncated
     turn_timeout_s: float = 300.0
-    episode_timeout_s: float = 3600.0  # likewise of a whole episode
-    # an engine that says nothing for this long is taken for hung, and started again
+    episode_timeout_s: float = 3600.0  # seconds for one episode; then it is truncated
+    # seconds without an answer after which an engine is restarted
     engine_timeout_s: float = 20.0
-    # groups of a worker nobody has heard of are played by another after this long
+    # seconds without a heartbeat after which another worker gets a worker's groups
     lease_s: float = 120.0
-    # no model plays: what the environment demonstrates, else at random (to clone from)
+    # actions come from the environment's scripted policy (or are random), not from a model;
+    # needed to imitate that policy
     scripted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    """How episodes become advantages; formulas and sources in gigpo/queries/. What the chosen
-    estimator and anchor do not read is refused unless it is at its default.
+    """Choose how episodes become advantages. gigpo/queries/ has the formulas and their sources.
+
+    A setting that the chosen estimator and anchor do not read is refused unless it is at its
+    default.
     """
 
-    # or grpo, rloo, dr_grpo, reinforce_pp, reinforce_pp_baseline, hgpo, graphgpo
+    # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo" or
+    # "graphgpo"
     estimator: str = "gigpo"
     group_size: int = 8  # episodes per task, G
-    gamma: float = 0.95  # discount per step, of the step returns; of gigpo and hgpo
-    omega: float = 1.0  # weight of the step advantage, of gigpo and graphgpo
-    # "mean_std", "mean" or "leave_one_out"; of gigpo, grpo, hgpo, graphgpo
+    gamma: float = 0.95  # discount per step in step returns; read by gigpo and hgpo
+    omega: float = 1.0  # weight of the step advantage; read by gigpo and graphgpo
+    # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo and graphgpo
     normalise: str = "mean_std"
-    # episode statistics over "steps" (authors' code) or "trajectories" (paper Eq. 3); not of hgpo
-    weighting: str = "steps"
-    invalid_penalty: float = 0.1  # taken off an invalid step's own return and score
-    # what the episodes of a group must differ in to be trained on: "advantages" (penalties count),
-    # "rewards" (penalties do not count), "returns" (undiscounted, no penalties: DAPO), "none"
-    # (nothing: all groups are, as by the paper's authors)
-    signal: str = "advantages"
-    # steps in the same state: same "state", "state_and_actions" (admissible ones), same "suffix" of
-    # states, "similar" texts, or "similar_greedy" ones (as the authors' code groups them)
+    invalid_penalty: float = 0.1  # subtracted from the return and the score of an invalid step
+    # which groups are trained on: those whose "advantages" are not all 0, whose "rewards" differ
+    # (penalties ignored), whose "returns" differ (undiscounted, penalties ignored; DAPO), or all
+    # of them with "none" (as in the authors' code)
+    group_filter: str = "advantages"
+    # which steps share a state: equal "state", "state_and_actions" (admissible actions too),
+    # equal "suffix" of states, "similar" texts, "similar_greedy" (as in the authors' code)
     anchor: str = "state"
-    # states in the longest suffix, of anchor "suffix" and of hgpo (its K + 1)
-    anchor_history: int = 3
-    # of anchors "similar" and "similar_greedy": alike texts have this fraction in common, or more
+
+    # Rarely changed.
+    # episode statistics over "steps" (authors' code) or "trajectories" (paper, eq. 3); not hgpo
+    weighting: str = "steps"
+    anchor_history: int = 3  # states in the longest suffix, for anchor "suffix" and hgpo (K + 1)
+    # for anchors "similar" and "similar_greedy": least fraction that two texts have in common
     similarity: float = 0.9
-    # policy versions in one anchor group: all "mixed", or within a "window"
+    # policy versions in one anchor group: "mixed", or at most version_window apart with "window"
     anchor_versions: str = "mixed"
-    # of anchor_versions "window": versions apart; 0 compares within one version
-    version_window: int = 1
+    version_window: int = 1  # versions; 0 compares within one version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PpoClipConfig:
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0  # .inf switches it off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipConfig:
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DppoTvConfig:
+    delta_low: float = 0.2  # a difference of probabilities
+    delta_high: float = 0.2
+    ratio_cap: float = math.inf  # .inf: no cap
+    quadratic_coef: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SapoConfig:
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapConfig:
+    cap: float  # .inf: no cap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandConfig:
+    low: float  # 0: no lower bound
+    high: float  # .inf: no upper bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitConfig:
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormConfig:
+    norm_tokens: float  # tokens; the longest response, actors.max_response_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """What an update minimises; formulas and sources in gigpo/losses.py, corrections.py,
-    objective.py.
+    """Choose what an optimizer update minimises.
 
-    A number that is null is the published one; corrections and aggregation that are null are the
-    loss's usual ones, which are the published ones but for [token_tis] (gigpo/objective.py). A
-    number for what is not in use is refused.
+    gigpo/losses.py, corrections.py and objective.py have the formulas and their sources. The
+    numbers of a loss, a correction or an aggregation stand in the section with its name, with
+    the published values as defaults. A changed number of a part that is not in use is refused.
     """
 
-    policy: str = "ppo_clip"  # or gspo, cispo, dppo_tv, sapo, topr, reinforce, behaviour_cloning
-    # token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm, m2po; []
-    # for none. M2PO is [m2po] with policy "reinforce"
-    # null: [token_tis] for ppo_clip and reinforce, [] for the others
-    corrections: list[str] | None = None
+    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning"
+    policy: str = "ppo_clip"
+    # any of token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm,
+    # m2po; [] for none. [auto]: [token_tis] with ppo_clip and reinforce, [] with the others
+    corrections: list[str] = field(default_factory=lambda: ["auto"])
+    kl_coef: float = 0.0  # weight of the KL to the base model; 0 keeps no reference model
+    entropy_coef: float = 0.0
+
+    # Rarely changed.
+    kl: str = "k3"  # estimator of that KL: "k2" or "k3"
     # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
     proximal: str = "none"
-    # token_mean, sequence_mean_token_mean, sequence_mean_token_sum_norm (Dr.GRPO)
-    # null: sequence_mean_token_mean for gspo and sapo, token_mean for the others
-    aggregation: str | None = None
-    kl: str = "k3"  # estimator of the KL to the base model: "k2" or "k3"
-    kl_coef: float = 0.0  # its weight; 0 keeps no reference model
-    entropy_coef: float = 0.0
-    clip_low: float | None = None  # ppo_clip 0.2, gspo 3e-4, cispo 1
-    clip_high: float | None = None  # ppo_clip 0.2, gspo 4e-4, cispo 4
-    dual_clip: float | None = None  # ppo_clip 3; .inf for none
-    delta_low: float | None = None  # dppo_tv 0.2, a difference of probabilities
-    delta_high: float | None = None  # dppo_tv 0.2
-    ratio_cap: float | None = None  # dppo_tv, no cap
-    quadratic_coef: float | None = None  # dppo_tv 1e-3
-    tau_positive: float | None = None  # sapo 1
-    tau_negative: float | None = None  # sapo 1.05
-    tis_cap: float | None = None  # token_tis and sequence_tis 2; .inf for none
-    icepop_low: float | None = None  # token_icepop 0.5; 0 for none
-    icepop_high: float | None = None  # token_icepop 5; .inf for none
-    sequence_low: float | None = None  # sequence_mask 0.5; 0 for none
-    sequence_high: float | None = None  # sequence_mask 2; .inf for none
-    # geometric_mask 0.999, a bound of pi / mu (verl's is of mu / pi); 0 for none
-    geometric_low: float | None = None
-    geometric_high: float | None = None  # geometric_mask 1.001; .inf for none
-    k3_max: float | None = None  # k3_mask 0.01
-    opsm_delta: float | None = None  # opsm 1e-4
-    m2_max: float | None = None  # m2po 0.04
-    norm_tokens: float | None = None  # sequence_mean_token_sum_norm: actors.max_response_tokens
+    # "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm" (Dr.GRPO).
+    # "auto": sequence_mean_token_mean with gspo and sapo, token_mean with the others
+    aggregation: str = "auto"
+    ppo_clip: PpoClipConfig = field(default_factory=PpoClipConfig)
+    gspo: ClipConfig = field(default_factory=lambda: ClipConfig(clip_low=3e-4, clip_high=4e-4))
+    cispo: ClipConfig = field(default_factory=lambda: ClipConfig(clip_low=1.0, clip_high=4.0))
+    dppo_tv: DppoTvConfig = field(default_factory=DppoTvConfig)
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    token_tis: CapConfig = field(default_factory=lambda: CapConfig(cap=2.0))
+    sequence_tis: CapConfig = field(default_factory=lambda: CapConfig(cap=2.0))
+    token_icepop: BandConfig = field(default_factory=lambda: BandConfig(low=0.5, high=5.0))
+    sequence_mask: BandConfig = field(default_factory=lambda: BandConfig(low=0.5, high=2.0))
+    # bounds of pi / mu; verl's bound mu / pi
+    geometric_mask: BandConfig = field(default_factory=lambda: BandConfig(low=0.999, high=1.001))
+    k3_mask: LimitConfig = field(default_factory=lambda: LimitConfig(limit=0.01))
+    opsm: LimitConfig = field(default_factory=lambda: LimitConfig(limit=1e-4))
+    m2po: LimitConfig = field(default_factory=lambda: LimitConfig(limit=0.04))
+    sequence_mean_token_sum_norm: NormConfig = field(
+        default_factory=lambda: NormConfig(norm_tokens=512.0)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
     steps: int = 100  # learner steps of the run
     groups_per_step: int = 8
-    # optimizer updates per learner step, over parts of its rows of equal size
-    updates_per_step: int = 1
-    # rows (steps) in each optimizer update, as verl's mini-batches; the last update of a learner
-    # step gets the rest, and weighs so much less. 0 cuts by updates_per_step
-    rows_per_update: int = 0
     learning_rate: float = 1e-6
-    # learning rate times the update's effective sample size (a fraction), for stale data
-    ess_scaled: bool = False
-    weight_decay: float = 0.01
-    # after the warm-up: "constant", or "linear" down to a tenth at the run's last step
+    # "constant", or "linear": down to a tenth at the last step; both after the warm-up
     schedule: str = "constant"
     warmup_updates: int = 0
-    grad_clip: float = 1.0
-    # in a row with a loss or gradient that is not finite; one more ends the run
-    max_bad_updates: int = 3
+    # optimizer updates per learner step, on parts of its rows of equal size
+    updates_per_step: int = 1
+    # rows (steps) per optimizer update, as verl's mini-batches; the last update of a learner step
+    # gets the rest, with less weight. 0 cuts the batch by updates_per_step
+    rows_per_update: int = 0
     micro_batch_tokens: int = 16384  # tokens per forward pass
-    # a step whose prompt repeats the last one's tokens continues its sequence
-    merge_steps: bool = True
-    # processes of the learner; each has a copy, or with ZeRO a part, of the model and of every
-    # batch
+    # processes of the learner; each holds a copy, or with ZeRO a part, of the model
     ranks: int = 1
-    # 1, 0 for a CPU learner, or, of one rank, a fraction of a GPU that others share
+    # 1, or 0 for a CPU learner, or with one rank a fraction to share a GPU
     gpus_per_rank: float = 0.0
-    # DeepSpeed ZeRO: 1 shares out the optimizer's state, 2 also gradients, 3 also weights
+    # DeepSpeed ZeRO: 1 shards the optimizer's state, 2 also gradients, 3 also weights
     zero_stage: int = 0
-    offload: bool = False  # the optimizer's state stays in main memory; ZeRO stages 1 to 3
-    # torch threads of each rank of a CPU learner; beside a GPU, with offload, at least its share of
-    # the cores
-    threads: int = 1
-    # on a GPU: operations that give the same bits every time, slower, so that replay compares bit
-    # for bit; a CPU always does
-    deterministic: bool = False
     checkpoint_every: int = 10  # learner steps
+
+    # Rarely changed.
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    # scales the learning rate by the effective sample size (a fraction), for stale data
+    ess_scaled: bool = False
+    # successive updates that may be skipped because loss or gradient is not finite; one more ends
+    # the run
+    max_bad_updates: int = 3
+    # a step whose prompt repeats the previous step's tokens extends that step's sequence
+    merge_steps: bool = True
+    offload: bool = False  # keep the optimizer's state in main memory, with ZeRO stages 1 to 3
+    # torch threads per rank of a CPU learner; with offload on a GPU, at least its share of cores
+    threads: int = 1
+    # on a GPU, only operations that give the same bits every time, which are slower; replay then
+    # compares bit for bit, as it always does on a CPU
+    deterministic: bool = False
     keep_checkpoints: int = 2
-    # learner steps; checkpoints of these are never removed; 0: only the newest keep_checkpoints
-    # stay
-    keep_every: int = 0
-    keep_versions: int = 4  # newest published weights kept on disk; a checkpoint has its own copy
-    # how engines get new weights: from the "files" that are published, or by a "broadcast" beside
-    # that, so that only an engine that missed it reads files: for nodes to whom those come late,
-    # through a network disk or `store.uri`
+    keep_every: int = 0  # learner steps; their checkpoints are never removed; 0: no such rule
+    # newest published weights to keep on disk; a checkpoint has a copy of its own
+    keep_versions: int = 4
+    # how engines get new weights: from published "files", or by a "broadcast" as well, for nodes
+    # that see the files late, through a network disk or `store.uri`
     transfer: str = "files"
-    # a learner step that takes longer hangs: the learner is killed and started again
+    # seconds for one learner step; then the learner is killed and restarted
     step_timeout_s: float = 3600.0
-    starvation_timeout_s: float = 600.0  # no batch for this long ends the run with the reason
+    starvation_timeout_s: float = 600.0  # seconds without a batch; then the run ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlarmsConfig:
-    """Signs of a collapse, looked at after every learner step; each is an event in the store and a
-    line on the screen.
+    """Set the signs of a collapse, checked after every learner step.
+
+    Each alarm is an event in the store and a line on the screen.
     """
 
     stop: bool = False  # the first alarm ends the run, with a checkpoint; otherwise it warns
-    ess_below: float = 0.1  # effective sample size of the importance ratios, fraction of the tokens
-    # nats per token; 0 never warns, as a policy may become sure of itself for good reasons
-    entropy_below: float = 0.0
-    # nats per token, between the policy that sampled and the one that learns
+    ess_below: float = 0.1  # effective sample size of the importance ratios, as a fraction
+    entropy_below: float = 0.0  # nats per token; 0 never warns: a policy may rightly become sure
+    # nats per token, between the policy that sampled and the policy that learns
     mismatch_kl_above: float = 0.2
-    # mean response length, so many times longer or shorter than in the run's first 5 steps
+    # how many times longer or shorter the mean response is than in the run's first 5 steps
     length_factor: float = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisionConfig:
-    """What happens to a component that dies, stops or hangs."""
+    """Set what happens to a process that dies, stops or hangs."""
 
-    silent_s: float = 15.0  # without a sign of life for this long it is killed and started again
-    # of one component within restart_window_s; one more ends the run with the reason
+    silent_s: float = 15.0  # seconds without a heartbeat; then it is killed and restarted
+    # restarts of one process within an hour; one more ends the run with the reason
     max_restarts: int = 5
-    restart_window_s: float = 3600.0
-    # who waits for longer than this is named on the screen, with what it waits for
-    starving_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    at_start: bool = False  # evaluate version 0 first; nothing is trained before that is done
-    every: int = 20  # learner steps between held-out evaluations; 0 for none between start and end
-    episodes_per_task: int = 1  # at intervals
+    every: int = 20  # learner steps between evaluations; 0: only at the start and the end
+    at_start: bool = False  # evaluate version 0 before anything is trained
+    episodes_per_task: int = 1  # in evaluations before the last
     final_episodes_per_task: int = 5
     temperature: float = 0.4  # as in the paper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig:
-    """Somebody else's model for `cli/evaluate.py` to play with; docs/evaluation.md."""
+    """Name an external model for `gigpo evaluate`; see docs/evaluation.md."""
 
-    # of an OpenAI-compatible server, e.g. http://host:8000/v1; empty: a model of ours plays
+    # an OpenAI-compatible server, such as http://host:8000/v1; empty evaluates our own model
     url: str = ""
-    model: str = ""  # as the server names it
-    # environment variable that holds the API key, which is written nowhere; empty: the server wants
-    # none
+    model: str = ""  # the model's name at that server
+    # environment variable with the API key, which is never stored; empty if none is needed
     api_key_env: str = ""
-    # more fields for each request; null leaves one of ours out
+    # more fields for each request; null removes one of ours
     body: dict[str, Any] = field(default_factory=dict)
-    requests: int = 16  # at once, from each worker, which plays about so many episodes
-    # at one response, where the server is busy, fails or is not there; then the evaluation ends
+    requests: int = 16  # concurrent requests of each worker
+    # tries of one response when the server is busy, fails or is absent; then the evaluation ends
     attempts: int = 8
-    # of one response, its place in line and all attempts included; then the evaluation ends
+    # seconds for one response, with queueing and all attempts; then the evaluation ends
     timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
-    # where segments, exports and weights are, e.g. s3://bucket/prefix; empty: the run directory
+    # location of segments, exports and weights, such as s3://bucket/prefix; empty: run directory
     uri: str = ""
-    # AS OF lsn reaches back this long; replaced files are kept so long
+    # seconds that replaced files are kept, so that queries AS OF an earlier lsn can read them
     snapshot_window_s: float = 900.0
-    # trajectories consumed and older than this are removed; 0 keeps them for ever
-    keep_days: float = 0.0
-    # the same for those of older policy versions than the newest so many; 0 keeps all
-    keep_versions: int = 0
+    keep_days: float = 0.0  # days after which consumed trajectories are removed; 0: never
+    keep_versions: int = 0  # newest policy versions whose consumed trajectories are kept; 0: all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredConfig:
-    """How a run with a `source` trains on groups that other runs have played;
-    docs/stored_rollouts.md.
-    """
+class OfflineConfig:
+    """Set how a run with a `source` trains on groups of other runs; see docs/offline_groups.md."""
 
-    # of each batch's groups; 1 plays nothing: no workers, no engine, no environment
+    # fraction of each batch's groups; 1 needs no workers, no engine and no environment
     share: float = 1.0
-    uses: int = 1  # learner steps that may train on one group; when all are used up the run ends
-    # which come first: SQL, as after ORDER BY, over columns of a group; empty: as they were played
+    uses: int = 1  # learner steps that may train on one group; when all are used the run ends
+    # order of use: SQL, as after ORDER BY, over a group's columns; empty: as they were played
     order: str = ""
-    # SQL condition over a step's columns and its advantage: stored steps where it does not hold are
-    # not trained on, but their group is compared with them as ever; empty: all are
+    # SQL condition on a step's columns and advantage. Steps where it does not hold are not
+    # trained on, but still count in their group's statistics; empty: train on all
     train_on: str = ""
 
 
@@ -331,14 +388,13 @@ class StoredConfig:
 class Config:
     run_dir: str = "runs/default"
     seed: int = 0
-    # versions between the learner and the oldest token it trains on; 0 is synchronous
+    # versions between the learner and the oldest token that it trains on; 0 is synchronous
     max_staleness: int = 1
-    # groups that are still played when they reach that limit: "drop" plays them again or leaves
-    # them out, "wait" has the learner wait for them
+    # groups that reach that limit while they are played: "drop" retries or leaves them out,
+    # "wait" makes the learner wait for them
     stragglers: str = "drop"
-    # runs, or directories that `python -m store export` wrote, whose training groups are trained
-    # on: "RUN" or "RUN@where", an SQL condition on trajectories; a group is taken whole if it holds
-    # for one of them
+    # runs, or directories written by `gigpo export`, whose groups are trained on: "RUN" or
+    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group
     source: list[str] = field(default_factory=list)
     env: EnvConfig = field(default_factory=EnvConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
@@ -347,9 +403,9 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
-    stored: StoredConfig = field(default_factory=StoredConfig)

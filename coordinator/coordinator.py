@@ -63,7 +63,7 @@ class Coordinator:
         self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = HeartbeatTracker()
         self._plays, self._turn = (
-            LeaseTable(spare_members=config.actors.spare_members),
+            LeaseTable(spare_members=config.actors.extra_members),
             WeightUpdateLock(),
         )
         self._suspects = Suspects(self.catalog.times_lost())
@@ -278,7 +278,7 @@ class Coordinator:
         return self.catalog.stored.claim(
             n_live=self._n_live,
             n_stored=self._n_stored,
-            uses=self.config.stored.uses,
+            uses=self.config.offline.uses,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
         )
@@ -296,13 +296,13 @@ class Coordinator:
         newest = self.catalog.latest_version()
         again = self.catalog.roll_back(learner_step)
         if self._n_stored:
-            n_left = self.catalog.stored.batches_left(self._n_stored, uses=self.config.stored.uses)
+            n_left = self.catalog.stored.batches_left(self._n_stored, uses=self.config.offline.uses)
             self._last_step = min(self.config.learner.steps, learner_step + n_left)
             if self._last_step < self.config.learner.steps:
                 until = f"they last until learner step {self._last_step} of {self.config.learner.steps}, where the run ends"
                 self.notice(
                     "stored rollouts",
-                    f"{until} in order; raise stored.uses={self.config.stored.uses} for more",
+                    f"{until} in order; raise offline.uses={self.config.offline.uses} for more",
                 )
         return ResumePoint(
             last_step=self._last_step,

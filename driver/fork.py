@@ -37,7 +37,9 @@ def load(text: str, overrides: Sequence[str]) -> Config:
         return resume.load(root, others)
     recorded = resume.load(run, [])
     config = replace(resume.load(run, others), run_dir=str(root))
-    changed = [line for line in configs.differences(recorded, config) if line.startswith(STAY)]
+    changed = [
+        line for line in configs.forbidden_changes(recorded, config) if line.startswith(STAY)
+    ]
     if changed:
         raise ConfigError(
             f"--fork {text} goes on with that run's model and tasks ({'; '.join(changed)}); leave "
@@ -57,7 +59,7 @@ def make(text: str, config: Config) -> None:
             RunLayout.open(run),
             root,
             learner_step=learner_step,
-            config_yaml=configs.to_yaml(config),
+            config_yaml=configs.as_yaml(config),
         )
     layout = RunLayout.open(root)
     with Catalog.open(layout) as catalog:

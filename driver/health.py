@@ -16,6 +16,8 @@ from learner import LEARNER_STEP
 LOOKS = 2
 FIRST_PAUSE_S = 1.0  # before a component is started again; doubles each time
 LONGEST_PAUSE_S = 30.0
+RESTART_WINDOW_S = 3600.0  # restarts longer ago do not count
+STARVING_S = 30.0  # a process that waits longer is named, with what it waits for
 DRIVER = "driver"  # it asks, so it is alive
 
 
@@ -48,7 +50,7 @@ class Watch:
         return found
 
     def starving(self, components: Mapping[str, Component]) -> dict[str, str]:
-        """Who has waited for longer than `starving_s` and was not named yet for this wait.
+        """Who has waited for longer than STARVING_S and was not named yet for this wait.
         Admission is no trouble.
 
         Of learner steps only one that takes twice as long as the longest that was named.
@@ -56,8 +58,7 @@ class Watch:
         now = {
             (name, component.waiting_on): component
             for name, component in components.items()
-            if component.waiting_on not in (None, "admission")
-            and component.waits_s > self._config.starving_s
+            if component.waiting_on not in (None, "admission") and component.waits_s > STARVING_S
         }
         found = {}
         for (name, reason), component in now.items():
@@ -83,7 +84,7 @@ class Restarts:
         too often.
         """
         now = time.monotonic()
-        recent = [at for at in self._at_s[name] if now - at < self._config.restart_window_s]
+        recent = [at for at in self._at_s[name] if now - at < RESTART_WINDOW_S]
         if len(recent) >= self._config.max_restarts:
             return None
         self._at_s[name] = [*recent, now]

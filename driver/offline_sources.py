@@ -26,7 +26,7 @@ def check_sources(config: Config, console: Console) -> None:
     """
     from learner import check_train_on
 
-    check_train_on(config.stored.train_on)
+    check_train_on(config.offline.train_on)
     for text in config.source:
         theirs = _config_of(text)
         if theirs is not None and (url := _setting(theirs, "endpoint.url")):
@@ -35,7 +35,7 @@ def check_sources(config: Config, console: Console) -> None:
                 "tokens and "
                 "log-probabilities nobody has, so nothing can be trained from it; leave it out"
             )
-    find_sources([parse_source(text) for text in config.source], order=config.stored.order)
+    find_sources([parse_source(text) for text in config.source], order=config.offline.order)
     model_path = Path(config.model.path or _first_base(config))
     for text in config.source:
         base, theirs = _base_of(text), _config_of(text)
@@ -91,7 +91,7 @@ def take(config: Config, console: Console) -> None:
         taken = take_sources(
             Path(config.run_dir),
             [parse_source(text) for text in config.source],
-            order=config.stored.order,
+            order=config.offline.order,
         )
     for source in taken:
         console.print(str(source), markup=False)
@@ -165,7 +165,7 @@ def _config_of(text: str) -> DictConfig | None:
     place = Path(parse_source(text).place)
     if not RunLayout.exists(place):
         return None
-    return configs.parse_stored(
+    return configs.parse_saved(
         RunLayout.open(place).info.config_yaml, name=f"the config of {place}"
     )
 

@@ -35,15 +35,11 @@ from store import RunLayout, check_trusted, check_unowned, write_open_sql
 FAILURE_LOG = "environment.log"  # of the check before a start; a worker has a log of its own
 
 
-def published(config: Config) -> Config:
-    """With every number of its loss written out. Where others' models play there is none, and torch
-    need not be loaded.
-    """
-    if config.endpoint.url:
-        return config
-    from learner import fill_defaults  # here and below: a status or a stop needs nothing of it
+def check_loss(config: Config) -> None:
+    """Raise ConfigError for parts of the loss that do not go together."""
+    from learner import objective_of  # here and below: a status or a stop needs nothing of it
 
-    return fill_defaults(config)
+    objective_of(config.loss)
 
 
 def check_run_dir(config: Config) -> None:
@@ -110,7 +106,7 @@ def check_same_run(config: Config) -> None:
         layout.check_no_links()  # logs and curves are written from here on
         runs.check_idle(root, instead="choose another run_dir")
         check_unowned(layout)
-        changed = resume.differences(config, published(configs.from_yaml(layout.info.config_yaml)))
+        changed = resume.differences(config, configs.from_yaml(layout.info.config_yaml))
         if changed:
             raise ConfigError(
                 f"{root} was made by another config ({'; '.join(changed)}); go on with its own "
@@ -127,7 +123,7 @@ def open_run(config: Config) -> RunLayout:
         layout = RunLayout.open(root)
     else:
         layout = RunLayout.create(
-            root, config_yaml=configs.to_yaml(config), storage_uri=config.store.uri
+            root, config_yaml=configs.as_yaml(config), storage_uri=config.store.uri
         )
     write_open_sql(layout, macros=_macros(config), max_staleness=config.max_staleness)
     return layout
@@ -137,10 +133,9 @@ def _macros(config: Config) -> list[str]:
     """advantages(), of a run that may have some."""
     if config.endpoint.url:
         return []
-    from gigpo import advantages_macro
-    from learner import advantage_settings
+    from gigpo import AdvantageSettings, advantages_macro
 
-    return [advantages_macro(advantage_settings(config))]
+    return [advantages_macro(AdvantageSettings.of(config.algorithm))]
 
 
 def check_tasks(config: Config, console: Console) -> None:

@@ -20,6 +20,7 @@ from rich.text import Text
 from analysis.run_status import duration
 from configs import Config, is_offline
 from coordinator import Status
+from driver.health import STARVING_S
 from learner import LEARNER_STEP
 from printable import printable
 
@@ -104,7 +105,7 @@ class Progress:
             table.add_row(name, value)
         for name, component in status.components.items():
             if component.waiting_on == LEARNER_STEP:
-                if component.waits_s > self.config.supervision.starving_s:
+                if component.waits_s > STARVING_S:
                     table.add_row(
                         f"{name} is at", f"one learner step, {component.waits_s:.0f} s", style="dim"
                     )
@@ -125,7 +126,7 @@ class Progress:
                 "success",
                 shown(
                     metrics,
-                    "stored/success" if is_offline(self.config) else "train/success",
+                    "offline/success" if is_offline(self.config) else "train/success",
                     "{:.2f}",
                 ),
             ),

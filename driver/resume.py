@@ -53,7 +53,7 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
         text, name = read_run_file(run, CONFIG_FILE), str(run / CONFIG_FILE)
     except FileNotFoundError:  # of a run that an older cli/train.py made
         text, name = layout.info.config_yaml, f"the config in {layout.run_json}"
-    return replace(configs.load_stored(text, overrides, name=name), run_dir=str(run))
+    return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 
 
 def remember(config: Config) -> None:
@@ -67,7 +67,7 @@ def remember(config: Config) -> None:
     there = {key: str(path.absolute()) for key, path in outside(config).items()}
     model = replace(config.model, path=there.get("model.path", config.model.path))
     prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
-    text = configs.to_yaml(replace(config, model=model, prompt=prompt))
+    text = configs.as_yaml(replace(config, model=model, prompt=prompt))
     if made_by_this_user(run):
         # first: killed in between, the run still has a signed config.yaml
         sign_run(run, config=text.encode())
@@ -80,7 +80,7 @@ def differences(config: Config, recorded: Config) -> list[str]:
 
     What lies outside may be at another path if it is the same.
     """
-    changed = configs.differences(recorded, config)
+    changed = configs.forbidden_changes(recorded, config)
     path = Path(config.run_dir) / OUTSIDE_FILE
     try:
         marks = parse_object(read_run_file(path.parent, OUTSIDE_FILE))

@@ -33,7 +33,7 @@ from gigpo.diagnostics import (
     step_variance_share,
     token_diagnostics,
 )
-from gigpo.group_filter import SIGNALS, groups_without_signal
+from gigpo.group_filter import GROUP_FILTERS, filtered_groups
 from gigpo.kl import KL_PENALTIES, kl_k1, kl_k2, kl_k3
 from gigpo.losses import (
     POLICY_LOSSES,
@@ -79,14 +79,14 @@ __all__ = [
     "ANCHORS",
     "ANCHOR_VERSIONS",
     "CORRECTIONS",
+    "DEFAULT_PAIRING",
     "ESTIMATORS",
+    "GROUP_FILTERS",
     "KL_PENALTIES",
     "NORMALISATIONS",
     "POLICY_LOSSES",
     "PROXIMAL_POLICIES",
     "PUBLISHED_SETTINGS",
-    "SIGNALS",
-    "DEFAULT_PAIRING",
     "WEIGHTINGS",
     "WHITENED",
     "AdvantageSettings",
@@ -122,7 +122,7 @@ __all__ = [
     "anchor_size_shares",
     "compute_advantages",
     "ess",
-    "groups_without_signal",
+    "filtered_groups",
     "interpolated_proximal",
     "kl_k1",
     "kl_k2",

@@ -56,7 +56,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       type that has one value a row; NaN in them is null, -0.0 is 0.0. A trajectory is won if any of its rows says so.
     Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty),
     episode_advantage,
-      step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for groups_without_signal
+      step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for filtered_groups
       episode_return (float64; of the trajectory, undiscounted, no penalty), episodes_differ (its group's, beyond rounding),
       steps_differ (returns of its anchor group, no penalty), has_penalties (some row of its group), all bool.
 

@@ -79,42 +79,36 @@ def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
         )
     found = {correction.name: correction for correction in corrections}
     tis, icepop = found.get("token_tis"), found.get("token_icepop")
-    if (
-        isinstance(tis, TokenTis)
-        and isinstance(icepop, TokenIcepop)
-        and icepop.icepop_high <= tis.tis_cap
-    ):
+    if isinstance(tis, TokenTis) and isinstance(icepop, TokenIcepop) and icepop.high <= tis.cap:
         raise ValueError(
             f"corrections={names}: token_icepop drops what is above "
-            f"icepop_high={icepop.icepop_high:g}, so "
-            f"tis_cap={tis.tis_cap:g} would never act; leave token_tis out, or set tis_cap below "
-            "icepop_high"
+            f"token_icepop.high={icepop.high:g}, so token_tis.cap={tis.cap:g} would never act; "
+            "leave token_tis out, or set token_tis.cap below token_icepop.high"
         )
     sequence_tis, mask = found.get("sequence_tis"), found.get("sequence_mask")
     # Equal is verl's decoupled_seq_is_rs, where the weight is X itself.
     if (
         isinstance(sequence_tis, SequenceTis)
         and isinstance(mask, SequenceMask)
-        and mask.sequence_high < sequence_tis.tis_cap
+        and mask.high < sequence_tis.cap
     ):
         raise ValueError(
             f"corrections={names}: sequence_mask drops what is above "
-            f"sequence_high={mask.sequence_high:g}, so "
-            f"tis_cap={sequence_tis.tis_cap:g} would never act; set tis_cap to at most "
-            "sequence_high"
+            f"sequence_mask.high={mask.high:g}, so sequence_tis.cap={sequence_tis.cap:g} would "
+            "never act; set sequence_tis.cap to at most sequence_mask.high"
         )
 
 
 def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> None:
     """Around mu, ppo_clip gives no gradient to rho > 1 + clip_high where A > 0, nor to rho >
     dual_clip where A < 0: a bound above both changes the loss's value and nothing that is learnt.
-    (tis_cap = math.inf says "no cap", and is let through.)"""
+    (cap = math.inf says "no cap", and is let through.)"""
     beyond = max(policy.dual_clip, 1.0 + policy.clip_high)
     for correction in corrections:
         if isinstance(correction, TokenTis):
-            name, bound = "tis_cap", correction.tis_cap
-        elif isinstance(correction, TokenIcepop) and correction.icepop_low == 0.0:
-            name, bound = "icepop_high", correction.icepop_high
+            name, bound = "token_tis.cap", correction.cap
+        elif isinstance(correction, TokenIcepop) and correction.low == 0.0:
+            name, bound = "token_icepop.high", correction.high
         else:
             continue
         if beyond <= bound < math.inf:

@@ -1,7 +1,7 @@
 """Off-policy corrections: a factor per response token that bounds, or drops, what a stale batch
 brings into a loss.
 
-    TokenTis(tis_cap=2.0)(tokens)        # float32/64 [N], no gradient; 0 drops the token
+    TokenTis(cap=2.0)(tokens)        # float32/64 [N], no gradient; 0 drops the token
 
 A correction is a frozen record of its settings, called on Tokens; `CORRECTIONS` lists them by the
 names that configs use. Factors of several corrections multiply. The defaults are the published
@@ -58,14 +58,14 @@ class TokenTis:
     """
 
     name: ClassVar[str] = "token_tis"
-    tis_cap: float = 2.0
+    cap: float = 2.0
 
     def __post_init__(self) -> None:
-        check_cap("tis_cap", self.tis_cap)
+        check_cap("cap", self.cap)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         x_N = torch.exp(behaviour_log_ratio(tokens))
-        return torch.clamp(x_N, max=self.tis_cap) / x_N
+        return torch.clamp(x_N, max=self.cap) / x_N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,15 +82,15 @@ class SequenceTis:
     """
 
     name: ClassVar[str] = "sequence_tis"
-    tis_cap: float = 2.0
+    cap: float = 2.0
 
     def __post_init__(self) -> None:
-        check_cap("tis_cap", self.tis_cap)
+        check_cap("cap", self.cap)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         log_x_N = behaviour_log_ratio(tokens)
         ratio_S, index_N = sequence_ratio(log_x_N, tokens.sequence_N)
-        return torch.clamp(ratio_S, max=self.tis_cap)[index_N] / torch.exp(log_x_N)
+        return torch.clamp(ratio_S, max=self.cap)[index_N] / torch.exp(log_x_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,16 +105,14 @@ class TokenIcepop:
     """
 
     name: ClassVar[str] = "token_icepop"
-    icepop_low: float = 0.5
-    icepop_high: float = 5.0
+    low: float = 0.5
+    high: float = 5.0
 
     def __post_init__(self) -> None:
-        _check_band("icepop", low=self.icepop_low, high=self.icepop_high)
+        _check_band(low=self.low, high=self.high)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        return _within(
-            torch.exp(behaviour_log_ratio(tokens)), low=self.icepop_low, high=self.icepop_high
-        )
+        return _within(torch.exp(behaviour_log_ratio(tokens)), low=self.low, high=self.high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,15 +126,15 @@ class SequenceMask:
     """
 
     name: ClassVar[str] = "sequence_mask"
-    sequence_low: float = 0.5
-    sequence_high: float = 2.0
+    low: float = 0.5
+    high: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_band("sequence", low=self.sequence_low, high=self.sequence_high)
+        _check_band(low=self.low, high=self.high)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         ratio_S, index_N = sequence_ratio(behaviour_log_ratio(tokens), tokens.sequence_N)
-        return _within(ratio_S, low=self.sequence_low, high=self.sequence_high)[index_N]
+        return _within(ratio_S, low=self.low, high=self.high)[index_N]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,20 +152,20 @@ class GeometricMask:
     """
 
     name: ClassVar[str] = "geometric_mask"
-    geometric_low: float = 0.999
-    geometric_high: float = 1.001
+    low: float = 0.999
+    high: float = 1.001
 
     def __post_init__(self) -> None:
-        _check_band("geometric", low=self.geometric_low, high=self.geometric_high)
+        _check_band(low=self.low, high=self.high)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         mean_N = torch.exp(sequence_mean(behaviour_log_ratio(tokens), tokens.sequence_N))
-        return _within(mean_N, low=self.geometric_low, high=self.geometric_high)
+        return _within(mean_N, low=self.low, high=self.high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class K3Mask:
-    """Drops a whole sequence whose mean of x - 1 - log x is above k3_max: an estimate of KL(mu ||
+    """Drops a whole sequence whose mean of x - 1 - log x is above limit: an estimate of KL(mu ||
     pi_p), never negative.
 
     Unlike the geometric mask, ratios above and below 1 cannot hide each other. 0.01: verl
@@ -177,15 +175,15 @@ class K3Mask:
     """
 
     name: ClassVar[str] = "k3_mask"
-    k3_max: float = 0.01
+    limit: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_threshold("k3_max", self.k3_max)
+        _check_limit(self.limit)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         log_x_N = behaviour_log_ratio(tokens)
         k3_N = sequence_mean(torch.expm1(log_x_N) - log_x_N, tokens.sequence_N)
-        return (k3_N <= self.k3_max).to(log_x_N.dtype)
+        return (k3_N <= self.limit).to(log_x_N.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,20 +200,20 @@ class Opsm:
     """
 
     name: ClassVar[str] = "opsm"
-    opsm_delta: float = 1e-4
+    limit: float = 1e-4
 
     def __post_init__(self) -> None:
-        _check_threshold("opsm_delta", self.opsm_delta)
+        _check_limit(self.limit)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        left_N = -sequence_mean(policy_log_ratio(tokens), tokens.sequence_N) > self.opsm_delta
+        left_N = -sequence_mean(policy_log_ratio(tokens), tokens.sequence_N) > self.limit
         return (~(left_N & (tokens.advantages_N < 0))).to(tokens.advantages_N.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class M2po:
     """Second-moment trust region: drops the tokens of largest (log x)^2 until the mean of the rest
-    is below m2_max.
+    is below limit.
 
     M2PO is this with loss.policy=reinforce; with ppo_clip the clip acts as well. For very stale
     batches: arXiv 2510.01161 is stable at 256 versions. It bounds the batch and not the token, so
@@ -223,22 +221,22 @@ class M2po:
     of a micro-batch, so there what is dropped depends on how the batch was cut. At least one token
     is kept; of equal ones the first. 0.04: AReaL's example.
 
-    Worked, m2_max 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the
+    Worked, limit 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the
     second; only that is dropped.
     """
 
     name: ClassVar[str] = "m2po"
-    m2_max: float = 0.04
+    limit: float = 0.04
 
     def __post_init__(self) -> None:
-        _check_threshold("m2_max", self.m2_max)
+        _check_limit(self.limit)
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         log_x_N = behaviour_log_ratio(tokens)
         ascending_N, order_N = torch.sort(log_x_N.double().square(), stable=True)
         counts_N = torch.arange(1, len(order_N) + 1, device=order_N.device)
         # Means of the smallest 1, 2, ... squares only grow, so those below the bound come first.
-        n_kept = max(1, int((ascending_N.cumsum(0) / counts_N < self.m2_max).sum()))
+        n_kept = max(1, int((ascending_N.cumsum(0) / counts_N < self.limit).sum()))
         factor_N = torch.zeros_like(log_x_N)
         factor_N[order_N[:n_kept]] = 1.0
         return factor_N
@@ -248,28 +246,25 @@ def _within(ratio: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
     return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
 
 
-def _check_band(name: str, *, low: float, high: float) -> None:
+def _check_band(*, low: float, high: float) -> None:
     if not 0.0 <= low < 1.0:
         raise ValueError(
-            f"{name}_low={low} must be in [0, 1): it bounds pi / mu from below, and on policy that "
-            "is 1"
+            f"low={low} must be in [0, 1): it bounds pi / mu from below, and on policy that is 1"
         )
     if not high > 1.0:
         raise ValueError(
-            f"{name}_high={high} must be above 1: it bounds pi / mu from above, and on policy that "
-            "is 1"
+            f"high={high} must be above 1: it bounds pi / mu from above, and on policy that is 1"
         )
     if low == 0.0 and high == math.inf:
         raise ValueError(
-            f"{name}_low=0 and {name}_high=inf drop nothing; set one of them, or leave the "
-            "correction out"
+            "low=0 and high=inf drop nothing; set one of them, or leave the correction out"
         )
 
 
-def _check_threshold(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0.0):
+def _check_limit(limit: float) -> None:
+    if not (math.isfinite(limit) and limit > 0.0):
         raise ValueError(
-            f"{name}={value} must be finite and above 0: on policy the measure is 0, so below that "
+            f"limit={limit} must be finite and above 0: on policy the measure is 0, so below that "
             "all is dropped"
         )
 

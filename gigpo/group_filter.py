@@ -1,6 +1,6 @@
 """Dynamic sampling: which groups are left out because nothing can be learnt from them, and why.
 
-silent = groups_without_signal(compute_advantages(steps, settings), signal="rewards")
+silent = filtered_groups(compute_advantages(steps, settings), group_filter="rewards")
 # {group_uid: "8 trajectories, all returned 0, they differ in penalties only"}
 
 What the episodes of a group have to differ in, for it to be trained on:
@@ -27,28 +27,32 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-SIGNALS: Final = ("advantages", "rewards", "returns", "none")
+GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 
 
-def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, str]:
+def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, str]:
     """The silent groups, each with the reason. In: compute_advantages' table. Out: group_uid -> a
     line for people.
 
-    Raises ValueError for an unknown `signal`.
+    Raises ValueError for an unknown `group_filter`.
     """
-    if signal not in SIGNALS:
-        raise ValueError(f"signal={signal!r} is unknown; it is one of {', '.join(SIGNALS)}")
-    if signal == "none":
+    if group_filter not in GROUP_FILTERS:
+        raise ValueError(
+            f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
+        )
+    if group_filter == "none":
         return {}
     coded = advantages["group_uid"].combine_chunks().dictionary_encode()
     uids, group = coded.dictionary, coded.indices.to_numpy()
     advantage = advantages["advantage"].to_numpy()
     has_advantage = _any(advantage != 0.0, group, len(uids))
-    if signal == "advantages":
+    if group_filter == "advantages":
         earned = has_advantage
     else:
         columns = (
-            ("episodes_differ", "steps_differ") if signal == "rewards" else ("episodes_differ",)
+            ("episodes_differ", "steps_differ")
+            if group_filter == "rewards"
+            else ("episodes_differ",)
         )
         earned = _any(
             np.logical_or.reduce([advantages[name].to_numpy() for name in columns]),
@@ -58,7 +62,7 @@ def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, s
     n_trajectories = np.bincount(
         group[advantages["step_index"].to_numpy() == 0], minlength=len(uids)
     )
-    lone = (n_trajectories == 1) & (signal != "advantages")
+    lone = (n_trajectories == 1) & (group_filter != "advantages")
     silent = np.flatnonzero(~earned | ~has_advantage | lone)
     if not len(silent):
         return {}
@@ -70,9 +74,9 @@ def groups_without_signal(advantages: pa.Table, *, signal: str) -> dict[bytes, s
     for number in silent:
         if lone[number]:
             reason = "nothing to compare it with"
-        elif signal == "advantages" or earned[number]:
+        elif group_filter == "advantages" or earned[number]:
             reason = "no advantage differs from 0"
-        elif signal == "rewards" and penalties_only[number]:
+        elif group_filter == "rewards" and penalties_only[number]:
             reason = f"all returned {episode_return[number]:g}, they differ in penalties only"
         else:
             reason = f"all returned {episode_return[number]:g}"

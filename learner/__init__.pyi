@@ -5,8 +5,7 @@ from .distributed.ray_directory import started_ticks as started_ticks
 from .learner import Learner as Learner
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
-from .objective import advantage_settings as advantage_settings
-from .objective import fill_defaults as fill_defaults
+from .objective import objective_of as objective_of
 from .publishing.export import export_checkpoint as export_checkpoint
 from .publishing.export import export_version as export_version
 from .publishing.export import find_version as find_version

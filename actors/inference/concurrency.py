@@ -113,7 +113,7 @@ class Concurrency:
         if config.endpoint.url:  # a request each: the others' server has a line of its own
             n = config.endpoint.requests
             return cls(RequestGate(n), group_size=1, groups=n, max_groups=n)
-        actors, episodes = config.actors, config.algorithm.group_size + config.actors.spare_members
+        actors, episodes = config.actors, config.algorithm.group_size + config.actors.extra_members
         return cls(
             RequestGate(actors.groups_in_flight * episodes),
             group_size=episodes,

@@ -23,8 +23,9 @@ from actors.inference.codepoint_tokenizer import ids_of, messages_of
 from actors.inference.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
-from configs import Config, EndpointConfig, hint
+from configs import Config, EndpointConfig
 from envs import PendingOperations
+from printable import did_you_mean
 from store import whole_text
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class ChatPolicy:
         shown = ", ".join(names[:NAMES_SHOWN]) + (
             f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         )
-        return f"; {self._endpoint.url} has {shown}{hint(self._endpoint.model, names)}"
+        return f"; {self._endpoint.url} has {shown}{did_you_mean(self._endpoint.model, names)}"
 
     def _failed(self, why: _Refused | str) -> EndpointFailed:
         refused_key = isinstance(why, _Refused) and why.status in (401, 403)

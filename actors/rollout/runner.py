@@ -150,7 +150,7 @@ class RolloutRunner:
         """
         size = lease.group.size
         return range(
-            size, size + self.config.actors.spare_members if lease.group.split == "train" else size
+            size, size + self.config.actors.extra_members if lease.group.split == "train" else size
         )
 
     async def _play_group(self, lease: Lease) -> None:

@@ -127,7 +127,7 @@ def hold(load: Load) -> dict[str, float]:
     before the coordinator.
     """
     config = load.config
-    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=config.max_staleness)
     coordinator = CoordinatorActor.options(num_cpus=0).remote(config, learns=True)
     process = psutil.Process(ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid())))

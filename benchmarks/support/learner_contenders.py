@@ -21,7 +21,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from configs import LearnerConfig, LossConfig, ModelConfig
+from configs import LearnerConfig, LossConfig, ModelConfig, PpoClipConfig
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 
@@ -42,7 +42,10 @@ class Learner:
             learner=LearnerConfig(
                 learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, grad_clip=GRAD_CLIP
             ),
-            loss=LossConfig(corrections=[], clip_low=CLIP, clip_high=CLIP, dual_clip=NO_DUAL_CLIP),
+            loss=LossConfig(
+                corrections=[],
+                ppo_clip=PpoClipConfig(clip_low=CLIP, clip_high=CLIP, dual_clip=NO_DUAL_CLIP),
+            ),
             temperature=1.0,
             seed=0,
         )

@@ -39,7 +39,7 @@ class RealWorker:
 
     def __init__(self, config: Config, model_path: Path) -> None:
         self.config, self.model_path = config, model_path
-        self.layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.to_yaml(config))
+        self.layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.as_yaml(config))
         write_open_sql(self.layout, macros=(), max_staleness=0)
         self.coordinator = CoordinatorActor.options(num_cpus=0).remote(config, learns=True)
         setup = WorkerSetup(name="worker-0", config=config, model_path=str(model_path))

@@ -101,7 +101,7 @@ def simulate(
     `steps` of them count.
     """
     config = make_config(directory, pace, max_staleness=max_staleness, steps=warm_up + steps)
-    layout = RunLayout.create(directory, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(directory, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=max_staleness)
     coordinator = Coordinator(config, learns=True)
     try:

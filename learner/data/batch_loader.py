@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from configs import Config, LearnerConfig
-from gigpo import AdvantageSettings, compute_advantages, groups_without_signal
+from gigpo import AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from learner.data.offline_selection import IMPORTED, trained_on
-from learner.objective import advantage_settings
 from store import Batch, RunLayout, read_segments
 
 # of rows that another run played: its versions are not this run's, so there is nothing to count
@@ -43,7 +42,7 @@ class BatchLoader:
     layout: RunLayout
     advantages: AdvantageSettings
     # what a group's episodes have to differ in, else it is left out; "none" keeps all groups
-    signal: str
+    group_filter: str
     # SQL condition on stored rows; those where it does not hold are left out; empty keeps all
     train_on: str
     learner: LearnerConfig
@@ -62,7 +61,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episodes:
-    """Means over the trajectories of a batch, with or without a signal."""
+    """Means over the trajectories of a batch, filtered ones included."""
 
     success: float  # fraction that won
     mean_return: float  # undiscounted sum of the rewards
@@ -79,9 +78,9 @@ class PreparedBatch:
     # the policy version it has to be trained at: the staleness in `updates` is counted from it
     version: int
     rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS, only those that are trained on
-    updates: list[Update]  # of `rows`; none without a signal
+    updates: list[Update]  # of `rows`; none if all groups are filtered
     no_signal: Mapping[bytes, str]  # group uid -> why nothing of it is trained on
-    n_rows: int  # of all claimed groups, with or without a signal
+    n_rows: int  # of all claimed groups, filtered ones included
     n_response_tokens: int  # of the same
     n_live_tokens: int  # of those of live groups: they were generated for this run
     success: float  # fraction of their trajectories that won
@@ -91,7 +90,7 @@ class PreparedBatch:
     read_s: float
     advantages_s: float  # of `compute_advantages`, waiting for a core included
     advantages_cpu_s: float  # the same without the waiting: it runs in this thread alone
-    signal_s: float  # of finding the groups without a signal, and the rows to train on
+    filter_s: float  # of finding the filtered groups, and the rows to train on
     pack_s: float  # of cutting the rows into updates and micro-batches
 
 
@@ -103,9 +102,9 @@ def source_of(
     return BatchLoader(
         claim=claim,
         layout=layout,
-        advantages=advantage_settings(config),
-        signal="none" if clones else config.algorithm.signal,
-        train_on=config.stored.train_on,
+        advantages=AdvantageSettings.of(config.algorithm),
+        group_filter="none" if clones else config.algorithm.group_filter,
+        train_on=config.offline.train_on,
         learner=config.learner,
         seed=config.seed,
     )
@@ -128,7 +127,7 @@ def ready_batch(
     computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - worked_s
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
-    silent: Mapping[bytes, str] = groups_without_signal(advantages, signal=source.signal)
+    silent: Mapping[bytes, str] = filtered_groups(advantages, group_filter=source.group_filter)
     kept = rows.filter(
         pc.invert(
             pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))
@@ -159,7 +158,7 @@ def ready_batch(
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
         advantages_cpu_s=advantages_cpu_s,
-        signal_s=judged_at_s - computed_at_s,
+        filter_s=judged_at_s - computed_at_s,
         pack_s=time.monotonic() - judged_at_s,
     )
 
@@ -226,7 +225,7 @@ def _select(rows: pa.Table, condition: str) -> tuple[pa.Table, dict[bytes, str]]
     """
     kept = rows.filter(trained_on(rows, condition))
     left = set(kept["group_uid"].unique().to_pylist())
-    why = f"no step of it is one of stored.train_on={condition}"
+    why = f"no step of it is one of offline.train_on={condition}"
     return kept, {
         group_uid: why
         for group_uid in rows["group_uid"].unique().to_pylist()

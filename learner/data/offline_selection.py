@@ -1,4 +1,4 @@
-"""Which stored steps are trained on: `stored.train_on`, an SQL condition over a step's columns and
+"""Which stored steps are trained on: `offline.train_on`, an SQL condition over a step's columns and
 its advantage.
 
 check_train_on("won AND advantage > 0")        # ConfigError for what is no condition on these
@@ -56,7 +56,7 @@ def trained_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:
             ).to_arrow_table()["row_of_batch"]
     except duckdb.Error as error:
         raise ConfigError(
-            f"stored.train_on={condition!r} cannot be asked of these steps "
+            f"offline.train_on={condition!r} cannot be asked of these steps "
             f"({' '.join(str(error).split())}); write it as after "
             "WHERE, over a step's columns and its advantages. A run that has begun goes on with "
             "another one"

@@ -58,13 +58,13 @@ LEARNING_RATE = "loss/learning_rate"  # the first to look at
 CHANGES_BITS = (
     "learner.learning_rate",
     "learner.steps",
-    "learner.rank_group",
+    "learner.ranks",
     "learner.threads",
     "learner.zero_stage",
     "learner.micro_batch_tokens",
     "learner.deterministic",
     "model.lora_tf32",
-    "stored.train_on",
+    "offline.train_on",
 )
 NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `cli/train.py` leaves it
 SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest
@@ -206,7 +206,7 @@ def replayed(
 
 
 def _config(layout: RunLayout, settings: Sequence[str]) -> Config:
-    return configs.load_stored(
+    return configs.load_saved(
         layout.info.config_yaml, settings, name=f"the config of {layout.root}"
     )
 

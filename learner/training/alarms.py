@@ -138,11 +138,11 @@ def check_batches(empty_in_a_row: int, *, success: float, no_signal: Mapping[byt
     `no_signal`: of the last one, group uid -> why nothing of it is trained on. What is won and not
     wanted is not solved.
     """
-    unwanted = next((why for why in no_signal.values() if "stored.train_on" in why), None)
+    unwanted = next((why for why in no_signal.values() if "offline.train_on" in why), None)
     if empty_in_a_row > MAX_EMPTY_BATCHES and (success < SOLVED or unwanted):
         why = unwanted or "every group's episodes were alike"
         other = (
-            "another stored.train_on, other groups"
+            "another offline.train_on, other groups"
             if unwanted
             else "easier tasks, a larger algorithm.group_size"
         )

@@ -40,7 +40,7 @@ class Unfinished:
 
 
 WHY_UNFINISHED = {
-    "straggler": "its group was whole without it (actors.spare_members)",
+    "straggler": "its group was whole without it (actors.extra_members)",
     "failed": "its environment failed, or it took no action in time; it is played again, env.attempts times",
     "group_failed": "its group was abandoned, because an episode of it failed at every attempt",
     "too_old": "its group was given up, because newer weights made it too old",

@@ -143,7 +143,7 @@ def test_every_failed_attempt_is_recorded_and_the_rest_of_an_abandoned_group(
 
 def test_of_a_lost_worker_nobody_knows_how_far_its_episodes_got(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=1)
-    config = replace(config, actors=replace(config.actors, spare_members=1))
+    config = replace(config, actors=replace(config.actors, extra_members=1))
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     coordinator.config = config
     coordinator._plays._spare_members = 1

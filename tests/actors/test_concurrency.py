@@ -176,7 +176,7 @@ def test_a_busy_engine_is_left_alone() -> None:
 
 def test_spares_are_episodes_and_requests_too() -> None:
     config = Config()
-    actors = replace(config.actors, groups_in_flight=3, max_groups_in_flight=2, spare_members=2)
+    actors = replace(config.actors, groups_in_flight=3, max_groups_in_flight=2, extra_members=2)
     adaptive = Concurrency.of(replace(config, actors=actors))  # groups of 8
     assert (adaptive.gate.limit, adaptive.episodes) == (30, 30)
     for _ in range(3 * MORE_AFTER):

@@ -183,7 +183,7 @@ def test_a_history_length_that_would_do_nothing_is_refused(tmp_path: Path) -> No
     )
     assert loaded.prompt.stop == ["</action>"]
     assert loaded.prompt.thinking is False
-    assert configs.from_yaml(configs.to_yaml(loaded)) == loaded
+    assert configs.from_yaml(configs.as_yaml(loaded)) == loaded
 
 
 @pytest.mark.parametrize("style", ["window", "chat"])

@@ -82,7 +82,7 @@ def on_stage(
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
     actors = replace(
-        config.actors, groups_in_flight=1, max_groups_in_flight=3, spare_members=spare_members
+        config.actors, groups_in_flight=1, max_groups_in_flight=3, extra_members=spare_members
     )
     config = replace(config, actors=actors)
 

@@ -217,7 +217,7 @@ def make_config(
             config.actors,
             workers=MANY,
             groups_in_flight=groups_in_flight,
-            spare_members=spare_members,
+            extra_members=spare_members,
             lease_s=LEASE_S,
         ),
         algorithm=replace(config.algorithm, group_size=GROUP_SIZE),

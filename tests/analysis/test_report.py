@@ -11,7 +11,7 @@ from rich.console import Console
 
 from analysis import report
 from cli import train
-from configs import Config, EnvConfig, ModelConfig, to_yaml
+from configs import Config, EnvConfig, ModelConfig, as_yaml
 from driver.preflight import published
 from store import Catalog, RunLayout, export, write_open_sql
 from store.reading.query import connect
@@ -25,7 +25,7 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
         replace(config, source=["elsewhere"]),
     )
     assert not report.finished(at_3), "there is none yet"
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     assert (report.trained_to(at_3), report.finished(at_3)) == (0, False), "it has no catalog yet"
     with Catalog.open(layout) as catalog:
@@ -39,7 +39,7 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
         export(catalog, layout)
         assert (report.trained_to(at_3), report.finished(at_3)) == (4, False)
         assert report.finished(
-            replace(offline, learner=at_3.learner, stored=replace(config.stored, share=1.0))
+            replace(offline, learner=at_3.learner, offline=replace(config.offline, share=1.0))
         )
         catalog.record_metrics(learner_step=4, policy_version=4, values={"heldout/success": 0.5})
         export(catalog, layout)
@@ -56,7 +56,7 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
         )
     )
     (tmp_path / "config.json").write_text("{}")
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
         catalog.record_version(version=1, path="weights/v1", digest="d", learner_step=4)
@@ -75,7 +75,7 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
 
 def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     printed = []
     with Catalog.open(layout) as catalog:
@@ -95,7 +95,7 @@ def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) ->
 
 def test_the_closing_lines_have_an_ordered_query_and_how_long_it_took(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
         for step in (3, 1, 2):

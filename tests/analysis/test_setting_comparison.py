@@ -25,8 +25,8 @@ def rows(steps: Sequence[tuple[int | None, float | None, float | None]]) -> pa.T
             # one that is left out has an advantage all the same
             "advantage_a": [value or 0.5 for value in a],
             "advantage_b": [value or 0.5 for value in b],
-            "has_signal_a": [value is not None for value in a],
-            "has_signal_b": [value is not None for value in b],
+            "passes_filter_a": [value is not None for value in a],
+            "passes_filter_b": [value is not None for value in b],
         }
     )
 

@@ -83,7 +83,7 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.to_yaml(Config()))
+    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.as_yaml(Config()))
 
 
 def rows_of(run: Path, tmp_path: Path, *arguments: str) -> pa.Table:
@@ -164,7 +164,7 @@ def test_what_a_step_is_compared_with_does_not_depend_on_the_selection(
     """
     named = {
         "a": audit.Setting(
-            advantages=replace(PUBLISHED_SETTINGS, estimator=estimator), signal="returns"
+            advantages=replace(PUBLISHED_SETTINGS, estimator=estimator), group_filter="returns"
         )
     }
     with store.open_run(run) as reader:
@@ -178,13 +178,13 @@ def test_what_a_step_is_compared_with_does_not_depend_on_the_selection(
         (row["traj_uid"], row["step_index"]) for row in wanted.to_pylist()
     }
     assert all(row == pytest.approx(by_step[key]) for key, row in got.items())
-    assert {row["has_signal_a"] for row in everything.to_pylist()} == {True, False}
+    assert {row["passes_filter_a"] for row in everything.to_pylist()} == {True, False}
 
 
 def test_groups_that_no_batch_has_had_are_whitened_by_split(run: Path) -> None:
     settings = replace(PUBLISHED_SETTINGS, estimator="reinforce_pp")
     with store.open_run(run) as reader:
-        named = {"a": audit.Setting(advantages=settings, signal="returns")}
+        named = {"a": audit.Setting(advantages=settings, group_filter="returns")}
         rows = audit.advantages(reader, named, where=IN_GROUPS.format("0, 4"))
     # Held-out group 0 by itself, as training group 4; training group 0 in the batch of groups 0 and
     # 1.
@@ -200,7 +200,7 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     2.
     """
     layout = RunLayout.create(
-        tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.to_yaml(Config())
+        tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.as_yaml(Config())
     )
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     take_sources(layout.root, [parse_source(f"{run}@ordinal < 3")], order="ordinal")
@@ -277,8 +277,8 @@ def test_the_run_itself_and_a_selection(run: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ("algorithm: {signal: advantages}", "0 of 5 (advantages)"),
-        ("algorithm: {signal: returns}", "1 of 5 (returns)"),
+        ("algorithm: {group_filter: advantages}", "0 of 5 (advantages)"),
+        ("algorithm: {group_filter: returns}", "1 of 5 (returns)"),
         # Group 0 won sooner or later and was paid the same; as the run was told, penalties do not
         # count.
         ("algorithm: {penalty_is_signal: false, gamma: 1.0}", "1 of 5 (rewards)"),
@@ -292,7 +292,7 @@ def test_a_groups_signal_is_what_the_run_says_it_is(
     tmp_path: Path, algorithm: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where another version of this code wrote the config: penalty_is_signal=false is
-    signal=rewards.
+    group_filter=rewards.
     """
     assert audit.main([str(make_run(tmp_path / "run", config_yaml=algorithm))]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
@@ -304,10 +304,12 @@ def test_another_filter_says_which_groups_it_would_have_trained_on(
     """All of group 0 was paid the same. Of 35 steps 7 are in it, with 7 of group 1 in the first
     learner step.
     """
-    rows = rows_of(run, tmp_path, "signal=returns", "--against", "signal=advantages")
+    rows = rows_of(run, tmp_path, "group_filter=returns", "--against", "group_filter=advantages")
     silent = stored(run, "split = 'train' AND ordinal = 0")["group_uid"].unique().to_pylist()
-    assert {row["group_uid"] for row in rows.to_pylist() if not row["has_signal_a"]} == set(silent)
-    assert all(rows["has_signal_b"].to_pylist()) and rows["advantage_a"] == rows["advantage_b"]
+    assert {row["group_uid"] for row in rows.to_pylist() if not row["passes_filter_a"]} == set(
+        silent
+    )
+    assert all(rows["passes_filter_b"].to_pylist()) and rows["advantage_a"] == rows["advantage_b"]
     printed = capsys.readouterr().out
     assert "another sign in" not in printed, (
         "the table says it, of steps that both train on; of all steps it is another number"
@@ -326,11 +328,11 @@ def test_another_filter_says_which_groups_it_would_have_trained_on(
 
 def test_a_plot_is_written_beside_the_rows(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "what.svg"
-    rows_of(run, tmp_path, "gamma=0.5", "signal=returns", "--against", "--plot", str(file))
+    rows_of(run, tmp_path, "gamma=0.5", "group_filter=returns", "--against", "--plot", str(file))
     texts = [text.text for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
     assert (
-        "steps trained differently: a (gamma=0.5 signal=returns) and b (gamma=0.95 "
-        "signal=advantages)" in texts
+        "steps trained differently: a (gamma=0.5 group_filter=returns) and b (gamma=0.95 "
+        "group_filter=advantages)" in texts
     )
     assert {"1", "2", "in no batch", "learner step", *comparison.CHANGE_KINDS[:-1]} <= set(texts)
 
@@ -355,7 +357,10 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(
         # before any work
         (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),
         (["--where", "false"], "no step"),
-        (["signal=loud"], "signal='loud' is unknown; it is one of advantages, rewards, returns"),
+        (
+            ["group_filter=loud"],
+            "group_filter='loud' is unknown; it is one of advantages, rewards, returns",
+        ),
         (["--plot", "plot.svg"], "--plot plot.svg is of two settings; add --against"),
         (
             ["--plot", "plot.png", "--against"],
@@ -399,7 +404,7 @@ def test_only_settings_that_are_read_are_named(
     """rloo has no step term, so no discount and no anchor groups."""
     assert audit.main([str(run), "estimator=rloo"]) == 0
     printed = capsys.readouterr().out
-    assert "estimator=rloo" in printed and "signal=" in printed
+    assert "estimator=rloo" in printed and "group_filter=" in printed
     assert not any(name in printed for name in ("gamma", "omega", "normalise"))
     (sizes,) = [line for line in printed.splitlines() if "anchor group" in line]
     assert sizes.split("│")[2].strip() == "-"

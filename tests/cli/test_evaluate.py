@@ -34,7 +34,6 @@ from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import run_control as runs
 from driver.preflight import check_same_run
-from learner import fill_defaults
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
@@ -86,7 +85,7 @@ def played(tmp_path: Path) -> Path:
     """A run with two evaluation rounds of its 20 held-out tasks."""
     run = tmp_path / "run"
     config = make_config(run, max_staleness=0)
-    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=0)
     coordinator = Coordinator(config, learns=False)
     for version in (0, 1):
@@ -114,7 +113,7 @@ def graded_round(tmp_path: Path, *, graded_task: int | None) -> Path:
     run = tmp_path / "run"
     config = make_config(run, max_staleness=0)
     write_open_sql(
-        RunLayout.create(run, config_yaml=configs.to_yaml(config)), macros=[], max_staleness=0
+        RunLayout.create(run, config_yaml=configs.as_yaml(config)), macros=[], max_staleness=0
     )
     coordinator = Coordinator(config, learns=False)
     publish(coordinator, 0, 0)
@@ -169,7 +168,7 @@ def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
 
 def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=0)
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(config, learns=False).close()
     with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
@@ -205,7 +204,7 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
     config = replace(configs.load(ROOT / "configs/key_room.yaml"), run_dir=str(run))
     ticks = runs.started_ticks(other)
     assert ticks is not None
-    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
     driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run))
     (run / "driver.json").write_text(json.dumps(asdict(driver)))
     with Catalog.open(layout):
@@ -244,11 +243,9 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
     played: Path, tmp_path: Path
 ) -> None:
     def asked(step: int) -> Config:
-        return fill_defaults(
-            evaluate.asked_config(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"])
-        )
+        return evaluate.asked_config(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"])
 
-    RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(asked(3)))
+    RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(asked(3)))
     check_same_run(asked(3))
     with pytest.raises(
         ConfigError,

@@ -159,7 +159,7 @@ def test_the_settings_are_the_runs_and_nothing_of_ours_is_loaded(tmp_path: Path)
     config = evaluate.asked_config(str(ROOT / "configs" / "alfworld_qwen2.5_1.5b.yaml"), given)
     assert (config.model.path, config.model.lora_rank, config.actors.gpus_per_worker) == ("", 0, 0)
     made = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}", "env.max_steps=7"])
-    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(made))
+    RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(made))
     of_run = evaluate.asked_config(str(tmp_path / "run"), given)
     assert (of_run.env.max_steps, of_run.endpoint.model, of_run.run_dir) == (
         7,
@@ -174,8 +174,8 @@ def test_another_server_goes_on_and_another_model_does_not() -> None:
     config = Config(endpoint=EndpointConfig(url="http://a/v1", model="m"))
     moved = Config(endpoint=EndpointConfig(url="http://b/v1", model="m", attempts=3))
     other = Config(endpoint=EndpointConfig(url="http://a/v1", model="n"))
-    assert configs.differences(config, moved) == []
-    assert configs.differences(config, other) == ["endpoint.model: 'm' -> 'n'"]
+    assert configs.forbidden_changes(config, moved) == []
+    assert configs.forbidden_changes(config, other) == ["endpoint.model: 'm' -> 'n'"]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from gigpo import (
     ANCHOR_VERSIONS,
     ANCHORS,
     ESTIMATORS,
+    GROUP_FILTERS,
     NORMALISATIONS,
     PUBLISHED_SETTINGS,
-    SIGNALS,
     WEIGHTINGS,
     AdvantageSettings,
 )
@@ -57,22 +57,24 @@ def test_the_names_and_the_defaults_are_the_same() -> None:
         asdict(AlgorithmConfig()),
         {field.name for field in fields(AdvantageSettings)},
     )
-    assert names | {"group_size", "signal"} == algorithm.keys(), "and these two decide no advantage"
+    assert names | {"group_size", "group_filter"} == algorithm.keys(), (
+        "and these two decide no advantage"
+    )
     assert names == {*CHOICES, *VALUES}
     assert {name: algorithm[name] for name in names} == asdict(PUBLISHED_SETTINGS)
 
 
-@pytest.mark.parametrize("name", [*CHOICES, "signal"])
+@pytest.mark.parametrize("name", [*CHOICES, "group_filter"])
 def test_the_choices_are_the_same(name: str) -> None:
     """As the config's refusal lists them, and the SQL."""
-    known = set(SIGNALS if name == "signal" else CHOICES[name])
+    known = set(GROUP_FILTERS if name == "group_filter" else CHOICES[name])
     with pytest.raises(ConfigError, match=f"algorithm.{name}='no such' is not one of") as caught:
         configs.check(Config(algorithm=AlgorithmConfig(**{name: "no such"})))
     listed = set(re.findall(r"'(\w+)'", str(caught.value).partition("not one of")[2]))
     assert listed == known - (NOT_IN_A_RUN.get(name, set()) if name == "anchor" else set())
     for choice in known:
         assert config_takes(name, choice) is (choice not in NOT_IN_A_RUN.get(name, ()))
-    if name != "signal":
+    if name != "group_filter":
         (in_sql,) = re.findall(rf"\({name} IN \(([^)]*)\)\)", CHECKED)
         assert set(re.findall(r"'(\w+)'", in_sql)) == known
         said = re.findall(

@@ -12,8 +12,7 @@ import pytest
 
 import configs
 from configs import AlgorithmConfig, Config, ConfigError
-from gigpo import ESTIMATORS, compute_advantages
-from learner import advantage_settings
+from gigpo import ESTIMATORS, AdvantageSettings, compute_advantages
 
 PAPER = Path(__file__).parents[2] / "docs" / "paper.md"
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -29,12 +28,12 @@ def empty(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["stored.share=1.5"], ["stored.share=1.5", "use 1"]),
-        (["stored.share=0.01"], ["0 stored and 8 live"]),
-        (["stored.share=0.99"], ["8 stored and 0 live"]),
-        (["stored.share=0"], ["above 0"]),
-        (["stored.uses=0"], ["above 0"]),
-        (["stored.share=0.5", "loss.policy=behaviour_cloning"], ["stored.share=1"]),
+        (["offline.share=1.5"], ["offline.share=1.5", "use 1"]),
+        (["offline.share=0.01"], ["0 offline and 8 live"]),
+        (["offline.share=0.99"], ["8 offline and 0 live"]),
+        (["offline.share=0"], ["above 0"]),
+        (["offline.uses=0"], ["above 0"]),
+        (["offline.share=0.5", "loss.policy=behaviour_cloning"], ["offline.share=1"]),
         (
             [
                 "loss.policy=behaviour_cloning",
@@ -62,7 +61,7 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
         empty, [f"source={condition}", "source=runs/b", "loss.policy=behaviour_cloning"]
     )
     assert config.source == [condition, "runs/b"]
-    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.from_yaml(configs.as_yaml(config)) == config
     assert configs.load(empty, ["source=[runs/a, runs/b]"]).source == ["runs/a", "runs/b"]
     for wrong in (
         ["source=runs/a", "source=[runs/b]"],
@@ -76,7 +75,7 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
         and configs.n_workers(config) == 0
         and configs.groups_of_a_step(config) == (0, 8)
     )
-    mixed = configs.load(empty, ["source=runs/b", "stored.share=0.25"])
+    mixed = configs.load(empty, ["source=runs/b", "offline.share=0.25"])
     assert (
         configs.is_offline(mixed),
         configs.n_workers(mixed),
@@ -84,7 +83,7 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
     ) == (False, 1, (6, 2))
     assert "nothing is played" in configs.describe_plan(
         config
-    ) and "2 of them stored" in configs.describe_plan(mixed)
+    ) and "2 of them offline" in configs.describe_plan(mixed)
     empty.write_text("source: runs/a\n")
     with pytest.raises(ConfigError, match="not a list"):
         configs.load(empty)
@@ -94,7 +93,7 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
 def test_every_config_loads_and_has_a_plan(path: Path) -> None:
     config = configs.load(path)
     assert "placement" in configs.describe_plan(config)
-    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.from_yaml(configs.as_yaml(config)) == config
 
 
 def test_overrides_go_on_top(empty: Path) -> None:
@@ -115,7 +114,10 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
         ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
         ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
-        ("algorithm.signal=reward", ["algorithm.signal='reward'", "did you mean 'rewards'"]),
+        (
+            "algorithm.group_filter=reward",
+            ["algorithm.group_filter='reward'", "did you mean 'rewards'"],
+        ),
         ("algorithm.penalty_is_signal=false", ["algorithm.penalty_is_signal"]),
         ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
         ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
@@ -128,7 +130,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
         ("actors.gpus_per_worker=1.5", ["actors.gpus_per_worker=1.5", "use e.g. 1"]),
         ("actors.gpus_per_worker=-0.5", ["actors.gpus_per_worker=-0.5", "CPU engine"]),
-        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.rank_group"]),
+        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.ranks"]),
         ("learner.gpus_per_rank=nan", ["learner.gpus_per_rank=nan"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),
@@ -148,7 +150,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("store.snapshot_window_s=5", ["store.snapshot_window_s=5", "60"]),
         ("learner.learning_rate=nan", ["learner.learning_rate=nan"]),
         ("nonsense", ["'nonsense'", "key=value"]),
-        ("stored.uses=2", ["stored.uses=2", "source=RUN"]),
+        ("offline.uses=2", ["offline.uses=2", "source=RUN"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_value(
@@ -198,13 +200,13 @@ def test_a_missing_file_lists_what_is_there(tmp_path: Path) -> None:
 def test_differences_ignore_where_a_run_lies_and_how_long_it_goes_on(empty: Path) -> None:
     config = configs.load(empty)
     assert (
-        configs.differences(
+        configs.forbidden_changes(
             config,
             configs.load(empty, ["run_dir=elsewhere", "learner.steps=500", "store.keep_days=3"]),
         )
         == []
     )
-    assert configs.differences(config, configs.load(empty, ["algorithm.omega=0.5"])) == [
+    assert configs.forbidden_changes(config, configs.load(empty, ["algorithm.omega=0.5"])) == [
         "algorithm.omega: 1.0 -> 0.5"
     ]
 
@@ -217,8 +219,8 @@ def test_a_run_may_go_on_with_settings_that_do_not_change_what_it_learns(empty: 
         "evaluation.final_episodes_per_task=2",
     ]
     placed = ["learner.keep_versions=9", "learner.threads=3", "learner.transfer=broadcast"]
-    assert configs.differences(config, configs.load(empty, [*measured, *placed])) == []
-    greedy = configs.differences(config, configs.load(empty, ["evaluation.temperature=0"]))
+    assert configs.forbidden_changes(config, configs.load(empty, [*measured, *placed])) == []
+    greedy = configs.forbidden_changes(config, configs.load(empty, ["evaluation.temperature=0"]))
     assert greedy == ["evaluation.temperature: 0.4 -> 0.0"], "figures of one run are measured alike"
 
 
@@ -299,7 +301,7 @@ def test_processes_may_share_a_gpu(empty: Path, overrides: list[str], n_gpus: in
     config = configs.load(empty, overrides)
     assert configs.gpus_needed(config, learns=True) == n_gpus
     assert f"placement ({n_gpus} GPU" in configs.describe_plan(config)
-    assert configs.from_yaml(configs.to_yaml(config)) == config
+    assert configs.from_yaml(configs.as_yaml(config)) == config
 
 
 def test_an_engine_that_shares_a_gpu_has_a_cache_of_its_own_size(empty: Path) -> None:
@@ -316,7 +318,7 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
         "anchor=similar",
         "anchor=similar_greedy",
         "anchor_versions=window",
-        "signal=rewards",
+        "group_filter=rewards",
     ):
         key, _, value = choice.partition("=")
         assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
@@ -408,7 +410,11 @@ def test_what_is_said_to_be_read_changes_advantages_and_nothing_else_does(estima
 
     def computed(**algorithm: Any) -> dict[str, list[float]]:
         config = Config(algorithm=AlgorithmConfig(estimator=estimator, **algorithm))
-        return compute_advantages(steps, advantage_settings(config)).select(columns).to_pydict()
+        return (
+            compute_advantages(steps, AdvantageSettings.of(config.algorithm))
+            .select(columns)
+            .to_pydict()
+        )
 
     def is_read(key: str) -> bool:
         try:
@@ -429,13 +435,13 @@ def test_what_is_said_to_be_read_changes_advantages_and_nothing_else_does(estima
 
 def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:
     config = configs.load(
-        empty, ["loss.dual_clip=.inf", "loss.tis_cap=.inf", "loss.policy=ppo_clip"]
+        empty, ["loss.ppo_clip.dual_clip=.inf", "loss.token_tis.cap=.inf", "loss.policy=ppo_clip"]
     )
-    assert (config.loss.dual_clip, config.loss.tis_cap) == (float("inf"), float("inf"))
-    assert configs.from_yaml(configs.to_yaml(config)) == config
-    assert configs.load(
-        empty, ["loss.policy=dppo_tv", "loss.ratio_cap=.inf"]
-    ).loss.ratio_cap == float("inf")
+    infinite = float("inf")
+    assert (config.loss.ppo_clip.dual_clip, config.loss.token_tis.cap) == (infinite, infinite)
+    assert configs.from_yaml(configs.as_yaml(config)) == config
+    dppo = configs.load(empty, ["loss.policy=dppo_tv", "loss.dppo_tv.ratio_cap=.inf"])
+    assert dppo.loss.dppo_tv.ratio_cap == infinite
 
 
 @pytest.mark.parametrize(
@@ -465,7 +471,9 @@ def test_what_a_scripted_player_needs_is_said_at_once(
 @pytest.mark.parametrize(
     "line",
     re.findall(
-        r"^python train\.py (.*)$", (FILES[0].parent.parent / "docs/paper.md").read_text(), re.M
+        r"^(?:python cli/train\.py|gigpo train) (.*)$",
+        (FILES[0].parent.parent / "docs/paper.md").read_text(),
+        re.M,
     ),
 )
 def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> None:
@@ -525,7 +533,7 @@ def test_the_config_of_a_run_takes_nothing_from_the_readers_environment(
     with pytest.raises(ConfigError, match="stands for another value"):
         configs.from_yaml(text)
     with pytest.raises(ConfigError, match="^config.yaml: .* stands for another value"):
-        configs.load_stored(text, name="config.yaml")
+        configs.load_saved(text, name="config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -539,3 +547,80 @@ def test_a_file_that_is_no_config_is_one_line(empty: Path, content: bytes, words
     assert "\n" not in str(problem.value)
     with pytest.raises(ConfigError, match="is a directory, not a config file"):
         configs.load(empty.parent)
+
+
+def test_a_run_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    text = configs.as_yaml(Config()).replace("group_filter:", "signal:")
+    for read in (configs.from_yaml, lambda text: configs.load_saved(text, name="config.yaml")):
+        with pytest.raises(ConfigError, match="opens no runs of older ones.*algorithm.signal") as e:
+            read(text)
+        assert "\n" not in str(e.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_file_builds_on_its_base_and_overrides_come_last(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    write(
+        tmp_path / "below/a.yaml", "seed: 1\nlearner: {steps: 7, threads: 2}\nenv: {max_steps: 3}"
+    )
+    write(tmp_path / "b.yaml", "base: below/a.yaml\nlearner: {steps: 8}\nsource: [runs/x]")
+    path = write(tmp_path / "c.yaml", "base: b.yaml\nenv: {max_steps: 4}")
+    config = configs.load(path, ["learner.groups_per_step=2"])
+    assert (config.seed, config.learner.steps, config.learner.threads) == (1, 8, 2)
+    assert (config.env.max_steps, config.learner.groups_per_step) == (4, 2)
+    assert config.source == ["runs/x"]
+
+
+def test_a_base_of_another_environment_lends_no_options(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "env: {name: textworld, options: {rooms: 3, things: 1}}")
+    same = write(tmp_path / "b.yaml", "base: a.yaml\nenv: {options: {rooms: 4}}")
+    assert configs.load(same).env.options == {"rooms": 4, "things": 1}
+    other = write(tmp_path / "c.yaml", "base: a.yaml\nenv: {name: key_room, options: {x: 1}}")
+    assert configs.load(other).env.options == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"c": "base: c.yaml"}, "base=c.yaml is a circle"),
+        (
+            {"c": "base: b.yaml", "b": "base: a.yaml", "a": "base: b.yaml"},
+            "base=b.yaml is a circle",
+        ),
+        (
+            {"c": "base: nope.yaml"},
+            r"base=nope.yaml is no file; give the path .* relative to .*c.yaml",
+        ),
+        ({"c": "base: [a.yaml]", "a": ""}, "is no file"),
+        ({"c": "base: ${oc.env:HOME}"}, "is no file"),
+        ({"c": "base: b.yaml", "b": "learner: {stps: 1}"}, "did you mean 'learner.steps'"),
+        ({"c": "base: b.yaml", "b": "- x"}, "b.yaml holds no settings"),
+    ],
+)
+def test_a_wrong_base_is_one_line(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        write(tmp_path / f"{name}.yaml", text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        configs.load(tmp_path / "c.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_s_own_config_has_no_base() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'base'"):
+        configs.load_saved("base: configs/key_room.yaml", name="config.yaml")
+
+
+def test_only_what_differs_from_the_defaults_is_shown(empty: Path, tmp_path: Path) -> None:
+    assert configs.differences(Config()) == "{}\n"
+    overrides = [
+        *("loss.policy=gspo", "loss.gspo.clip_high=.inf", "env.options.a=1", "run_dir=1e3"),
+        *("source=runs/a@won", "loss.corrections=[]"),
+    ]
+    config = configs.load(empty, overrides)
+    shown = configs.differences(config)
+    assert "gspo:\n    clip_high: .inf" in shown and "learner" not in shown
+    assert configs.load(write(tmp_path / "again.yaml", shown)) == config

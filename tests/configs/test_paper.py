@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from configs.updates import most_updates
+from configs import most_updates
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "paper.md"
 FOLDER = Path(configs.__file__).parent
@@ -45,20 +45,22 @@ def test_an_action_is_invalid_by_its_form_alone(config: configs.Config) -> None:
 
 
 def test_no_group_is_left_out_and_the_base_model_is_evaluated_first(config: configs.Config) -> None:
-    assert config.algorithm.signal == "none"
+    assert config.algorithm.group_filter == "none"
     assert config.evaluation.at_start
 
 
 def test_the_config_with_history_4_differs_in_nothing_else() -> None:
     two = configs.load(FOLDER / "alfworld_qwen2.5_1.5b.yaml")
     four = configs.load(FOLDER / "alfworld_qwen2.5_1.5b_history4.yaml")
-    assert configs.differences(two, four) == ["prompt.history_length: 2 -> 4"]
+    assert configs.forbidden_changes(two, four) == ["prompt.history_length: 2 -> 4"]
 
 
 def test_a_baseline_is_named_after_its_estimator() -> None:
     """REINFORCE++ runs were once called ppo, which has a critic and is not here."""
     lines = re.findall(
-        r"^python train\.py .* run_dir=(\S+) algorithm\.estimator=(\S+)", DOCS.read_text(), re.M
+        r"^(?:python cli/train\.py|gigpo train) .* run_dir=(\S+) algorithm\.estimator=(\S+)",
+        DOCS.read_text(),
+        re.M,
     )
     assert len(lines) >= 6
     assert all(run_dir.endswith(f"_{estimator}") for run_dir, estimator in lines), lines
@@ -82,18 +84,3 @@ def test_the_most_updates_of_a_learner_step() -> None:
     )
     assert most_updates(stored) == math.inf, "groups of another run may be of any size"
     configs.check(stored)
-
-
-@pytest.mark.parametrize(("old", "new"), [(True, "admissible"), (False, "environment")])
-def test_a_run_made_with_the_old_name_of_a_setting_goes_on(
-    tmp_path: Path, old: bool, new: str
-) -> None:
-    """`prompt.admissible_only` became `prompt.invalid`; run.json of an older run still has it."""
-    text = configs.to_yaml(configs.Config()).replace(
-        "  invalid: environment\n", f"  admissible_only: {str(old).lower()}\n"
-    )
-    assert "admissible_only" in text
-    assert configs.from_yaml(text).prompt.invalid == new
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    assert configs.load(path).prompt.invalid == new

@@ -47,7 +47,7 @@ def make_coordinator(run_dir: Path, *, max_staleness: int, groups_per_step: int 
     config = make_config(run_dir, max_staleness=max_staleness, groups_per_step=groups_per_step)
     if not RunLayout.exists(run_dir):
         write_open_sql(
-            RunLayout.create(run_dir, config_yaml=configs.to_yaml(config)),
+            RunLayout.create(run_dir, config_yaml=configs.as_yaml(config)),
             macros=[],
             max_staleness=max_staleness,
         )

@@ -28,7 +28,7 @@ from tests.support.killed_runs import (
 def source(tmp_path: Path) -> Path:
     (tmp_path / "given.yaml").write_text("seed: 5\n")
     config = configs.load(tmp_path / "given.yaml", [f"run_dir={tmp_path / 'a'}"])
-    RunLayout.create(tmp_path / "a", config_yaml=configs.to_yaml(config))
+    RunLayout.create(tmp_path / "a", config_yaml=configs.as_yaml(config))
     resume.remember(config)
     return tmp_path / "a"
 

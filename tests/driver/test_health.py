@@ -18,7 +18,7 @@ from driver.health import Watch
 from driver.progress import Progress
 from learner import LEARNER_STEP
 
-CONFIG = SupervisionConfig(silent_s=10.0, max_restarts=3, restart_window_s=100.0, starving_s=30.0)
+CONFIG = SupervisionConfig(silent_s=10.0, max_restarts=3)
 
 
 def waiting(reason: str, waits_s: float) -> Component:

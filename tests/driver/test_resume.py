@@ -52,7 +52,7 @@ def config(tmp_path: Path) -> Config:
         f"prompt.template={tmp_path / 'mine.yaml'}",
     ]
     config = configs.load(tmp_path / "given.yaml", overrides)
-    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
     resume.remember(config)
     return config
 
@@ -166,7 +166,7 @@ def test_what_lies_outside_may_move_but_not_change(
 
 def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=3)
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=3)
     coordinator = Coordinator(config, learns=True)
     publish(coordinator, 0, 0)

@@ -200,12 +200,12 @@ def test_a_run_that_plays_nothing_takes_no_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RunLayout.create(
-        tmp_path / "run", config_yaml=configs.to_yaml(configs.Config(source=["runs/a"]))
+        tmp_path / "run", config_yaml=configs.as_yaml(configs.Config(source=["runs/a"]))
     )
     with driving(tmp_path / "run"):
         assert train.main(["--workers", str(tmp_path / "run"), "3"]) == 2
         assert runs.wanted_workers(tmp_path / "run") is None
-    assert "plays nothing (stored.share=1)" in capsys.readouterr().err
+    assert "plays nothing (offline.share=1)" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

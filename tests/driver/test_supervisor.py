@@ -105,7 +105,7 @@ def bad_template(path: Path) -> Callable[[], object]:
 
 def locked(path: Path) -> Callable[[], object]:
     config = configs.from_yaml(f"{{run_dir: {path}, env: {{name: key_room}}}}")
-    layout = RunLayout.create(path, config_yaml=configs.to_yaml(config), storage_uri="")
+    layout = RunLayout.create(path, config_yaml=configs.as_yaml(config), storage_uri="")
     owner = Catalog.open(layout)  # kept open by the closure
 
     def open_again() -> object:

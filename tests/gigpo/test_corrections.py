@@ -55,17 +55,17 @@ def tokens_of(
 CASES = [
     # the weight becomes min(x, C): factor min(x, C) / x
     (TokenTis(), tokens_of([0.5, 1.5, 8.0]), [1.0, 1.0, 0.25]),
-    (TokenTis(tis_cap=math.inf), tokens_of([0.5, 1.5, 8.0]), [1.0, 1.0, 1.0]),
+    (TokenTis(cap=math.inf), tokens_of([0.5, 1.5, 8.0]), [1.0, 1.0, 1.0]),
     # X = 1.5 and 4: weights 1.5 and 2 on each token
     (SequenceTis(), tokens_of([2.0, 0.5, 1.5], [2.0, 2.0]), [0.75, 3.0, 1.0, 1.0, 1.0]),
-    (SequenceTis(tis_cap=5.0), tokens_of([2.0, 2.0]), [2.0, 2.0]),
+    (SequenceTis(cap=5.0), tokens_of([2.0, 2.0]), [2.0, 2.0]),
     (TokenIcepop(), tokens_of([0.25, 0.51, 4.9, 8.0]), [0.0, 1.0, 1.0, 0.0]),
     # X = 1.5 and 4
     (SequenceMask(), tokens_of([2.0, 0.5, 1.5], [2.0, 2.0]), [1.0, 1.0, 1.0, 0.0, 0.0]),
     # log 8 = 3 log 2 and -3 log 2: mean 0; e^0.262 = 1.3; the product of the third is 1.19, its
     # mean 1.06
     (
-        GeometricMask(geometric_low=0.9, geometric_high=1.1),
+        GeometricMask(low=0.9, high=1.1),
         tokens_of([8.0, 0.5, 0.5, 0.5], [1.3, 1.3], [1.06, 1.06, 1.06]),
         [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0],
     ),
@@ -81,7 +81,7 @@ CASES = [
     (Opsm(), tokens_of([math.exp(-0.3), math.exp(0.1)], advantage=-1.0), [0.0, 0.0]),
     (Opsm(), tokens_of([math.exp(0.3), math.exp(-0.1)], advantage=-1.0), [1.0, 1.0]),
     (Opsm(), tokens_of([math.exp(-0.3), math.exp(0.1)], advantage=1.0), [1.0, 1.0]),
-    (Opsm(opsm_delta=0.2), tokens_of([math.exp(-0.3), math.exp(0.1)], advantage=-1.0), [1.0, 1.0]),
+    (Opsm(limit=0.2), tokens_of([math.exp(-0.3), math.exp(0.1)], advantage=-1.0), [1.0, 1.0]),
     # squares 0.01, 0.25, 0.09, 0.01: mean 0.09; without 0.25, 0.0367 < 0.04
     (
         M2po(),
@@ -142,9 +142,9 @@ def test_far_off_tokens_stay_finite(correction):
 @pytest.mark.parametrize(
     ("correction", "kept", "dropped"),
     [
-        (TokenIcepop(icepop_low=0.5, icepop_high=5.0), 4.0, 0.25),
-        (SequenceMask(sequence_low=0.5, sequence_high=5.0), 4.0, 0.25),
-        (GeometricMask(geometric_low=0.5, geometric_high=5.0), 4.0, 0.25),
+        (TokenIcepop(low=0.5, high=5.0), 4.0, 0.25),
+        (SequenceMask(low=0.5, high=5.0), 4.0, 0.25),
+        (GeometricMask(low=0.5, high=5.0), 4.0, 0.25),
     ],
     **{"ids": ["icepop", "sequence", "geometric"]},
 )
@@ -159,9 +159,7 @@ def test_verls_geometric_bounds_are_the_inverse_ones_here():
     """
     for ratio, inverse_is_kept in ((0.15, False), (0.25, True), (1.9, True), (2.1, False)):
         assert (0.5 <= 1 / ratio <= 5.0) is inverse_is_kept
-        kept = GeometricMask(geometric_low=1 / 5.0, geometric_high=1 / 0.5)(
-            tokens_of([ratio, ratio])
-        )
+        kept = GeometricMask(low=1 / 5.0, high=1 / 0.5)(tokens_of([ratio, ratio]))
         assert kept.tolist() == [float(inverse_is_kept)] * 2
 
 
@@ -202,7 +200,7 @@ def test_the_cap_is_the_gradient_weight():
         (math.inf, 2.9, 2.9),
     ]:
         tokens = tokens_of([rho], advantage=-1.0)
-        objective = Objective(policy=PpoClip(), corrections=(TokenTis(tis_cap=cap),))
+        objective = Objective(policy=PpoClip(), corrections=(TokenTis(cap=cap),))
         objective(tokens, reference_logprobs_N=None, entropy_N=None).loss_N.sum().backward()
         assert tokens.logprobs_N.grad.item() == pytest.approx(weight)
 
@@ -250,16 +248,16 @@ def test_m2po_keeps_the_most_it_may():
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (TokenTis, {"tis_cap": 0.5}, "tis_cap=0.5"),
-        (SequenceTis, {"tis_cap": math.nan}, "tis_cap=nan"),
-        (TokenIcepop, {"icepop_low": 1.0}, "icepop_low=1.0"),
-        (TokenIcepop, {"icepop_high": 0.9}, "icepop_high=0.9"),
-        (SequenceMask, {"sequence_high": 1.0}, "sequence_high=1.0"),
-        (GeometricMask, {"geometric_low": -0.1}, "geometric_low=-0.1"),
-        (K3Mask, {"k3_max": 0.0}, "k3_max=0.0"),
-        (K3Mask, {"k3_max": -1.0}, "k3_max=-1.0"),
-        (Opsm, {"opsm_delta": 0.0}, "opsm_delta=0.0"),
-        (M2po, {"m2_max": math.inf}, "m2_max=inf"),
+        (TokenTis, {"cap": 0.5}, "cap=0.5"),
+        (SequenceTis, {"cap": math.nan}, "cap=nan"),
+        (TokenIcepop, {"low": 1.0}, "low=1.0"),
+        (TokenIcepop, {"high": 0.9}, "high=0.9"),
+        (SequenceMask, {"high": 1.0}, "high=1.0"),
+        (GeometricMask, {"low": -0.1}, "low=-0.1"),
+        (K3Mask, {"limit": 0.0}, "limit=0.0"),
+        (K3Mask, {"limit": -1.0}, "limit=-1.0"),
+        (Opsm, {"limit": 0.0}, "limit=0.0"),
+        (M2po, {"limit": math.inf}, "limit=inf"),
     ],
 )
 def test_thresholds_that_make_no_sense_are_refused(

@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from gigpo import SIGNALS, advantages_macro, compute_advantages, groups_without_signal
+from gigpo import GROUP_FILTERS, advantages_macro, compute_advantages, filtered_groups
 from tests.support.gigpo_samples import episode, settings, table, uid
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/algorithms.md"
@@ -29,7 +29,7 @@ PENALTIES = "2 trajectories, all returned 0, they differ in penalties only"
 
 
 @pytest.mark.parametrize(
-    ("signal", "changes", "silent"),
+    ("group_filter", "changes", "silent"),
     [
         (
             "advantages",
@@ -71,26 +71,26 @@ PENALTIES = "2 trajectories, all returned 0, they differ in penalties only"
         ),
     ],
 )
-def test_a_group_without_signal_has_the_true_reason(signal, changes, silent):
+def test_a_group_without_signal_has_the_true_reason(group_filter, changes, silent):
     steps = pa.concat_tables(table(episodes, group=name) for name, episodes in GROUPS.items())
-    got = groups_without_signal(compute_advantages(steps, settings(**changes)), signal=signal)
+    got = filtered_groups(compute_advantages(steps, settings(**changes)), group_filter=group_filter)
     assert got == {uid(name): reason for name, reason in silent.items()}
 
 
 def test_without_weight_a_step_term_is_no_signal():
     sooner = table(GROUPS["sooner"])
-    for signal in SIGNALS:
-        found = groups_without_signal(
-            compute_advantages(sooner, settings(omega=0.0)), signal=signal
+    for group_filter in GROUP_FILTERS:
+        found = filtered_groups(
+            compute_advantages(sooner, settings(omega=0.0)), group_filter=group_filter
         )
-        assert list(found) == [uid("task")] * (signal != "none"), signal
-    assert not groups_without_signal(
-        compute_advantages(sooner, settings(omega=0.5)), signal="rewards"
+        assert list(found) == [uid("task")] * (group_filter != "none"), group_filter
+    assert not filtered_groups(
+        compute_advantages(sooner, settings(omega=0.5)), group_filter="rewards"
     )
     # One trajectory's two steps in s differ, and leave_one_out compares them with nobody.
     loop = table({"A": episode("s s", end=10), "B": episode("t u", end=10)})
     found = compute_advantages(loop, settings(normalise="leave_one_out", weighting="trajectories"))
-    assert groups_without_signal(found, signal="rewards") == {
+    assert filtered_groups(found, group_filter="rewards") == {
         uid("task"): f"2 trajectories, {ZERO}"
     }
 
@@ -108,37 +108,39 @@ def test_the_order_in_which_rewards_come_is_no_signal():
     )
     undiscounted = compute_advantages(steps, settings(gamma=1.0))
     assert len(set(undiscounted["episode_return"].to_pylist())) == 2, "the case tests something"
-    for signal in ("rewards", "returns"):
-        assert groups_without_signal(undiscounted, signal=signal) == {
+    for group_filter in ("rewards", "returns"):
+        assert filtered_groups(undiscounted, group_filter=group_filter) == {
             uid("task"): "2 trajectories, all returned 0.6"
         }
     # Discounted they do differ: B has the larger reward first.
     discounted = compute_advantages(steps, settings(gamma=0.9))
     assert discounted["steps_differ"].to_pylist() == [True, False, False] * 2
-    assert not groups_without_signal(discounted, signal="rewards")
-    assert groups_without_signal(discounted, signal="returns")
+    assert not filtered_groups(discounted, group_filter="rewards")
+    assert filtered_groups(discounted, group_filter="returns")
 
 
 def test_a_real_difference_is_a_signal_however_small_beside_the_rewards():
     steps = table({"A": episode("s t", end=1e6), "B": episode("s t", end=1e6 + 1e-6)})
-    assert not groups_without_signal(compute_advantages(steps, settings()), signal="returns")
+    assert not filtered_groups(compute_advantages(steps, settings()), group_filter="returns")
     cancelling = table(
         {
             "A": [("s", 1e6, True), ("t", -1e6, True)],
             "B": [("s", 1e6, True), ("t", -999999.9, True)],
         }
     )
-    assert not groups_without_signal(compute_advantages(cancelling, settings()), signal="returns")
+    assert not filtered_groups(compute_advantages(cancelling, settings()), group_filter="returns")
 
 
 def test_signals_are_known_by_name_and_no_group_is_no_trouble():
     none = compute_advantages(table(GROUPS["alike"]).slice(0, 0), settings())
-    assert all(groups_without_signal(none, signal=signal) == {} for signal in SIGNALS)
+    assert all(
+        filtered_groups(none, group_filter=group_filter) == {} for group_filter in GROUP_FILTERS
+    )
     with pytest.raises(
         ValueError,
-        match="signal='return' is unknown; it is one of advantages, rewards, returns, none",
+        match="group_filter='return' is unknown; it is one of advantages, rewards, returns, none",
     ):
-        groups_without_signal(none, signal="return")
+        filtered_groups(none, group_filter="return")
 
 
 @pytest.mark.parametrize("estimator", ["gigpo", "grpo", "hgpo"])
@@ -155,8 +157,8 @@ def test_a_shell_can_ask_for_the_signal_as_the_docs_say(estimator):
         shell.register("steps", steps)
         shell.execute(advantages_macro(settings(estimator=estimator)))
         silent = {row[0] for row in shell.execute(asked).fetchall()}
-    expected = groups_without_signal(
-        compute_advantages(steps, settings(estimator=estimator)), signal="rewards"
+    expected = filtered_groups(
+        compute_advantages(steps, settings(estimator=estimator)), group_filter="rewards"
     )
     assert silent == expected.keys()
     assert (uid("unlike") in silent) is (estimator == "hgpo")

@@ -108,10 +108,10 @@ def test_on_policy_every_combination_has_the_plain_policy_gradient():
 SOME_ARE_DROPPED = [
     TokenTis(),
     SequenceTis(),
-    TokenIcepop(icepop_low=0.7, icepop_high=1.5),
-    SequenceMask(sequence_low=0.6, sequence_high=1.6),
-    GeometricMask(geometric_low=0.85, geometric_high=1.15),
-    K3Mask(k3_max=0.12),
+    TokenIcepop(low=0.7, high=1.5),
+    SequenceMask(low=0.6, high=1.6),
+    GeometricMask(low=0.85, high=1.15),
+    K3Mask(limit=0.12),
     Opsm(),
     M2po(),
 ]
@@ -191,43 +191,43 @@ REFUSED = [
         {"policy": BehaviourCloning(), "proximal": "recomputed"},
         "proximal='recomputed' with behaviour_cloning",
     ),
-    ({"policy": PpoClip(), "corrections": (TokenTis(), TokenTis(tis_cap=3.0))}, "token_tis twice"),
+    ({"policy": PpoClip(), "corrections": (TokenTis(), TokenTis(cap=3.0))}, "token_tis twice"),
     ({"policy": PpoClip(), "corrections": (TokenTis(), SequenceTis())}, "keep one"),
     (
         {"policy": PpoClip(), "corrections": (SequenceMask(), GeometricMask())},
         "both masks bound the same sum",
     ),
     (
-        {"policy": PpoClip(), "corrections": (TokenTis(tis_cap=5.0), TokenIcepop())},
-        "tis_cap=5 would never act",
+        {"policy": PpoClip(), "corrections": (TokenTis(cap=5.0), TokenIcepop())},
+        "token_tis.cap=5 would never act",
     ),
     (
         {
             "policy": PpoClip(),
-            "corrections": (SequenceTis(tis_cap=5.0), SequenceMask(sequence_high=2.0)),
+            "corrections": (SequenceTis(cap=5.0), SequenceMask(high=2.0)),
         },
-        "tis_cap=5 would never act; set tis_cap to at most sequence_high",
+        "sequence_tis.cap=5 would never act; set sequence_tis.cap to at most sequence_mask.high",
     ),
     (
-        {"policy": PpoClip(), "corrections": (TokenTis(tis_cap=3.0),)},
-        "so tis_cap=3 would never act; set it below 3, or leave",
+        {"policy": PpoClip(), "corrections": (TokenTis(cap=3.0),)},
+        "so token_tis.cap=3 would never act; set it below 3, or leave",
     ),
     (
-        {"policy": PpoClip(clip_high=4.0), "corrections": (TokenTis(tis_cap=5.0),)},
+        {"policy": PpoClip(clip_high=4.0), "corrections": (TokenTis(cap=5.0),)},
         r"1 \+ clip_high=5 where A > 0.*below 5",
     ),
     (
-        {"policy": PpoClip(), "corrections": (TokenIcepop(icepop_low=0.0),)},
-        "icepop_high=5 would never act",
+        {"policy": PpoClip(), "corrections": (TokenIcepop(low=0.0),)},
+        "token_icepop.high=5 would never act",
     ),
     ({"policy": PpoClip}, r"policy: <class.*write PpoClip\(...\)"),
     ({"policy": "ppo_clip"}, r"policy: 'ppo_clip' names no settings; write PpoClip\(...\)"),
     ({"policy": "ppo"}, "policy: 'ppo' is not an instance of one of BehaviourCloning, Cispo"),
     ({"policy": None}, "policy: None is not an instance"),
-    ({"policy": TokenTis()}, r"policy: TokenTis\(tis_cap=2.0\) is not an instance"),
+    ({"policy": TokenTis()}, r"policy: TokenTis\(cap=2.0\) is not an instance"),
     (
         {"policy": PpoClip(), "corrections": TokenTis()},
-        r"corrections=TokenTis\(tis_cap=2.0\) is no tuple; write",
+        r"corrections=TokenTis\(cap=2.0\) is no tuple; write",
     ),
     ({"policy": PpoClip(), "corrections": "token_tis"}, "corrections='token_tis' is no tuple"),
     (
@@ -272,14 +272,14 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, message)
         {"policy": PpoClip(), "corrections": (SequenceTis(), SequenceMask())},
         {
             "policy": PpoClip(),
-            "corrections": (SequenceTis(tis_cap=5.0), SequenceMask(sequence_high=10.0)),
+            "corrections": (SequenceTis(cap=5.0), SequenceMask(high=10.0)),
         },
         {"policy": Reinforce(), "corrections": (TokenTis(), TokenIcepop())},
-        {"policy": Reinforce(), "corrections": (TokenTis(tis_cap=10.0),)},  # AIPO
+        {"policy": Reinforce(), "corrections": (TokenTis(cap=10.0),)},  # AIPO
         # bounds pi_p / mu
-        {"policy": PpoClip(), "corrections": (TokenTis(tis_cap=5.0),), "proximal": "recomputed"},
-        {"policy": PpoClip(), "corrections": (TokenTis(tis_cap=math.inf),)},  # no cap, as asked for
-        {"policy": PpoClip(dual_clip=math.inf), "corrections": (TokenTis(tis_cap=100.0),)},
+        {"policy": PpoClip(), "corrections": (TokenTis(cap=5.0),), "proximal": "recomputed"},
+        {"policy": PpoClip(), "corrections": (TokenTis(cap=math.inf),)},  # no cap, as asked for
+        {"policy": PpoClip(dual_clip=math.inf), "corrections": (TokenTis(cap=100.0),)},
         {"policy": Gspo(), "corrections": (K3Mask(),)},
         {"policy": DppoTv(), "corrections": (GeometricMask(),)},
         {"policy": PpoClip(), "corrections": (M2po(),), "proximal": "recomputed"},
@@ -353,13 +353,13 @@ def test_a_cap_above_the_clip_never_acts_and_below_it_does(dual_clip, clip_high)
             advantages_N=torch.cat([torch.ones(n), -torch.ones(n)]).double(),
             sequence_N=torch.arange(2 * n),
         )
-        (policy(tokens).loss_N * TokenTis(tis_cap=tis_cap)(tokens)).sum().backward()
+        (policy(tokens).loss_N * TokenTis(cap=tis_cap)(tokens)).sum().backward()
         return tokens.logprobs_N.grad
 
     for acts, tis_cap in ((True, beyond - 0.2), (False, beyond), (False, beyond + 1.0)):
         assert acts is not torch.equal(gradient(tis_cap), gradient(math.inf))
         try:
-            Objective(policy=policy, corrections=(TokenTis(tis_cap=tis_cap),))
+            Objective(policy=policy, corrections=(TokenTis(cap=tis_cap),))
         except ValueError:
             assert not acts
         else:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, LossConfig
+from configs import AlgorithmConfig, Config, DppoTvConfig, LimitConfig, LossConfig
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -32,7 +32,7 @@ from gigpo import (
     compute_advantages,
 )
 from gigpo.compatibility import check_combination
-from learner import fill_defaults
+from learner import objective_of
 from tests.support.gigpo_samples import episode, settings, table
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
@@ -47,14 +47,14 @@ COMBINATIONS = {
         r"\w+ twice; the narrower",
     ],
     "`sequence_mask` with `geometric_mask`": ["both masks bound the same sum"],
-    "`token_icepop` with a `tis_cap`": [
+    "`token_icepop` with a `token_tis.cap`": [
         "token_icepop drops what is above",
         "sequence_mask drops what is above",
     ],
     "`proximal` other than `none` without `ppo_clip`": ["proximal='[a-z]+' with (?!ppo_clip)"],
     "`ppo_clip` around mu": [
-        "ppo_clip leaves no gradient above.* so tis_cap=.* would never act",
-        "ppo_clip leaves no gradient above.* so icepop_high=.* would never act",
+        "ppo_clip leaves no gradient above.* so token_tis.cap=.* would never act",
+        "ppo_clip leaves no gradient above.* so token_icepop.high=.* would never act",
     ],
 }
 
@@ -73,8 +73,8 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
     "`proximal=recomputed` with one update": [lambda: configs.check(config(proximal="recomputed"))],
     "`kl=k1` with `kl_coef`": [lambda: Objective(policy=PpoClip(), kl="k1", kl_coef=0.1)],
     "a number of a loss or correction that is not in use": [
-        lambda: fill_defaults(config(delta_low=0.1)),
-        lambda: fill_defaults(config(m2_max=0.1)),
+        lambda: objective_of(LossConfig(dppo_tv=DppoTvConfig(delta_low=0.1))),
+        lambda: objective_of(LossConfig(m2po=LimitConfig(limit=0.1))),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
     "a setting of `algorithm` that is not the default": [
@@ -82,17 +82,17 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: configs.check(Config(algorithm=AlgorithmConfig(version_window=0))),
     ],
     "a mask with low 0 and high `.inf`": [
-        lambda: TokenIcepop(icepop_low=0, icepop_high=math.inf),
-        lambda: SequenceMask(sequence_low=0, sequence_high=math.inf),
-        lambda: GeometricMask(geometric_low=0, geometric_high=math.inf),
+        lambda: TokenIcepop(low=0, high=math.inf),
+        lambda: SequenceMask(low=0, high=math.inf),
+        lambda: GeometricMask(low=0, high=math.inf),
     ],
     "a cap below 1, a band without 1 in it, a threshold of 0": [
-        lambda: TokenTis(tis_cap=0.9),
-        lambda: SequenceTis(tis_cap=0.9),
+        lambda: TokenTis(cap=0.9),
+        lambda: SequenceTis(cap=0.9),
         lambda: DppoTv(ratio_cap=0.9),
-        lambda: TokenIcepop(icepop_low=1.0),
-        lambda: GeometricMask(geometric_high=1.0),
-        lambda: K3Mask(k3_max=0.0),
+        lambda: TokenIcepop(low=1.0),
+        lambda: GeometricMask(high=1.0),
+        lambda: K3Mask(limit=0.0),
     ],
     "`graphgpo` over a group whose best win": [
         lambda: compute_advantages(dense_loss(), settings(estimator="graphgpo"))
@@ -121,9 +121,9 @@ def refusals() -> Iterator[str]:
     numbers at the edges.
     """
     numbers = {
-        "token_tis": ({}, {"tis_cap": 8.0}, {"tis_cap": math.inf}),
-        "sequence_tis": ({}, {"tis_cap": 8.0}),
-        "token_icepop": ({}, {"icepop_low": 0.0}, {"icepop_low": 0.0, "icepop_high": 2.0}),
+        "token_tis": ({}, {"cap": 8.0}, {"cap": math.inf}),
+        "sequence_tis": ({}, {"cap": 8.0}),
+        "token_icepop": ({}, {"low": 0.0}, {"low": 0.0, "high": 2.0}),
     }
     parts = [
         kind(**given) for name, kind in CORRECTIONS.items() for given in numbers.get(name, ({},))

@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, dict[i
     root = tmp_path_factory.mktemp("runs") / "run"
     learner = LearnerConfig(learning_rate=1e-2, zero_stage=1)
     config = Config(run_dir=str(root), model=ModelConfig(dtype="bfloat16"), learner=learner)
-    layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(root, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=1)
     base = make_base(root / "base" / "policy")
     engine = Engine(
@@ -175,7 +175,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTra
     """A run with adapters and its checkpoint 5, and the model as it was then."""
     root = tmp_path_factory.mktemp("adapted") / "run"
     config = Config(run_dir=str(root), model=ModelConfig(lora_rank=2, lora_alpha=4.0))
-    layout = RunLayout.create(root, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(root, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=1)
     base = make_base(root / "base" / "policy")
     policy = load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
@@ -335,7 +335,7 @@ def test_a_strangers_run_brings_no_model_of_the_reader_into_an_export(
     (private / "vocab.txt").write_text("a text of the reader")
     content = json.loads((run / "run.json").read_text())
     config = configs.from_yaml(content["config_yaml"])
-    content["config_yaml"] = configs.to_yaml(
+    content["config_yaml"] = configs.as_yaml(
         replace(config, model=replace(config.model, path=str(private)))
     )
     (run / "run.json").chmod(0o644)

@@ -1,23 +1,43 @@
-"""What a config says of its loss: published numbers written out, and what does not go together
-refused before a run.
-"""
+"""The settings of a loss become an objective; parts that do not go together are refused."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, ConfigError, LossConfig
-from gigpo import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, Objective, PpoClip, TokenTis
-from learner import advantage_settings, fill_defaults
-from learner.objective import objective_of
+from configs import (
+    AlgorithmConfig,
+    CapConfig,
+    ClipConfig,
+    Config,
+    ConfigError,
+    DppoTvConfig,
+    LimitConfig,
+    LossConfig,
+    NormConfig,
+    PpoClipConfig,
+)
+from driver.preflight import check_loss
+from gigpo import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    DEFAULT_PAIRING,
+    POLICY_LOSSES,
+    AdvantageSettings,
+    Gspo,
+    Objective,
+    Opsm,
+    PpoClip,
+    SequenceMeanTokenMean,
+    TokenTis,
+)
+from learner import objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
@@ -27,96 +47,72 @@ KINDS = {
 }
 
 
-def published(**loss: Any) -> LossConfig:
-    return fill_defaults(Config(loss=LossConfig(**loss))).loss
+def config_of(**loss: Any) -> Config:
+    return Config(loss=LossConfig(**loss))
 
 
 def test_the_quick_start_trains_with_ppo_clip_and_truncated_importance_sampling() -> None:
-    config = fill_defaults(configs.load(ROOT / "configs/quickstart.yaml"))
+    config = configs.load(ROOT / "configs/quickstart.yaml")
     assert objective_of(config.loss) == Objective(policy=PpoClip(), corrections=(TokenTis(),))
-    assert (
-        config.loss.clip_low,
-        config.loss.clip_high,
-        config.loss.dual_clip,
-        config.loss.tis_cap,
-    ) == (0.2, 0.2, 3.0, 2.0)
-    assert (config.loss.corrections, config.loss.aggregation) == (["token_tis"], "token_mean")
 
 
 @pytest.mark.parametrize("policy", sorted(POLICY_LOSSES))
 def test_a_loss_is_what_it_was_published_with(policy: str) -> None:
-    loss = published(policy=policy)
-    assert objective_of(loss) == objective_of(LossConfig(policy=policy)), (
-        "writing it out changes nothing"
+    names, aggregation = DEFAULT_PAIRING[policy]
+    corrections = tuple(CORRECTIONS[name]() for name in names)
+    expected = Objective(
+        policy=POLICY_LOSSES[policy](),
+        corrections=corrections,
+        aggregation=AGGREGATIONS[aggregation](),
     )
-    assert fill_defaults(Config(loss=loss)).loss == loss
-    assert configs.from_yaml(configs.to_yaml(Config(loss=loss))).loss == loss
-    for item in fields(POLICY_LOSSES[policy]):
-        assert getattr(loss, item.name) in (item.default, None)
+    assert objective_of(LossConfig(policy=policy)) == expected
+    written = LossConfig(policy=policy, corrections=list(names), aggregation=aggregation)
+    assert objective_of(written) == expected
 
 
 def test_a_number_of_the_config_is_the_one_that_counts() -> None:
-    loss = published(policy="gspo", clip_high=5e-4, corrections=["opsm"], opsm_delta=1e-3)
-    assert (loss.clip_low, loss.clip_high, loss.opsm_delta, loss.aggregation) == (
-        3e-4,
-        5e-4,
-        1e-3,
-        "sequence_mean_token_mean",
+    loss = LossConfig(
+        policy="gspo",
+        gspo=ClipConfig(clip_low=3e-4, clip_high=5e-4),
+        corrections=["opsm"],
+        opsm=LimitConfig(limit=1e-3),
     )
-    assert objective_of(loss).policy == POLICY_LOSSES["gspo"](clip_high=5e-4)
+    assert objective_of(loss) == Objective(
+        policy=Gspo(clip_high=5e-4),
+        corrections=(Opsm(limit=1e-3),),
+        aggregation=SequenceMeanTokenMean(),
+    )
 
 
 def test_what_is_switched_off_stays_off() -> None:
-    loss = published(dual_clip=float("inf"), tis_cap=float("inf"))
+    infinite = float("inf")
+    loss = LossConfig(ppo_clip=PpoClipConfig(dual_clip=infinite), token_tis=CapConfig(cap=infinite))
     assert objective_of(loss) == Objective(
-        policy=PpoClip(dual_clip=float("inf")), corrections=(TokenTis(tis_cap=float("inf")),)
+        policy=PpoClip(dual_clip=infinite), corrections=(TokenTis(cap=infinite),)
     )
-    assert configs.from_yaml(configs.to_yaml(Config(loss=loss))).loss == loss
+    assert configs.from_yaml(configs.as_yaml(Config(loss=loss))).loss == loss
 
 
 def test_the_constant_length_is_the_longest_response() -> None:
-    config = Config(loss=LossConfig(aggregation="sequence_mean_token_sum_norm"))
-    assert fill_defaults(config).loss.norm_tokens == config.actors.max_response_tokens
-    with pytest.raises(ConfigError, match=r"loss\.norm_tokens is null"):
-        objective_of(config.loss)
+    config = config_of(aggregation="sequence_mean_token_sum_norm")
+    configs.check(config)
+    shorter = replace(config, actors=replace(config.actors, max_response_tokens=16))
+    with pytest.raises(ConfigError, match=r"norm_tokens=512 is not .*max_response_tokens=16"):
+        configs.check(shorter)
 
 
-def test_the_config_of_an_earlier_run_means_what_it_meant() -> None:
-    """Before corrections had names a config said clip_low, clip_high, dual_clip and tis_cap, and
-    nothing of the rest.
-    """
-    earlier = "loss: {policy: ppo_clip, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, tis_cap: 2.0, kl_coef: 0.0}"
-    assert (
-        configs.differences(fill_defaults(configs.from_yaml(earlier)), fill_defaults(Config()))
-        == []
-    )
-
-
-def test_published_numbers_have_one_home() -> None:
-    """gigpo's defaults. The config has null for each and says the number in a comment, which has to
-    be the same one.
-    """
-    numbers = {item.name for kind in KINDS.values() for item in fields(kind)}
-    assert {item.name for item in fields(LossConfig) if item.type == "float | None"} == numbers
-    assert all(getattr(LossConfig(), name) is None for name in numbers)
-    lines = re.findall(
-        r"^    (\w+): float \| None = None  # (.*)$", inspect.getsource(LossConfig), re.MULTILINE
-    )
-    assert {name for name, _ in lines} == numbers
-    said = 0
-    for name, comment in lines:
-        of_kinds = re.sub(r"(\w+) and (\w+) ([\d.e-]+)", r"\1 \3, \2 \3", comment)
-        for kind, number in re.findall(r"(\w+) ([\d.]+(?:e-\d+)?)\b", of_kinds):
-            default = {item.name: item.default for item in fields(KINDS[kind])}[name]
-            assert default == float(number), f"loss.{name}: {comment}"
-            said += 1
-    assert (
-        said
-        == sum(
-            item.default not in (float("inf"),) for kind in KINDS.values() for item in fields(kind)
-        )
-        - 1
-    )  # norm_tokens
+def test_published_numbers_are_the_same_in_gigpo_and_in_the_config() -> None:
+    sections = {
+        item.name: getattr(LossConfig(), item.name)
+        for item in fields(LossConfig)
+        if is_dataclass(getattr(LossConfig(), item.name))
+    }
+    assert sections.keys() == {name for name, kind in KINDS.items() if fields(kind)}
+    for name, section in sections.items():
+        numbers = {item.name: item.default for item in fields(KINDS[name])}
+        if name == "sequence_mean_token_sum_norm":  # it has no published number
+            numbers = {"norm_tokens": Config().actors.max_response_tokens}
+        assert asdict(section) == numbers
 
 
 @pytest.mark.parametrize(
@@ -143,40 +139,49 @@ def test_published_numbers_have_one_home() -> None:
             "loss.corrections=token_tis is not a list; use loss.corrections=[token_tis]",
         ),
         (
-            {"corrections": ["k3_mask"], "k3_max": -1.0},
-            "loss.k3_max=-1.0 must be finite and above 0",
+            {"corrections": ["k3_mask"], "k3_mask": LimitConfig(limit=-1.0)},
+            "loss.k3_mask.limit=-1.0 must be finite and above 0",
         ),
-        ({"corrections": ["k3_mask"], "k3_max": float("inf")}, "loss.k3_max=inf must be finite"),
+        (
+            {"corrections": ["k3_mask"], "k3_mask": LimitConfig(limit=float("inf"))},
+            "loss.k3_mask.limit=inf must be finite",
+        ),
         ({"kl_coef": -1.0}, "loss.kl_coef=-1.0 must be finite and >= 0"),
         ({"entropy_coef": float("nan")}, "loss.entropy_coef=nan must be finite"),
-        ({"tis_cap": float("nan")}, "loss.tis_cap=nan must be >= 1"),
-        ({"dual_clip": float("-inf")}, "loss.dual_clip=-inf must be above 1"),
+        ({"token_tis": CapConfig(cap=float("nan"))}, "loss.token_tis.cap=nan must be >= 1"),
         (
-            {"tis_cap": 3.0},
+            {"ppo_clip": PpoClipConfig(dual_clip=float("-inf"))},
+            "loss.ppo_clip.dual_clip=-inf must be above 1",
+        ),
+        (
+            {"token_tis": CapConfig(cap=3.0)},
             "loss.corrections=['token_tis']: ppo_clip leaves no gradient above dual_clip=3",
         ),
-        ({"clip_low": 1.5}, "loss.clip_low=1.5 must be in (0, 1]"),
-        ({"dual_clip": 0.5}, "loss.dual_clip=0.5 must be above 1"),
-        ({"tis_cap": 0.5}, "loss.tis_cap=0.5 must be >= 1"),
+        ({"ppo_clip": PpoClipConfig(clip_low=1.5)}, "loss.ppo_clip.clip_low=1.5 must be in (0, 1]"),
+        ({"ppo_clip": PpoClipConfig(dual_clip=0.5)}, "loss.ppo_clip.dual_clip=0.5 must be above 1"),
+        ({"token_tis": CapConfig(cap=0.5)}, "loss.token_tis.cap=0.5 must be >= 1"),
         (
             {"policy": "behaviour_cloning", "corrections": ["opsm"]},
             "loss.corrections=['opsm'] with behaviour_cloning",
         ),
         (
-            {"delta_low": 0.1},
-            "loss.delta_low=0.1 is a number of dppo_tv, not in use here (ppo_clip, token_tis, "
-            "token_mean)",
+            {"dppo_tv": DppoTvConfig(delta_low=0.1)},
+            "loss.dppo_tv.delta_low=0.1 does nothing: dppo_tv is not in use here (ppo_clip, "
+            "token_tis, token_mean)",
         ),
         (
-            {"corrections": [], "tis_cap": 2.0},
-            "loss.tis_cap=2 is a number of sequence_tis and token_tis, not in use",
+            {"corrections": [], "token_tis": CapConfig(cap=4.0)},
+            "loss.token_tis.cap=4 does nothing: token_tis is not in use",
         ),
-        ({"norm_tokens": 5.0}, "loss.norm_tokens=5 is a number of sequence_mean_token_sum_norm"),
+        (
+            {"sequence_mean_token_sum_norm": NormConfig(norm_tokens=5.0)},
+            "loss.sequence_mean_token_sum_norm.norm_tokens=5 does nothing",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(loss: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        published(**loss)
+        objective_of(LossConfig(**loss))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -196,15 +201,18 @@ def test_a_loss_s_numbers_have_the_bounds_of_its_record_and_no_others(kind: type
         if kind in registry.values():
             parts[name] = [kind.name] if name == "corrections" else kind.name
     for item, value in itertools.product(fields(kind), VALUES):
-        config = Config(loss=LossConfig(**parts, **{item.name: value}))
-        configs.check(config)
+        section = replace(getattr(LossConfig(), kind.name), **{item.name: value})
+        loss = LossConfig(**parts, **{kind.name: section})
+        if item.name != "norm_tokens":  # which has to be the longest response
+            configs.check(Config(loss=loss))
         try:
-            kind(**{item.name: value})
+            expected = kind(**{item.name: value})
         except ValueError as error:
-            with pytest.raises(ConfigError, match=re.escape(f"loss.{error}")):
-                fill_defaults(config)
+            with pytest.raises(ConfigError, match=re.escape(f"loss.{kind.name}.{error}")):
+                objective_of(loss)
         else:
-            assert getattr(fill_defaults(config).loss, item.name) == value
+            made = objective_of(loss)
+            assert expected in (made.policy, *made.corrections, made.aggregation)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +232,7 @@ def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
     for value in VALUES if key not in ("anchor_history", "version_window") else [-1, 0, 1, 2]:
         config = Config(algorithm=AlgorithmConfig(**(read_with | {key: value})))
         try:
-            advantage_settings(config)
+            AdvantageSettings.of(config.algorithm)
         except ValueError:
             with pytest.raises(ConfigError, match=f"algorithm.{key}"):
                 configs.check(config)
@@ -233,9 +241,7 @@ def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
 
 
 def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
-    config = fill_defaults(
-        replace(Config(), loss=LossConfig(policy="dppo_tv", delta_low=0.1, kl_coef=0.5))
-    )
+    config = config_of(policy="dppo_tv", dppo_tv=DppoTvConfig(delta_low=0.1), kl_coef=0.5)
     assert objective_of(configs.cloning_config(config).loss) == objective_of(
         LossConfig(policy="behaviour_cloning")
     )
@@ -247,19 +253,9 @@ def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
     )
 
 
-def test_nothing_starts_with_a_loss_that_makes_no_sense(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import train  # here, because it takes Ray along
-
-    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
-    quickstart = str(ROOT / "configs/quickstart.yaml")
-    assert (
-        train.main([quickstart, "loss.policy=gspo", "loss.corrections=[token_tis]", "--dry-run"])
-        == 2
-    )
-    assert capsys.readouterr().err.startswith(
-        "error: loss.corrections=['token_tis']: token_tis on top of gspo"
-    )
-    assert train.main([quickstart, "loss.policy=gspo", "--dry-run"]) == 0
-    assert "clip_low: 0.0003" in capsys.readouterr().out
+def test_nothing_starts_with_a_loss_that_makes_no_sense() -> None:
+    check_loss(config_of(policy="gspo"))
+    with pytest.raises(
+        ConfigError, match=r"^loss.corrections=\['token_tis'\]: token_tis on top of"
+    ):
+        check_loss(config_of(policy="gspo", corrections=["token_tis"]))

@@ -67,16 +67,16 @@ def stored_config(
     run_dir: Path, played: Path, *, steps: int = 9, max_staleness: int = 1, **stored: Any
 ) -> Config:
     config = make_config(run_dir, max_staleness=max_staleness, steps=steps, checkpoint_every=2)
-    config = replace(config, source=[str(played)], stored=replace(config.stored, **stored))
+    config = replace(config, source=[str(played)], offline=replace(config.offline, **stored))
     configs.check(config)
     return config
 
 
 def make_run(config: Config) -> Config:
-    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
     take_sources(
-        layout.root, [parse_source(text) for text in config.source], order=config.stored.order
+        layout.root, [parse_source(text) for text in config.source], order=config.offline.order
     )
     return config
 
@@ -146,14 +146,14 @@ def test_a_group_of_which_nothing_is_wanted_says_so(tmp_path: Path, played: Path
     ready = next_ready(make_run(stored_config(tmp_path / "run", played, train_on=first)))
     kept = set(ready.rows["group_uid"].to_pylist())
     (why,) = ready.no_signal.values()
-    assert len(kept) == 1 and not kept & ready.no_signal.keys() and "stored.train_on" in why
+    assert len(kept) == 1 and not kept & ready.no_signal.keys() and "offline.train_on" in why
 
 
 @pytest.mark.parametrize(
     "condition", ["wonn", "true) OR (true", "won; SELECT 1", "count(*) > 1", "won FROM steps"]
 )
 def test_a_condition_that_is_none_is_refused_before_a_run_starts(condition: str) -> None:
-    with pytest.raises(ConfigError, match="stored.train_on="):
+    with pytest.raises(ConfigError, match="offline.train_on="):
         check_train_on(condition)
     check_train_on("")
     check_train_on("won AND advantage > 0 -- or any comment")
@@ -166,10 +166,12 @@ def test_a_condition_that_fails_on_values_only_is_named_and_may_be_replaced(
     tmp_path: Path, played: Path, condition: str
 ) -> None:
     config = make_run(stored_config(tmp_path / "run", played, train_on=condition))
-    with pytest.raises(ConfigError, match=r"stored\.train_on=.* goes on with another one"):
+    with pytest.raises(ConfigError, match=r"offline\.train_on=.* goes on with another one"):
         next_ready(config)
     assert (
-        configs.differences(config, replace(config, stored=replace(config.stored, train_on="won")))
+        configs.forbidden_changes(
+            config, replace(config, offline=replace(config.offline, train_on="won"))
+        )
         == []
     )
 
@@ -181,7 +183,7 @@ def test_batches_that_train_on_empties_end_the_run_with_its_name(
     assert ready.updates == []
     with pytest.raises(
         StarvationError,
-        match="no step of it is one of stored.train_on=false. Use another stored.train_on",
+        match="no step of it is one of offline.train_on=false. Use another offline.train_on",
     ):
         check_batches(11, success=1.0, no_signal=ready.no_signal)
     check_batches(11, success=1.0, no_signal={b"g": "all returned 1"})
@@ -207,14 +209,14 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
     assert mixed.live is not None and mixed.stored is not None
     assert (mixed.live.success, mixed.stored.success) == (0.5, 0.5)
-    assert (figures["train/success"], figures["stored/success"]) == (0.5, 0.5)
+    assert (figures["train/success"], figures["offline/success"]) == (0.5, 0.5)
     of_split = rows(
         config.run_dir,
         """SELECT split, avg(episode_return), avg(n_steps) FROM trajectories SEMI JOIN lineage USING (group_uid)
            GROUP BY split ORDER BY split DESC""",
     )
     assert [split for split, _, _ in of_split] == ["train", "imported"]
-    for name, (_, episode_return, n_steps) in zip(("train", "stored"), of_split, strict=True):
+    for name, (_, episode_return, n_steps) in zip(("train", "offline"), of_split, strict=True):
         means = (figures[f"{name}/return"], figures[f"{name}/episode_steps"])
         assert means == pytest.approx((episode_return, n_steps))
     none_played = {"train/success", "train/return", "train/episode_steps", "tokens/generated_per_s"}
@@ -252,11 +254,11 @@ def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_
     learner, coordinator = loop(monkeypatch, config)
     assert learner.run() == 2, "five groups are two batches of two"
     (notice,) = coordinator.status().notices.values()
-    assert "learner step 2 of 9" in notice and "stored.uses=1" in notice
+    assert "learner step 2 of 9" in notice and "offline.uses=1" in notice
     assert coordinator.lease("w") is None and coordinator.status().counts.outstanding == 0
     coordinator.close()
-    more = replace(config, stored=replace(config.stored, uses=3))
-    assert configs.differences(config, more) == []
+    more = replace(config, offline=replace(config.offline, uses=3))
+    assert configs.forbidden_changes(config, more) == []
     learner, coordinator = loop(monkeypatch, more)
     assert learner.run() == 7
     coordinator.close()
@@ -328,7 +330,7 @@ def test_live_and_stored_groups_together(
         "SELECT max(staleness) <= ?::INT FROM lineage".replace("?", str(max_staleness)),
     ) == [(True,)]
     assert rows(config.run_dir, "SELECT count(*) FROM staleness_violations") == [(0,)]
-    assert rows(config.run_dir, "SELECT sum(value) FROM metrics WHERE name = 'groups/stored'") == [
+    assert rows(config.run_dir, "SELECT sum(value) FROM metrics WHERE name = 'groups/offline'") == [
         (4.0,)
     ]
 

@@ -317,7 +317,7 @@ def test_the_loop_trains_while_the_next_batch_is_claimed_except_for_the_last(
     assert coordinator.catalog.counts().claimed == 0
     names = coordinator.catalog.latest_metrics()
     assert {
-        f"time/{name}_s" for name in ("read", "advantages", "signal", "pack", "batch_wait", "step")
+        f"time/{name}_s" for name in ("read", "advantages", "filter", "pack", "batch_wait", "step")
     } <= names.keys()
     coordinator.close()
     assert prefetch_threads() == []

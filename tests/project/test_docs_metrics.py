@@ -27,7 +27,7 @@ PREFIXES = (
     "learner",
     "loss",
     "staleness",
-    "stored",
+    "offline",
     "time",
     "tokens",
     "train",
@@ -73,7 +73,7 @@ def of_a_learner_step() -> set[str]:
         batch=SimpleNamespace(groups=groups), version=1, live=episodes, stored=episodes, no_signal={},
         rows=pa.table({"anchor_size": [1], "advantage": [0.0], "episode_advantage": [0.0], "step_advantage": [0.0]}),
         n_rows=1, n_response_tokens=7, n_live_tokens=7,
-        read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, signal_s=0.0, pack_s=0.0,
+        read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
     )  # fmt: skip
     metrics = step_metrics(ready, [of_an_update()], Times(began_at_s=0.0, step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())

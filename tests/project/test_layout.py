@@ -203,8 +203,8 @@ def test_tests_are_no_package() -> None:
         "import actors",  # all that the coordinator loads
         "import train, evaluate; train.main(['--status', RUN]); train.main(['--stop', RUN])",
         # what the driver looks at and writes before it starts the others
-        "import configs, opening; from pathlib import Path; from learner import fill_defaults; "
-        "config = fill_defaults(configs.from_yaml('{run_dir: ' + RUN + '/it}')); "
+        "import configs, opening; from pathlib import Path; from learner import objective_of; "
+        "config = configs.from_yaml('{run_dir: ' + RUN + '/it}'); objective_of(config.loss); "
         "Path(config.run_dir).mkdir(); "
         "opening.open_run(config); opening.check_same_run(config)",
     ],

@@ -120,7 +120,7 @@ COMMANDS = {
     "evaluate a step": lambda run: evaluate.main([f"{run}@{ALL}", "run_dir=new"]),
     "compare": lambda run: evaluate.main(["--compare", run, run]),
     "audit": lambda run: audit.main([run]),
-    "audit against": lambda run: audit.main([run, "--against", "gamma=0.5", "signal=none"]),
+    "audit against": lambda run: audit.main([run, "--against", "gamma=0.5", "group_filter=none"]),
     "audit a setting": lambda run: audit.main([run, f"{ALL}=1"]),
     "audit where": lambda run: audit.main([run, "--where", f"'{ALL}'"]),
     "table": lambda run: store_main(["sql", run, EVERYTHING]),

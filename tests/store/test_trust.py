@@ -44,7 +44,7 @@ def mine(tmp_path: Path) -> Path:
     config = configs.from_yaml(
         f"{{run_dir: {tmp_path / 'run'}, env: {{name: 'payload_of_a_run:Env'}}}}"
     )
-    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
     resume.remember(config)
     return tmp_path / "run"
 
@@ -162,14 +162,21 @@ WORDS = {  # one of a few words each, checked by configs
     *("prompt.style", "prompt.parser", "prompt.invalid"),
     *(
         f"algorithm.{name}"
-        for name in ("estimator", "normalise", "weighting", "signal", "anchor", "anchor_versions")
+        for name in (
+            "estimator",
+            "normalise",
+            "weighting",
+            "group_filter",
+            "anchor",
+            "anchor_versions",
+        )
     ),
     *(f"loss.{name}" for name in ("policy", "corrections", "proximal", "aggregation", "kl")),
 }
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
 # SQL: executed in a process that can read the sources and nothing else
-QUERIES = {"stored.order", "stored.train_on"}
+QUERIES = {"offline.order", "offline.train_on"}
 
 
 def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:

@@ -72,7 +72,7 @@ def open_coordinator(config: Config) -> Coordinator:
     """
     run_dir = Path(config.run_dir)
     if not RunLayout.exists(run_dir):
-        layout = RunLayout.create(run_dir, config_yaml=configs.to_yaml(config))
+        layout = RunLayout.create(run_dir, config_yaml=configs.as_yaml(config))
         write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
     return Coordinator(config, learns=True)
 

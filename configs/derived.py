@@ -1,0 +1,65 @@
+"""Compute what follows from several settings: live and offline groups, workers, GPUs, updates."""
+
+from __future__ import annotations
+
+import math
+
+from configs.schema import Config
+
+SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1e-4
+
+
+def is_offline(config: Config) -> bool:
+    """Return whether the run trains on groups of other runs only and plays nothing."""
+    return bool(config.source) and config.offline.share >= 1.0
+
+
+def groups_of_a_step(config: Config) -> tuple[int, int]:
+    """Return the live and the offline groups of every learner step.
+
+    Example: 8 groups with offline.share 0.25 are 6 and 2. Without a source all are live.
+    """
+    n_groups = config.learner.groups_per_step
+    n_offline = round(config.offline.share * n_groups) if config.source else 0
+    return n_groups - n_offline, n_offline
+
+
+def n_workers(config: Config) -> int:
+    """Return the workers that training needs. An evaluation always needs `actors.workers`."""
+    return 0 if is_offline(config) else config.actors.workers
+
+
+def gpus_needed(config: Config, *, learns: bool) -> int:
+    """Return the GPUs for the workers and, if the run `learns`, for the learner's ranks.
+
+    A process with a fraction gets it from one card: three workers of 0.6 need three cards, four
+    of 0.5 need two.
+    """
+    workers = n_workers(config) if learns else config.actors.workers
+    shares = [config.actors.gpus_per_worker] * workers
+    if learns:
+        shares += [config.learner.gpus_per_rank] * config.learner.ranks
+    free: list[float] = []  # of each shared card
+    for share in sorted((share for share in shares if 0 < share < 1), reverse=True):
+        fitting = [card for card, left in enumerate(free) if left >= share - SHARE_ROUNDING]
+        if fitting:
+            free[fitting[0]] -= share
+        else:
+            free.append(1.0 - share)
+    return round(sum(share for share in shares if share >= 1)) + len(free)
+
+
+def most_updates(config: Config) -> float:
+    """Return the largest number of optimizer updates in one learner step.
+
+    Example: rows_per_update=256 with 16 groups of 8 episodes of at most 50 steps: 6,400 rows, so
+    25 updates. Groups of other runs may have any size: with a source and rows_per_update the
+    answer is math.inf.
+    """
+    learner = config.learner
+    if not learner.rows_per_update:
+        return learner.updates_per_step
+    if config.source:
+        return math.inf
+    most_rows = learner.groups_per_step * config.algorithm.group_size * config.env.max_steps
+    return math.ceil(most_rows / learner.rows_per_update)
