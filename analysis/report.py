@@ -60,7 +60,7 @@ def finished(config: Config) -> bool:
 
 
 def show(config: Config, console: Console) -> None:
-    success = "stored/success" if is_offline(config) else "train/success"
+    success = "offline/success" if is_offline(config) else "train/success"
     with store.open_run(config.run_dir) as reader:
         heldout = evaluation.newest_round(reader)
         (unplayed,) = _row(reader, UNPLAYED)
@@ -73,7 +73,7 @@ def show(config: Config, console: Console) -> None:
         figures = (
             f"{first:.2f}" if is_one_window else f"{first:.2f} at the start, {last:.2f} at the end"
         )
-        whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
+        whose = "of the offline rollouts trained on" if is_offline(config) else "on training tasks"
         console.print(f"success {whose}: {figures}")
     if heldout:
         low, high = evaluation.interval(heldout)

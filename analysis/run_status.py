@@ -74,7 +74,7 @@ def standing_of(reader: store.Reader, config: Config) -> Standing:
     """Ask the store. Raises StoreError."""
     (newest,) = reader.rows(NEWEST)
     (timed,) = reader.rows(STEP_TIME)
-    name = "stored/success" if is_offline(config) else "train/success"
+    name = "offline/success" if is_offline(config) else "train/success"
     (recent,) = reader.rows(SUCCESS.format(name=name, steps=RECENT_STEPS))
     evaluated = reader.rows(HELDOUT)
     (newest_round,) = reader.rows(ROUND)
@@ -107,7 +107,7 @@ def progress_lines(run: Path, reader: store.Reader, *, is_driven: bool) -> list[
 def _success(standing: Standing, config: Config) -> str:
     success = []
     if standing.success is not None:
-        whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
+        whose = "of the offline rollouts trained on" if is_offline(config) else "on training tasks"
         if config.loss.policy == "behaviour_cloning":
             whose = "of the episodes that are cloned"
         success.append(

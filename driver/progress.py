@@ -125,7 +125,7 @@ class Progress:
                 "success",
                 shown(
                     metrics,
-                    "stored/success" if is_offline(self.config) else "train/success",
+                    "offline/success" if is_offline(self.config) else "train/success",
                     "{:.2f}",
                 ),
             ),

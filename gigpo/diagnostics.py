@@ -13,7 +13,7 @@ from gigpo.lazy_torch import torch
 from gigpo.tokens import Tokens, policy_log_ratio, sequence_ratio
 
 # Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy", below 0
-# "stored".
+# "offline".
 _STALENESS_CLASSES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, math.inf))
 # Steps by the size of their anchor group, (first, last) of each class.
 _ANCHOR_SIZE_CLASSES = ((1, 1), (2, 3), (4, 7), (8, math.inf))
@@ -33,7 +33,7 @@ def token_diagnostics(
     over tokens of staleness 0: the two engines' numerics and nothing else, in the
                                        first update of a learner step (later ones find pi moved)
     mismatch_kl_stale_1, _2, _3_4, _5_8, _9_up   over tokens sampled so many versions ago
-    mismatch_kl_stored                 over tokens that another run sampled (staleness below 0:
+    mismatch_kl_offline                over tokens that another run sampled (staleness below 0:
     there is none)
     clip_fraction         tokens that the loss's own trust region leaves without gradient
     masked_fraction       tokens that a correction drops (factor 0)
@@ -60,7 +60,7 @@ def token_diagnostics(
     ):
         found[f"ess{suffix}"] = ess(weights)
         found[f"chi2{suffix}"] = weights.square().mean() - 1.0
-    classes = {"on_policy": staleness_N == 0, "stored": staleness_N < 0} | {
+    classes = {"on_policy": staleness_N == 0, "offline": staleness_N < 0} | {
         f"stale_{_class_name(low, high)}": (staleness_N >= low) & (staleness_N <= high)
         for low, high in _STALENESS_CLASSES
     }

@@ -4,7 +4,7 @@ from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
-from .catalog.imports import ImportedGroup as ImportedGroup
+from .catalog.imported_groups import ImportedGroup as ImportedGroup
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
 from .catalog.records import CheckpointRecord as CheckpointRecord
@@ -26,7 +26,7 @@ from .exchange.datasets import live_files as live_files
 from .exchange.fork import fork as fork
 from .exchange.offline_import import find_sources as find_sources
 from .exchange.offline_import import take_sources as take_sources
-from .exchange.offline_source import StoredSource as StoredSource
+from .exchange.offline_source import OfflineSource as OfflineSource
 from .exchange.offline_source import TakenSource as TakenSource
 from .exchange.offline_source import parse_source as parse_source
 from .hashing import files_digest as files_digest

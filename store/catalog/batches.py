@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from store.catalog import offline_groups as stored
-from store.catalog.counts import ROLLED_BACK, complete_by_version, counts
+from store.catalog import imported_groups
 from store.catalog.database import Transaction
-from store.catalog.group_totals import reopen
+from store.catalog.group_counts import ROLLED_BACK, complete_by_version, counts
+from store.catalog.groups import reopen
 from store.catalog.records import Batch, ClaimedGroup, RollBack
 from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
@@ -22,20 +22,20 @@ def claim(
     tx: Transaction,
     *,
     n_groups: int,
-    n_stored: int,
-    uses: int,
     current_version: int,
     max_staleness: int,
+    n_offline: int = 0,
+    uses: int = 1,
 ) -> Batch | None:
-    """The oldest complete training groups and then `n_stored` stored ones as a new batch; None if
+    """The oldest complete training groups and then `n_offline` offline ones as a new batch; None if
     there are too few of either.
 
     Groups beyond the bound become `stale` first, also where no batch follows. Stored ones stay as
     they are: the least used come first, each `uses` times at most.
     """
-    if n_groups < 0 or n_stored < 0 or n_groups + n_stored < 1:
+    if n_groups < 0 or n_offline < 0 or n_groups + n_offline < 1:
         raise StoreError(
-            f"n_groups {n_groups}, n_stored {n_stored}: a batch has at least one group"
+            f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
         )
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = tx.rows(
@@ -46,8 +46,8 @@ def claim(
     # asked many times a second, while the least used of many are long to find
     if len(rows) < n_groups:
         return None
-    rows += stored.least_used(tx, n_groups=n_stored, uses=uses) if n_stored else []
-    if len(rows) < n_groups + n_stored:
+    rows += imported_groups.least_used(tx, n_groups=n_offline, uses=uses) if n_offline else []
+    if len(rows) < n_groups + n_offline:
         return None
     batch_id = tx.insert(
         """INSERT INTO batch (epoch, state, claimed_version, claimed_us, claimed_lsn)
@@ -78,10 +78,10 @@ def claim(
 
 def settle(
     tx: Transaction,
-    *,
     batch_id: int,
+    *,
     learner_step: int,
-    no_signal: Mapping[bytes, str],
+    filtered: Mapping[bytes, str],
     version_in: int,
 ) -> None:
     """Record that a claimed batch was learner step `learner_step`, taken at policy version
@@ -112,7 +112,7 @@ def settle(
             "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
         )
     ]
-    strangers = [uid_text(group_uid) for group_uid in no_signal if group_uid not in groups]
+    strangers = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
     if strangers:
         raise StoreError(
             f"groups {strangers} are not in batch {batch_id}; name only groups of the batch"
@@ -127,9 +127,9 @@ def settle(
         batch_id=batch_id,
     )
     for group_uid in groups:
-        outcome = "no_signal" if group_uid in no_signal else "trained"
+        outcome = "filtered" if group_uid in filtered else "trained"
         reason = f"learner step {learner_step}" + (
-            f": {no_signal[group_uid]}" if outcome == "no_signal" else ""
+            f": {filtered[group_uid]}" if outcome == "filtered" else ""
         )
         tx.run(
             "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = "
@@ -142,7 +142,7 @@ def settle(
     tx.touch("groups", "lineage")
 
 
-def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
+def roll_back(tx: Transaction, learner_step: int) -> RollBack:
     """Make everything claimed or trained after `learner_step` available again. The ledgers keep
     their rows.
 
@@ -214,7 +214,7 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
         batch_id=batch_id,
         why=why,
     )
-    n_groups += stored.in_batch(tx, batch_id)
+    n_groups += imported_groups.offline_groups_in(tx, batch_id)
     tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
     tx.run(
         "UPDATE batch SET state = 'rolled_back', rolled_back_lsn = :lsn WHERE batch_id = :batch_id",
@@ -252,7 +252,7 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
-    """Stored groups keep theirs: what became of each use of them is in `batch_group`."""
+    """Offline groups keep theirs: what became of each use of them is in `batch_group`."""
     tx.run(
         "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source "
         "IS NULL",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sqlite3
 import threading
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from store.catalog.foreign_schema import check_schema
 from store.catalog.migrate import SCHEMA, migrate
@@ -22,7 +23,7 @@ from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
 
-COUNTS = Path(__file__).with_name("counts.sql")  # what only the owner's connection has
+COUNTS = Path(__file__).with_name("group_counts.sql")  # what only the owner's connection has
 _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
 # 16 MiB: pages that change with every commit go into the file four times more seldom than by
@@ -33,6 +34,9 @@ _LOCK_MODE = 0o644
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 _OTHER_OWNER_WAIT_S = 5.0
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class Transaction:
@@ -89,6 +93,19 @@ class Transaction:
             detail=whole_text(detail),  # an error may quote what a program or a server wrote
         )
         self.touch("events")
+
+
+def one_transaction(
+    function: Callable[Concatenate[Transaction, Given], Result],
+) -> Callable[Concatenate[Any, Given], Result]:
+    """Return a method that calls `function` in one transaction of `self._database`."""
+
+    @functools.wraps(function)
+    def method(self: Any, *given: Given.args, **named: Given.kwargs) -> Result:
+        with self._database.transaction() as tx:
+            return function(tx, *given, **named)
+
+    return method
 
 
 class Database:

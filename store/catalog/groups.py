@@ -7,7 +7,6 @@ import sqlite3
 from collections.abc import Collection, Sequence
 
 from store.catalog.database import Transaction
-from store.catalog.group_totals import recompute
 from store.catalog.records import CommitResult, GroupRecord
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
@@ -34,7 +33,7 @@ def open_group(
         raise StoreError(f"group size {size}: a group has at least one member")
     _check_split(split, purpose_version)
     if ordinal is None:
-        ordinal = next_ordinal(tx, split=split, purpose_version=purpose_version)
+        ordinal = next_ordinal(tx, split, purpose_version=purpose_version)
     group_uid = uid(tx.run_id, split, ordinal, purpose_version)
     group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
@@ -77,7 +76,7 @@ def open_round(
         )
 
 
-def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) -> int:
+def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None = None) -> int:
     """One more than the largest ordinal handed out in the split (and round)."""
     _check_split(split, purpose_version)
     row = tx.row(
@@ -94,9 +93,9 @@ def lease_open_group(
     *,
     worker: str,
     lease_s: float,
-    split: str | None,
-    without: Collection[str],
-    only: Collection[str] | None,
+    split: str | None = None,
+    without: Collection[str] = (),
+    only: Collection[str] | None = None,
 ) -> GroupRecord | None:
     """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that
     rounds end soon.
@@ -134,8 +133,10 @@ def lease_open_group(
     return _record(tx, group)
 
 
-def has_free_group(tx: Transaction, *, task_ids: Collection[str], split: str | None) -> bool:
+def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | None) -> bool:
     """Return whether an open group of one of the tasks is played by nobody."""
+    if not task_ids:
+        return False
     row = tx.row(
         """SELECT 1 FROM grp WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
                AND (:split IS NULL OR split = :split) AND task_id IN (SELECT value FROM json_each(:task_ids)) LIMIT 1""",
@@ -163,7 +164,7 @@ def times_lost(tx: Transaction) -> dict[str, int]:
     return {row["task_id"]: row["n"] for row in rows}
 
 
-def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -> int:
+def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> int:
     """Extend all leases of workers that are alive; how many they hold."""
     return tx.run(
         "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM "
@@ -173,7 +174,7 @@ def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -
     )
 
 
-def release_leases(tx: Transaction, *, worker: str) -> int:
+def release_leases(tx: Transaction, worker: str) -> int:
     """A worker is gone, or was stopped: what it played is free for others at once. How many
     groups.
     """
@@ -184,7 +185,7 @@ def release_leases(tx: Transaction, *, worker: str) -> int:
     )
 
 
-def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reason: str) -> None:
+def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reason: str) -> None:
     """A worker stops playing a group. 'abandoned', 'stale': nobody plays it again. 'open': it is
     played again, from the start; if some of it is committed it becomes stale instead, as new
     members would be of other versions than the old ones.
@@ -211,7 +212,7 @@ def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reaso
         tx.touch("groups")
 
 
-def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult:
+def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult:
     """Make a written segment count. Retrying is harmless: what is already there is a duplicate."""
     if epoch != tx.epoch:
         raise FencedError(
@@ -354,3 +355,61 @@ def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
         now_us=tx.now_us,
         group_uid=group_uid,
     )
+
+
+def recompute(tx: Transaction, group_uid: bytes) -> None:
+    """Set the group's figures to those of its trajectories."""
+    tx.run(
+        """UPDATE grp SET (n_members, n_steps, n_won, return_sum, version_min, version_max) = (
+               SELECT count(*), coalesce(sum(n_steps), 0), coalesce(sum(won), 0), coalesce(sum(episode_return), 0.0),
+                      min(version_min), max(version_max)
+               FROM trajectory t WHERE t.group_uid = grp.group_uid)
+           WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+    )
+    tx.touch("groups")
+
+
+def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
+    """The same, unless the group lacks members: a consumed one keeps the figures of what the
+    learner saw.
+    """
+    row = tx.row(
+        """SELECT n_members, (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
+           FROM grp g WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+    )
+    assert row is not None
+    if row["here"] >= row["n_members"]:
+        recompute(tx, group_uid)
+
+
+def withhold_half(tx: Transaction, group_uid: bytes, *, why: str) -> None:
+    """A offline group that lacks trajectories is not trained on again: half of it cannot be
+    compared. Others stay.
+    """
+    lacks = tx.row(
+        """SELECT 1 FROM grp g WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
+           AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)""",
+        group_uid=group_uid,
+    )
+    if lacks is not None:
+        tx.run(
+            "UPDATE grp SET state = 'abandoned', reason = :why, completed_lsn = NULL, completed_us "
+            "= NULL WHERE group_uid = :g",
+            why=f"trajectories of it were lost: {why}",
+            g=group_uid,
+        )
+        recompute(tx, group_uid)
+
+
+def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
+    """The members it lacks are to be played again; those it has stay."""
+    tx.run(
+        """UPDATE grp SET state = 'open', reason = :reason, completed_lsn = NULL, completed_us = NULL,
+                          lease_worker = NULL, lease_until_us = NULL
+           WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+        reason=reason,
+    )
+    recompute(tx, group_uid)

@@ -15,9 +15,14 @@ from typing import Any
 
 from store.catalog.batches import release
 from store.catalog.database import Transaction
-from store.catalog.group_totals import recompute, reopen, withhold_half
-from store.catalog.groups import complete_if_whole, insert_trajectories
-from store.catalog.imports import IMPORTED, whole_again
+from store.catalog.groups import (
+    complete_if_whole,
+    insert_trajectories,
+    recompute,
+    reopen,
+    withhold_half,
+)
+from store.catalog.imported_groups import IMPORTED, whole_again
 from store.catalog.migrate import SCHEMA
 from store.catalog.repairs import STILL_TO_BE_CONSUMED
 from store.catalog.segment_states import insert_segment
@@ -225,12 +230,12 @@ def _put_back_batches(
         claimed = [
             line["lsn"] for line in history if line["reason"] == BATCH_REASON.format(batch_id)
         ]
-        # of stored groups only: their state, and its ledger, do not change
+        # of offline groups only: their state, and its ledger, do not change
         since = min(claimed, default=min(lsn, changed))
         settled = [
             line["lsn"]
             for line in history
-            if line["state"] in ("trained", "no_signal") and line["lsn"] > since
+            if line["state"] in ("trained", "filtered") and line["lsn"] > since
         ]
         trained = first["trained_at"] is not None
         _insert(

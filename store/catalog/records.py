@@ -107,7 +107,7 @@ class RollBack:
     learner_steps: int  # that had been settled, and are trained again
     open: int  # training groups that were handed out and are not finished
     complete: Mapping[int, int]  # oldest version of a complete training group -> how many of those
-    # all that are there: of training and held-out groups, of surplus, and stored ones
+    # all that are there: of training and held-out groups, of extra, and offline ones
     trajectories: int
 
 
@@ -123,7 +123,7 @@ class Counts:
     claimed: int
     trained: int
     stale: int
-    no_signal: int
+    filtered: int
     trajectories: int
     steps: int
 

@@ -7,13 +7,19 @@ trajectories are listed as lost.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from store.catalog.batches import release
-from store.catalog.database import Database, Transaction
-from store.catalog.group_totals import recompute, recompute_if_whole, reopen, withhold_half
-from store.catalog.groups import complete_if_whole, insert_trajectories
-from store.catalog.imports import whole_again
+from store.catalog.database import Transaction
+from store.catalog.groups import (
+    complete_if_whole,
+    insert_trajectories,
+    recompute,
+    recompute_if_whole,
+    reopen,
+    withhold_half,
+)
+from store.catalog.imported_groups import whole_again
 from store.catalog.records import SetAside
 from store.catalog.segment_states import WANTED_BACK, insert_segment, mark_removed, retire
 from store.errors import StoreError
@@ -28,7 +34,7 @@ STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('comp
         SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
 
 
-def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
+def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
     """Path → rows that never counted, of every file that compaction replaced and nobody removed
     yet.
     """
@@ -45,7 +51,7 @@ def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
     return {path: frozenset(uids) for path, uids in excluded.items()}
 
 
-def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | None) -> SetAside:
+def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
     """The file no longer counts. Trajectories that `rescued` does not hold are lost: unconsumed
     groups of them are open again.
 
@@ -82,7 +88,7 @@ def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | No
     return SetAside(rescued=n_rescued, lost=lost, reopened=reopened, released=released)
 
 
-def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -> int:
+def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> int:
     """A file that was set aside counts again, with those of its trajectories `held` that no other
     file holds; how many.
 
@@ -137,7 +143,7 @@ def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
     )
 
 
-def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
+def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
     """Rows of a live file that were never counted from it: readers no longer see them. How many
     trajectories.
     """
@@ -212,61 +218,31 @@ def _give_back(
     return tuple(wanted), tuple(claimed)
 
 
-class Repairs:
-    """What fsck does with a catalog: `catalog.repairs`. Each call is one transaction."""
+def correct_segment(
+    tx: Transaction,
+    path: str,
+    *,
+    digest: str,
+    n_bytes: int,
+    n_steps: int,
+    worker: str,
+    epoch: int,
+) -> None:
+    """Set a segment's row to the values that its file says."""
+    tx.run(
+        """UPDATE segment SET digest = :digest, n_bytes = :n_bytes, n_steps = :n_steps,
+               worker = :worker, epoch = :epoch WHERE path = :path""",
+        digest=digest,
+        n_bytes=n_bytes,
+        n_steps=n_steps,
+        worker=worker,
+        epoch=epoch,
+        path=path,
+    )
+    tx.log(component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file")
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
-    def retired_files(self) -> Mapping[str, frozenset[bytes]]:
-        """Path → rows that never counted, of files that compaction replaced and nobody removed
-        yet.
-        """
-        with self._database.transaction() as tx:
-            return retired_files(tx)
-
-    def set_aside(self, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
-        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is
-        read from there.
-        """
-        with self._database.transaction() as tx:
-            return set_aside(tx, path=path, why=why, rescued=rescued)
-
-    def take_back(self, path: str, held: Sequence[TrajectoryMeta]) -> int:
-        """A file that was set aside and is whole counts again; how many of its trajectories `held`
-        were lost.
-        """
-        with self._database.transaction() as tx:
-            return take_back(tx, path=path, held=held)
-
-    def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
-        """Of these trajectories, those a live file holds and that are not counted from it are no
-        longer seen.
-        """
-        with self._database.transaction() as tx:
-            return exclude(tx, path=path, traj_uids=traj_uids)
-
-    def correct(
-        self, path: str, *, digest: str, n_bytes: int, n_steps: int, worker: str, epoch: int
-    ) -> None:
-        """Set a segment's row to what its file says."""
-        with self._database.transaction() as tx:
-            tx.run(
-                """UPDATE segment SET digest = :digest, n_bytes = :n_bytes, n_steps = :n_steps, worker = :worker,
-                       epoch = :epoch WHERE path = :path""",
-                digest=digest,
-                n_bytes=n_bytes,
-                n_steps=n_steps,
-                worker=worker,
-                epoch=epoch,
-                path=path,
-            )
-            tx.log(
-                component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file"
-            )
-
-    def recompute(self, group_uid: bytes) -> None:
-        """Set a group's figures to those of its trajectories."""
-        with self._database.transaction() as tx:
-            recompute(tx, group_uid)
-            tx.log(component=COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")
+def correct_group(tx: Transaction, group_uid: bytes) -> None:
+    """Set a group's sums to those of its trajectories."""
+    recompute(tx, group_uid)
+    tx.log(component=COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")

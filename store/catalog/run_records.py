@@ -120,7 +120,7 @@ def learner_step(tx: Transaction) -> int:
     return int(row["step"])
 
 
-def record_unfinished(tx: Transaction, *, worker: str, episodes: Sequence[Unfinished]) -> None:
+def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker: str) -> None:
     """Enter episodes that gave no trajectory. Groups the run does not have are refused, all
     together.
     """
@@ -142,7 +142,7 @@ def record_unfinished(tx: Transaction, *, worker: str, episodes: Sequence[Unfini
         tx.touch("unfinished")
 
 
-def heartbeats(tx: Transaction, *, waiting_on: Mapping[str, str | None]) -> None:
+def heartbeats(tx: Transaction, waiting_on: Mapping[str, str | None]) -> None:
     """These components are alive now, and wait for this (None: they work)."""
     tx.run_many(
         "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, "

@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS grp (
     task_id TEXT NOT NULL,
     size INTEGER NOT NULL,
     purpose_version INTEGER,  -- the evaluation round; NULL for training groups
-    state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'claimed', 'trained', 'stale', 'no_signal', 'abandoned')),
+    state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'claimed', 'trained', 'stale', 'filtered', 'abandoned')),
     reason TEXT,
     -- Sums over its committed trajectories, kept in the transaction that inserts them.
     n_members INTEGER NOT NULL,
@@ -167,11 +167,11 @@ CREATE TABLE IF NOT EXISTS batch_group (
     batch_id INTEGER NOT NULL REFERENCES batch,
     group_uid BLOB NOT NULL REFERENCES grp,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
-    outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'no_signal')),
+    outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'filtered')),
     version_min INTEGER NOT NULL DEFAULT 0,  -- of the group as it was claimed: members may be lost and played anew later
     version_max INTEGER NOT NULL DEFAULT 0,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
-    use INTEGER NOT NULL DEFAULT 1,  -- a stored group may be trained on several times; any other once
+    use INTEGER NOT NULL DEFAULT 1,  -- a offline group may be trained on several times; any other once
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS batch_group_by_change ON batch_group (changed_lsn);

@@ -17,7 +17,7 @@ from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SegmentMeta, TrajectoryMeta
 
 # Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too,
-# but that is rare. Stored groups always: how often they are used may be raised.
+# but that is rare. Offline groups always: how often they are used may be raised.
 _WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"
 
 # Removed files that may hold what no other file does: what was lost was read from them, or from
@@ -125,6 +125,11 @@ def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
         )
     if segment_ids:
         tx.touch("segments", "excluded")
+
+
+def expire(tx: Transaction, segment_ids: Collection[str]) -> None:
+    """Hide segments from readers because retention dropped them. Keep the rows of their groups."""
+    retire(tx, segment_ids, why="expired")
 
 
 def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:

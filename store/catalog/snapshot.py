@@ -111,7 +111,7 @@ EXPORTS: Mapping[str, Export] = {
     "lineage": Export(
         query="""SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live, l.group_uid, g.task_id,
                         l.version_min, l.version_max, coalesce(b.version_in, b.claimed_version) AS version_in,
-                        -- the versions of a stored group are another run's: their difference says nothing
+                        -- the versions of a offline group are another run's: their difference says nothing
                         iif(g.source IS NULL, coalesce(b.version_in, b.claimed_version) - l.version_min, NULL) AS staleness,
                         b.claimed_us, b.trained_us, l.changed_lsn, l.use, g.source
                  FROM batch_group l JOIN batch b USING (batch_id) JOIN grp g USING (group_uid)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.imports import IMPORTED, ImportedGroup
+from store.catalog.imported_groups import IMPORTED, ImportedGroup
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
 from store.exchange.dataset_directory import (

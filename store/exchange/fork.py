@@ -21,7 +21,7 @@ from pathlib import Path
 
 from store.atomic_write import make_directory, sync_directory
 from store.catalog.database import Transaction, is_damage
-from store.catalog.group_totals import recompute
+from store.catalog.groups import recompute
 from store.catalog.migrate import SCHEMA, migrate
 from store.catalog.time_travel import connect_read_only
 from store.clock import now_us

@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.imports import ImportedGroup
-from store.catalog.offline_groups import StoredGroup
+from store.catalog.imported_groups import ImportedGroup
 from store.errors import FormatError, StoreError
 from store.exchange.dataset_directory import DATASET_JSON, Dataset, read_dataset, read_part
 from store.exchange.datasets import (
@@ -35,7 +34,7 @@ from store.exchange.datasets import (
     relabelled,
     selected_rows,
 )
-from store.exchange.offline_source import WHOLE_HINT, StoredSource, TakenSource
+from store.exchange.offline_source import WHOLE_HINT, OfflineSource, TakenSource
 from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.compact import in_group_order
@@ -87,7 +86,7 @@ WHERE (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Selection:
-    source: StoredSource
+    source: OfflineSource
     run_id: str
     groups: pa.Table  # COLUMNS, whole groups, in the order they were played in
     n_incomplete: int
@@ -96,7 +95,7 @@ class _Selection:
 
 
 def take_sources(
-    run: Path, sources: Sequence[StoredSource], *, order: str
+    run: Path, sources: Sequence[OfflineSource], *, order: str
 ) -> tuple[TakenSource, ...]:
     """The groups of all `sources` into the run, which nobody may own, ordered by the SQL `order`
     (as after ORDER BY, over COLUMNS, `source` and `played`; empty: as they were played, source by
@@ -108,26 +107,26 @@ def take_sources(
     layout = RunLayout.open(run)
     with Catalog.open(layout) as catalog, ExitStack() as opened:
         taken: tuple[TakenSource, ...] = ()
-        if not catalog.stored.taken():
+        if not catalog.has_offline_groups():
             selections = [_select(source, opened) for source in sources]
             _refuse_own(selections, layout)
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
             taken = tuple(_reports(selections))
-            catalog.stored.take(chosen, detail="; ".join(map(str, taken)))
+            catalog.take_offline_groups(chosen, detail="; ".join(map(str, taken)))
         export(catalog, layout)
     return taken
 
 
-def find_sources(sources: Sequence[StoredSource], *, order: str) -> None:
+def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
     """Raises what `take_sources` would raise before it takes anything."""
     with ExitStack() as opened:
         in_order([_select(source, opened) for source in sources], order=order)
 
 
-def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGroup]:
-    """Every selected group once, of the first selection that has it."""
+def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
+    """Return each selected group with its run id, once: of the first selection that has it."""
     tables = [
         one.groups.append_column("source", pa.array([one.run_id] * len(one.groups), pa.string()))
         for one in selections
@@ -142,10 +141,9 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGrou
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
-    groups = dict(
+    return dict(
         zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True)
     )
-    return [StoredGroup(group_uid=group_uid, source=source) for group_uid, source in groups.items()]
 
 
 def _fault(selection: _Selection) -> str:
@@ -194,7 +192,7 @@ def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
             )
 
 
-def _select(source: StoredSource, opened: ExitStack) -> _Selection:
+def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     if not RunLayout.exists(Path(source.place)):
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
@@ -238,7 +236,7 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
     )
 
 
-def _select_of_dataset(source: StoredSource, storage: Storage) -> _Selection:
+def _select_of_dataset(source: OfflineSource, storage: Storage) -> _Selection:
     if source.where is not None:
         raise StoreError(
             f"source {source.place}@{source.where}: a dataset has no SQL; select when it is "

@@ -110,7 +110,7 @@ RULES = (
                        coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'), coalesce(b.state, 'no batch'))
             FROM grp g LEFT JOIN (SELECT * FROM batch_group WHERE live = 1) l USING (group_uid)
             LEFT JOIN batch b USING (batch_id)
-            WHERE iif(g.source IS NULL, (g.state IN ('claimed', 'trained', 'no_signal') OR l.live = 1)
+            WHERE iif(g.source IS NULL, (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
                 AND (l.outcome IS NOT g.state OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
                 l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
         remedy=REBUILD,

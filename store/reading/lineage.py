@@ -165,7 +165,7 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
 
 
 def _groups(tx: Transaction, batch_id: int) -> tuple[ClaimedGroup, ...]:
-    """In the order of `batches.claim`: the run's own by age, then stored ones by how often they had
+    """In the order of `batches.claim`: the run's own by age, then offline ones by how often they had
     been used.
     """
     rows = tx.rows(

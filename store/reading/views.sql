@@ -41,7 +41,7 @@ CREATE OR REPLACE VIEW checkpoints AS FROM exported.checkpoints;
 CREATE OR REPLACE VIEW components AS FROM exported.component;
 CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM exported.events;
 
--- Which groups each learner step consumed, what became of them, and the digests of the weights that wrote them. A stored group
+-- Which groups each learner step consumed, what became of them, and the digests of the weights that wrote them. A offline group
 -- names the run that played it as its source: its versions are that run's, so it has no staleness here, and no digests.
 CREATE OR REPLACE VIEW lineage AS
 SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid), o.digest AS oldest_weights_digest,

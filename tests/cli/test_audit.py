@@ -71,7 +71,7 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
         for step in (1, 2):
             batch = catalog.claim(n_groups=GROUPS_PER_BATCH, current_version=0, max_staleness=1)
             assert batch is not None
-            catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=0)
+            catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)
         commit(
             catalog.open_group(
                 ordinal=0, task_id="held", split="heldout", size=3, purpose_version=0
@@ -206,11 +206,11 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     take_sources(layout.root, [parse_source(f"{run}@ordinal < 3")], order="ordinal")
     with Catalog.open(layout) as catalog:
         for step in (1, 2, 3):
-            batch = catalog.stored.claim(
-                n_live=0, n_stored=2, uses=2, current_version=0, max_staleness=1
+            batch = catalog.claim(
+                n_groups=0, n_offline=2, uses=2, current_version=0, max_staleness=1
             )
             assert batch is not None
-            catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=0)
+            catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)
         export(catalog, layout)
     return layout.root
 

@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=1)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=0)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0)
         catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=1)
         catalog.heartbeats({"worker-0": f"reset of task {ALL}", f"worker {ALL}": None})
         export(catalog, layout)

@@ -116,7 +116,7 @@ def test_all_that_was_exported_comes_back_as_it_was(layout: RunLayout, intact: R
         assert batch is not None and batch.batch_id > max(
             row[0] for row in ask(intact, "SELECT batch_id FROM batch")
         )
-        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
         catalog.record_version(version=4, path="weights/v1", digest="d", learner_step=2)
@@ -147,7 +147,7 @@ def test_what_was_committed_after_the_last_export_is_found_in_the_files(layout: 
     assert states(layout) == {
         **{
             0: "trained",
-            1: "no_signal",
+            1: "filtered",
             2: "complete",
             3: "complete",
             4: "stale",

@@ -29,7 +29,7 @@ from store import (
 )
 from store.reading.open_sql import fixed
 
-TRAIN_STATES = ("open", "complete", "claimed", "trained", "stale", "no_signal")
+TRAIN_STATES = ("open", "complete", "claimed", "trained", "stale", "filtered")
 # the learner may still ask for the rows; held-out ones it never does
 WANTED = ("open", "claimed", "complete")
 US_PER_S = 1_000_000
@@ -156,11 +156,11 @@ class Model:
         self.claimed[batch_id] = group_uids
         self._set(group_uids, "claimed")
 
-    def settle(self, batch_id: int, *, step: int, no_signal: Collection[bytes]) -> None:
+    def settle(self, batch_id: int, *, step: int, filtered: Collection[bytes]) -> None:
         """The batch is learner step `step`, which publishes the next version."""
         self.settled[step] = self.claimed.pop(batch_id)
         self._set(self.settled[step], "trained")
-        self._set(no_signal, "no_signal")
+        self._set(filtered, "filtered")
         self.versions[self.version + 1] = step
 
     def lose_leases(self) -> None:

@@ -10,7 +10,7 @@ ROLLED_BACK = "the evaluated version was rolled back"  # why a round was abandon
 
 def counts(tx: Transaction) -> Counts:
     """Return the training groups by state. It costs the same in a run of any length: see
-    counts.sql.
+    group_counts.sql.
     """
     rows = tx.rows(
         "SELECT state, n_groups AS n, n_members, n_steps FROM group_count WHERE split = 'train'"
@@ -29,7 +29,7 @@ def counts(tx: Transaction) -> Counts:
         claimed=n.get("claimed", 0),
         trained=n.get("trained", 0),
         stale=n.get("stale", 0),
-        no_signal=n.get("no_signal", 0),
+        filtered=n.get("filtered", 0),
         trajectories=sum(row["n_members"] for row in rows),
         steps=sum(row["n_steps"] for row in rows),
     )

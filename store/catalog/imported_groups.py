@@ -4,12 +4,12 @@ own, lost or not yet here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from store.catalog import group_totals as sums
 from store.catalog.database import Transaction
-from store.catalog.groups import complete_if_whole, insert_trajectories
+from store.catalog.groups import complete_if_whole, insert_trajectories, recompute_if_whole
 from store.catalog.segment_states import insert_segment
 from store.errors import StoreError
 from store.hashing import uid
@@ -20,6 +20,8 @@ from store.segments import SegmentMeta
 # source
 IMPORTED = "imported"
 COMPONENT = "import"
+OFFLINE_COMPONENT = "offline"
+TAKEN = "sources taken"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,7 @@ def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozens
     return frozenset(row["traj_uid"] for row in found if row is not None)
 
 
-def import_surplus(tx: Transaction, *, segment: SegmentMeta, task_id: str, of_group: bytes) -> None:
+def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
     """Enter each trajectory of the segment as a group of its own. Does nothing if one is known: it
     is a retry.
     """
@@ -51,7 +53,7 @@ def import_surplus(tx: Transaction, *, segment: SegmentMeta, task_id: str, of_gr
             tx,
             segment=segment,
             groups=groups,
-            source=f"surplus of group {uid_text(of_group)}",
+            source=f"extra of group {uid_text(of_group)}",
             own=False,
         )
 
@@ -139,7 +141,7 @@ def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) 
 
 def _take_in(tx: Transaction, group: ImportedGroup, *, source: str) -> None:
     """The group's sums and state, now that more of its members are here."""
-    sums.recompute_if_whole(tx, group.group_uid)
+    recompute_if_whole(tx, group.group_uid)
     complete_if_whole(tx, group.group_uid)
     whole_again(tx, group.group_uid, reason=f"imported from {source}")
 
@@ -157,3 +159,89 @@ def whole_again(tx: Transaction, group_uid: bytes, *, reason: str | None) -> Non
         lsn=tx.lsn,
         now_us=tx.now_us,
     )
+
+
+def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail: str) -> None:
+    """These imported, complete groups are trained on from now on, in this order. Once for a run,
+    and all at once.
+    """
+    if has_offline_groups(tx):
+        raise StoreError(
+            "the offline groups of this run were chosen already; start a new run to choose others"
+        )
+    row = tx.row("SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = 'imported'")
+    assert row is not None
+    for ordinal, (group_uid, source) in enumerate(sources.items(), start=row["next"]):
+        n = tx.run(
+            """UPDATE grp SET ordinal = :ordinal, source = :source
+               WHERE group_uid = :group_uid AND split = 'imported' AND state = 'complete'""",
+            ordinal=ordinal,
+            source=source,
+            group_uid=group_uid,
+        )
+        if n != 1:
+            raise StoreError(
+                f"group {uid_text(group_uid)} is no whole imported group; import it before "
+                "it is taken"
+            )
+    tx.log(component=OFFLINE_COMPONENT, what=TAKEN, detail=detail)
+    tx.touch("groups")
+
+
+def has_offline_groups(tx: Transaction) -> bool:
+    """Whether the run has its offline groups."""
+    return tx.row("SELECT 1 FROM grp WHERE source IS NOT NULL LIMIT 1") is not None
+
+
+def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row]:
+    """The next `n_groups` to be trained on, fewer if fewer are left: by how often they were used,
+    then by their order.
+
+    `use` is the smallest number that no live use of the group has: the next one, or that of a batch
+    that was released.
+    """
+    return tx.rows(
+        """WITH used AS NOT MATERIALIZED (SELECT group_uid, use FROM batch_group WHERE live = 1), chosen AS (
+               SELECT g.group_uid, task_id, ordinal, version_min, version_max, source, count(use) AS n_uses
+               FROM grp g LEFT JOIN used USING (group_uid) WHERE source IS NOT NULL AND state = 'complete'
+               GROUP BY g.group_uid HAVING n_uses < :uses ORDER BY n_uses, ordinal LIMIT :n_groups)
+           SELECT *, (SELECT min(number) FROM (SELECT 1 AS number UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
+                      WHERE number NOT IN (SELECT use FROM used WHERE group_uid = c.group_uid)) AS use
+           FROM chosen c ORDER BY n_uses, ordinal""",
+        uses=uses,
+        n_groups=n_groups,
+    )
+
+
+def offline_groups_in(tx: Transaction, batch_id: int) -> int:
+    """How many groups of a batch are offline ones."""
+    row = tx.row(
+        """SELECT count(*) AS n FROM batch_group JOIN grp USING (group_uid)
+           WHERE batch_id = :batch_id AND live = 1 AND source IS NOT NULL""",
+        batch_id=batch_id,
+    )
+    assert row is not None
+    return int(row["n"])
+
+
+def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:
+    """How many more batches of `n_groups` different offline groups there are."""
+    rows = tx.rows(
+        """SELECT :uses - count(use) AS n FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
+           WHERE source IS NOT NULL AND state = 'complete' GROUP BY g.group_uid""",
+        uses=uses,
+    )
+    return rounds([row["n"] for row in rows], n_groups)
+
+
+def rounds(left: Sequence[int], n: int) -> int:
+    """How often `n` different things can be taken when thing i can be taken left[i] times, those
+    with most left first.
+
+    k times can, if and only if sum(min(left[i], k)) >= k n: three things, twice each, n = 2 give 3;
+    left (5, 1), n = 2 give 1.
+    """
+    k = sum(max(0, one) for one in left) // n
+    while k * n > sum(min(max(0, one), k) for one in left):
+        k -= 1
+    return k
