@@ -101,7 +101,7 @@ def show(config: Config, console: Console) -> None:
     )
     console.print(
         f"{trajectories} trajectories, {steps} steps in {run}\n"
-        f'  ask        python -m store sql {run} "{curve}"\n'
+        f'  ask        gigpo sql {run} "{curve}"\n'
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
         f"  evaluate   python cli/evaluate.py {run}\n"

@@ -33,7 +33,7 @@ from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid
 from .hashing import whole_text as whole_text
-from .layout import FORMAT_VERSION as FORMAT_VERSION
+from .layout import FORMAT as FORMAT
 from .layout import RunLayout as RunLayout
 from .layout import read_run_file as read_run_file
 from .maintenance.compact import COMPACTION_POLICY as COMPACTION_POLICY

@@ -2,7 +2,7 @@
 
 StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
 ├── FormatError       a run directory or file this code cannot read (not a run, or damaged)
-│   ├── NewerFormatError  a run or a file that newer code wrote
+│   ├── OtherFormatError  a run or a file of another format
 │   └── ForeignSchemaError  a catalog with an object that this code never makes
 ├── DigestError       a segment's bytes are not the ones that were committed
 ├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded
@@ -24,10 +24,8 @@ class FormatError(StoreError):
     """The run directory or file is not one this code can read."""
 
 
-class NewerFormatError(FormatError):
-    """Newer code wrote the run or the file. Nothing is wrong with it: this code has to be
-    updated.
-    """
+class OtherFormatError(FormatError):
+    """The run or the file has another format. Another version of this code reads it."""
 
 
 class ForeignSchemaError(FormatError):

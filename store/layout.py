@@ -9,27 +9,28 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from store.atomic_write import READ_ONLY, make_directory, write_once
 from store.clock import now_us
-from store.errors import FormatError, NewerFormatError, StoreError, UnsafePathError
+from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.storage import LocalStorage, Storage, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted import json_values
 from store.untrusted.signatures import sign_run, state_directory
 
-# of the run directory and of every file in it; raised when an older reader would misread it
-FORMAT_VERSION = 4
+# Of a run and of every file in it. A change that this version would misread needs another name.
+FORMAT = "async-gigpo/1"
 UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # Every path that a manifest or a catalog may name, relative to the run's root.
 SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
-EXPORT_PATH = re.compile(r"export/([a-z]+(-[0-9]+){1,2}|([0-9]+-)?empty_steps)\.parquet")
+EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
 VERSION_PATH = re.compile(r"weights/v[0-9]+")
 CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
 
@@ -81,6 +82,26 @@ FILES_OF_A_RUN = (
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 
 
+def check_format(content: Mapping[str, object], *, name: str) -> None:
+    """Check the field `format` of a file.
+
+    Raises OtherFormatError for another format than FORMAT, ValueError if the file names none.
+    """
+    found = content.get("format", content.get("format_version"))  # the field of earlier versions
+    if not isinstance(found, str | int):
+        raise ValueError(f"format is {found!r:.80}, not a text")
+    if found != FORMAT:
+        raise other_format(name, repr(found)[:40])
+
+
+def other_format(name: str, found: str) -> OtherFormatError:
+    """Return the error for a file of another format."""
+    return OtherFormatError(
+        f"{name} has format {found}, and this version reads {FORMAT!r} only; "
+        "use the version that wrote it, or start a new run"
+    )
+
+
 def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
     """Return the path if it is one that the store itself would have named. Raises FormatError."""
     if isinstance(path, str) and pattern.fullmatch(path):
@@ -96,7 +117,7 @@ class RunInfo:
     """The content of run.json."""
 
     run_id: str  # 32 hex digits, part of every group and trajectory uid
-    format_version: int
+    format: str
     canonicaliser_version: int
     config_yaml: str  # the resolved configuration, as text
     created_us: int
@@ -120,15 +141,10 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
     """
     try:
         content = json_values.parse_object(data)
-        version = json_values.whole(content, "format_version")
-        if version > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; "
-                "update the code"
-            )
+        check_format(content, name=name)
         info = RunInfo(
             run_id=json_values.text(content, "run_id"),
-            format_version=version,
+            format=FORMAT,
             canonicaliser_version=json_values.whole(content, "canonicaliser_version"),
             config_yaml=json_values.text(content, "config_yaml"),
             created_us=json_values.whole(content, "created_us"),
@@ -141,7 +157,7 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
                 raise ValueError(f"{run_id!r:.80} is not a run id of 32 hex digits")
     except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error}); restore it from a backup, or: python -m store rebuild "
+            f"{name} is damaged ({error}); restore it from a backup, or: gigpo rebuild "
             f"{Path(name).parent}"
         ) from error
     return info
@@ -174,7 +190,7 @@ class RunLayout:
         root = root.absolute()
         info = RunInfo(
             run_id=uuid.uuid4().hex,
-            format_version=FORMAT_VERSION,
+            format=FORMAT,
             canonicaliser_version=CANONICALISER_VERSION,
             config_yaml=config_yaml,
             created_us=now_us(),
@@ -238,10 +254,10 @@ class RunLayout:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
                 raise FormatError(
-                    f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR"
+                    f"{uri_text} is a URI; bring the run here: gigpo fetch {uri_text} DIR"
                 ) from error
             lost = (
-                f"; if it was lost: python -m store rebuild {root}"
+                f"; if it was lost: gigpo rebuild {root}"
                 if beneath.is_file(root / "catalog.sqlite", root=root)
                 else ""
             )

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.errors import DigestError, FormatError, NewerFormatError, StoreError
+from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import FORMAT, RunLayout, check_format
 from store.records import SEGMENT_SCHEMA, Trajectory, to_table
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
@@ -148,7 +148,7 @@ def read_segment(
         raise DigestError(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
             "on disk; "
-            "restore it from a backup, or set it aside: python -m store fsck --repair "
+            "restore it from a backup, or set it aside: gigpo fsck --repair "
             f"{layout.root}"
         )
     wanted = None if columns is None else list(dict.fromkeys([*columns, "traj_uid"]))
@@ -181,41 +181,22 @@ def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None =
     format, for what is no segment, and for a file that stands for more rows or bytes than any run
     wrote.
     """
-    wanted = (
-        SEGMENT_SCHEMA
-        if columns is None
-        else pa.schema([SEGMENT_SCHEMA.field(name) for name in columns])
-    )
+    names = SEGMENT_SCHEMA.names if columns is None else list(columns)
     try:
         source = pa.BufferReader(data)
         file = open_parquet(source, n_bytes=data.size, name=path, verify=False)
         found = file.schema_arrow  # made anew every time it is asked for
-        version = int((found.metadata or {})[b"format_version"])
-        if version > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; "
-                "update the code"
-            )
-        present = set(found.names)
-        names = [name for name in wanted.names if name in present]
-        chosen = None if names == found.names else names
+        metadata = {key.decode(): value.decode() for key, value in (found.metadata or {}).items()}
+        check_format(metadata, name=str(path))
+        if not found.equals(SEGMENT_SCHEMA):
+            raise ValueError("it has other columns")
+        chosen = None if columns is None else names
         table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
             f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
         ) from error
-    if table.schema.equals(wanted):
-        return table.replace_schema_metadata(None)
-    missing = {
-        field.name: pa.nulls(table.num_rows, field.type)
-        for field in wanted
-        if field.name not in present
-    }
-    arrays = [
-        missing[field.name] if field.name in missing else table[field.name].cast(field.type)
-        for field in wanted
-    ]
-    return pa.Table.from_arrays(arrays, schema=wanted)
+    return table.select(names).replace_schema_metadata(None)
 
 
 def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:
@@ -223,7 +204,7 @@ def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:
     sink = pa.BufferOutputStream()
     is_small = table.nbytes < SMALL_BYTES
     pq.write_table(
-        table.replace_schema_metadata({"format_version": str(FORMAT_VERSION), **metadata}),
+        table.replace_schema_metadata({"format": FORMAT, **metadata}),
         sink,
         row_group_size=max(
             1, min(ROW_GROUP_STEPS, ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes))

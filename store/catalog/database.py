@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from store.catalog.foreign_schema import check_schema
-from store.catalog.migrate import SCHEMA, migrate
+from store.catalog.schema_check import SCHEMA, check_schema
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import whole_text
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import RunLayout
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
@@ -161,7 +160,7 @@ class Database:
             except sqlite3.IntegrityError as error:
                 raise StoreError(
                     f"catalog {self._path}: {error}; nothing of this transaction was written. "
-                    f"It contradicts what the catalog has: python -m store fsck {self._path.parent}"
+                    f"It contradicts what the catalog has: gigpo fsck {self._path.parent}"
                 ) from error
             except sqlite3.Error as error:
                 raise StoreError(
@@ -259,9 +258,8 @@ class Database:
     def _take_over(self, *, shown_lsn: int) -> int:
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute(
-            "INSERT OR IGNORE INTO meta (id, run_id, format_version, epoch, lsn) VALUES (1, ?, ?, "
-            "0, 0)",
-            (self._run_id, FORMAT_VERSION),
+            "INSERT OR IGNORE INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)",
+            (self._run_id,),
         )
         meta = self._connection.execute("SELECT run_id, epoch, lsn FROM meta").fetchone()
         if meta["run_id"] != self._run_id:
@@ -274,7 +272,7 @@ class Database:
             raise FormatError(
                 f"{self._path} is at lsn {meta['lsn']}, but readers were already shown "
                 f"{shown_lsn}: it is an older copy; "
-                f"put the newest back, or: python -m store rebuild --force {self._path.parent}"
+                f"put the newest back, or: gigpo rebuild --force {self._path.parent}"
             )
         self._connection.execute("UPDATE meta SET epoch = epoch + 1")
         self._connection.execute(
@@ -317,16 +315,15 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(_SYNCED)
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
-        migrate(connection, path=layout.catalog)
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.executescript(SCHEMA.read_text())
+        connection.executescript(SCHEMA)
         connection.executescript(COUNTS.read_text())
     except sqlite3.Error as error:
         if not is_damage(error):
             raise _no_room(layout.catalog, error) from error
         raise FormatError(
             f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup, "
-            f"or python -m store rebuild {layout.root}"
+            f"or gigpo rebuild {layout.root}"
         ) from error
     return connection
 
@@ -356,7 +353,7 @@ def _check_not_lost(layout: RunLayout) -> None:
     if next(iter(layout.storage.files(layout.relative(layout.segments))), None) is not None:
         raise StoreError(
             f"{layout.catalog} is missing or empty, and the run has segments; put it back, "
-            f"or python -m store rebuild {layout.root}"
+            f"or gigpo rebuild {layout.root}"
         )
 
 
@@ -377,7 +374,7 @@ def check_owner(layout: RunLayout) -> None:
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
             "this run: going on would "
-            "write and remove files there. If you trust it: python cli/train.py --resume "
+            "write and remove files there. If you trust it: gigpo train --resume "
             f"{layout.root} --trust"
         )
 
@@ -397,7 +394,7 @@ def check_consent(layout: RunLayout) -> None:
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "
-            f"credentials. If you want that: python -m store fetch {uri} DIR, and read DIR"
+            f"credentials. If you want that: gigpo fetch {uri} DIR, and read DIR"
         )
 
 
@@ -416,7 +413,7 @@ def check_catalog_files(layout: RunLayout) -> None:
                     raise FormatError(
                         f"{path} names another file, which SQLite would remove; no run of ours "
                         "writes such a journal. "
-                        f"Remove it, or: python -m store rebuild --force {layout.root}"
+                        f"Remove it, or: gigpo rebuild --force {layout.root}"
                     )
 
 

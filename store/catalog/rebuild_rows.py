@@ -23,11 +23,10 @@ from store.catalog.groups import (
     withhold_half,
 )
 from store.catalog.imported_groups import IMPORTED, whole_again
-from store.catalog.migrate import SCHEMA
 from store.catalog.repairs import STILL_TO_BE_CONSUMED
+from store.catalog.schema_check import SCHEMA
 from store.catalog.segment_states import insert_segment
 from store.hashing import uid
-from store.layout import FORMAT_VERSION
 from store.segments import SegmentMeta
 
 Row = Mapping[str, Any]
@@ -87,12 +86,11 @@ class Restored:
 
 def restore(connection: sqlite3.Connection, found: Found) -> Restored:
     """Fill a new, empty database; durable when the connection is closed."""
-    connection.executescript(SCHEMA.read_text())
+    connection.executescript(SCHEMA)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute(
-        "INSERT INTO meta (id, run_id, format_version, epoch, lsn, horizon_lsn) VALUES (1, ?, ?, "
-        "?, ?, ?)",
-        (found.run_id, FORMAT_VERSION, found.epoch, found.lsn, found.lsn + 1),
+        "INSERT INTO meta (id, run_id, epoch, lsn, horizon_lsn) VALUES (1, ?, ?, ?, ?)",
+        (found.run_id, found.epoch, found.lsn, found.lsn + 1),
     )
     triggers = connection.execute(
         "SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'"

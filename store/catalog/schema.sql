@@ -5,7 +5,6 @@
 CREATE TABLE IF NOT EXISTS meta (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     run_id TEXT NOT NULL,
-    format_version INTEGER NOT NULL,
     epoch INTEGER NOT NULL,  -- +1 for every owner; older owners and their leases are fenced
     lsn INTEGER NOT NULL,    -- +1 for every transaction that changes what readers may see
     horizon_lsn INTEGER NOT NULL DEFAULT 0  -- files that older snapshots need were removed

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from store.catalog.database import check_catalog_files, check_consent
-from store.catalog.foreign_schema import check_schema
-from store.catalog.migrate import in_todays_format
+from store.catalog.schema_check import check_schema
 from store.catalog.snapshot import EXPORTS, arrow_table
 from store.errors import FormatError, StoreError
 from store.layout import SEGMENT_PATH, RunLayout, checked_name
@@ -79,10 +78,7 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
     files of it are gone.
     """
     try:
-        with (
-            closing(connect_read_only(layout)) as file,
-            in_todays_format(file, path=layout.catalog) as connection,
-        ):
+        with closing(connect_read_only(layout)) as connection:
             connection.execute("BEGIN")  # one moment for all queries
             newest, horizon = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()
             if not horizon <= lsn <= newest:

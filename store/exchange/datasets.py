@@ -38,7 +38,7 @@ from store.exchange.dataset_directory import (
     with_text_uids,
 )
 from store.hashing import file_digest
-from store.layout import FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
+from store.layout import FORMAT, SEGMENT_PATH, RunLayout, checked_name
 from store.maintenance import segment_rows
 from store.reading.manifest import export, read_manifest
 from store.reading.mirror import mirror
@@ -108,10 +108,6 @@ def export_selection(
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
-        if reader.lsn is None:
-            raise FormatError(
-                f"{layout.root} is of format 1; python -m store compact {layout.root} upgrades it"
-            )
         selection = SELECTION.format(where="true" if where is None else where)
         query = WHOLE_GROUPS.format(selection=selection) if whole_groups else selection
         chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
@@ -130,7 +126,7 @@ def export_selection(
             f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck"
         )
     dataset = Dataset(
-        format_version=FORMAT_VERSION,
+        format=FORMAT,
         run_id=layout.info.run_id,
         lsn=reader.lsn,
         where=where,
@@ -188,8 +184,7 @@ def live_files(run: Path | str) -> tuple[Path, ...]:
     manifest = read_manifest(layout)
     if manifest is None:
         raise FormatError(
-            f"{layout.root} has no manifest of this format; python -m store compact {layout.root} "
-            "upgrades it"
+            f"{layout.root} has no manifest.json; gigpo fsck --repair {layout.root} writes it"
         )
     if sum(part.n_rows for part in manifest.tables["excluded"]):
         raise StoreError(
@@ -247,8 +242,7 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         data = layout.storage.read(path)
         if file_digest(data) != Path(path).stem:
             raise DigestError(
-                f"segment {layout.root / path} was changed on disk; python -m store fsck "
-                f"{layout.root}"
+                f"segment {layout.root / path} was changed on disk; gigpo fsck {layout.root}"
             )
         table = decode(data, path=path)
         wanted = pc.is_in(table["traj_uid"], value_set=uids)
@@ -361,5 +355,5 @@ def _uid(text: object) -> uuid.UUID:
         return uuid.UUID(text if isinstance(text, str) else "")
     except ValueError as error:
         raise FormatError(
-            f"the run's views show {text!r:.80} as a uid; python -m store fsck --repair RUN"
+            f"the run's views show {text!r:.80} as a uid; gigpo fsck --repair RUN"
         ) from error

@@ -8,13 +8,12 @@ import re
 import sqlite3
 from dataclasses import dataclass
 
-from store.catalog.migrate import newer_format
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import RunLayout
 from store.maintenance.finding import Finding, error
 from store.records import uid_text
 
-REBUILD = "python -m store rebuild --force {root}, or put a backup of catalog.sqlite back"
-REPAIR = "python -m store fsck --repair {root}"
+REBUILD = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+REPAIR = "gigpo fsck --repair {root}"
 MAX_LINES = 5  # of integrity_check that are shown; a torn file has thousands
 ALL_LINES = 2**31 - 1
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
@@ -162,18 +161,16 @@ RULES = (
 
 
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
-    """Whether this is a whole SQLite file, and this run's. NewerFormatError if it is of a newer
-    format.
-    """
+    """Check that this is a whole SQLite file, and this run's."""
     damage = _damage(connection)
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     if damage:
         return [
             error(
                 "catalog_damaged", layout.catalog.name, "; ".join(damage[:MAX_LINES]), remedy=remedy
             )
         ]
-    meta = connection.execute("SELECT run_id, format_version FROM meta").fetchone()
+    meta = connection.execute("SELECT run_id FROM meta").fetchone()
     if meta is None:
         return [
             error(
@@ -183,9 +180,7 @@ def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Fi
                 remedy=remedy,
             )
         ]
-    run_id, version = meta
-    if version > FORMAT_VERSION:
-        raise newer_format(layout.catalog, version)
+    (run_id,) = meta
     if run_id != layout.info.run_id:
         detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
         return [

@@ -115,7 +115,7 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
             layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root
         )
     if open_sql.is_whole(layout):  # only its views were changed: the run's macros and bound stay
-        open_sql.upgrade(layout)
+        open_sql.restore_views(layout)
         catalog.log(component=COMPONENT, what="open_sql", detail="its views were written again")
         return "open.sql has the views of this code again; the run's macros stay as they were"
     open_sql.write_again(layout)

@@ -16,8 +16,7 @@ from store.reading.manifest import Manifest, read_manifest
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 Row = Mapping[str, Any]  # one row of an exported table by column; times are UTC epoch microseconds
-# format 1 had no `since`
-PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?:(?P<since>\d+)-)?(?P<until>\d+)\.parquet")
+PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?P<since>\d+)-(?P<until>\d+)\.parquet")
 # of tables in which a row that changed later is in two parts
 KEYS: Mapping[str, tuple[str, ...]] = {
     "groups": ("group_uid",),
@@ -81,7 +80,7 @@ def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
         match = PART_NAME.fullmatch(file.path.rpartition("/")[2])
         if match is not None and match["table"] in EXPORTS:
             found.setdefault(match["table"], []).append(
-                (int(match["until"]), int(match["since"] or 0), file.path)
+                (int(match["until"]), int(match["since"]), file.path)
             )
     paths = {
         name: [path for _, _, path in sorted(parts)] if EXPORTS[name].in_parts else [max(parts)[2]]

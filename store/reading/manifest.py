@@ -21,15 +21,12 @@ from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError
-from store.layout import EXPORT_PATH, FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
-from store.reading import open_sql
+from store.layout import EXPORT_PATH, FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
-# of manifests as they are today; later formats have other columns in the tables they name
-FIRST_FORMAT = 2
 # a shell opens the exports right after the manifest; Python readers are pinned and need no grace
 GRACE_S = 60.0
 WRITTEN_AT = re.compile(r"-(\d{1,19})\.parquet$")  # the lsn in the name of an exported file
@@ -52,7 +49,7 @@ class Manifest:
 
     run_id: str
     lsn: int
-    format_version: int
+    format: str
     segments: tuple[str, ...]  # the first has no rows, only the columns
     tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
     # by path; removed after GRACE_S, and when no pinned reader shows it
@@ -60,9 +57,7 @@ class Manifest:
 
 
 def read_manifest(layout: RunLayout) -> Manifest | None:
-    """The current manifest; None before the first export and where one of format 1 is still to be
-    replaced.
-    """
+    """Return the current manifest, None before the first export. Raises FormatError."""
     try:
         data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
         return parse_manifest(data, name=str(layout.manifest))
@@ -70,13 +65,11 @@ def read_manifest(layout: RunLayout) -> Manifest | None:
         return None
 
 
-def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
-    """The manifest in `data`; None if it is of format 1. Raises FormatError naming the file."""
+def parse_manifest(data: bytes, *, name: str) -> Manifest:
+    """Return the manifest in `data`. Raises FormatError naming the file."""
     try:
         content = json_values.parse_object(data)
-        version = json_values.whole(content, "format_version")
-        if version < FIRST_FORMAT:
-            return None
+        check_format(content, name=name)
         segments = json_values.texts(content, "segments")
         if not segments:
             raise ValueError("segments is empty; the first of them gives the columns")
@@ -85,7 +78,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
         return Manifest(
             run_id=json_values.text(content, "run_id"),
             lsn=json_values.whole(content, "lsn"),
-            format_version=version,
+            format=FORMAT,
             segments=_segments(segments, name=name),
             tables={
                 table: _parse_parts(table, parts, name=name) for table, parts in tables.items()
@@ -141,9 +134,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     Meant to be called at most once a second by the owner of the catalog.
     """
     previous = read_manifest(layout)
-    if previous is not None and (
-        previous.format_version < FORMAT_VERSION or not _is_whole(layout, previous)
-    ):
+    if previous is not None and not _is_whole(layout, previous):
         previous = None
     known = previous.tables if previous is not None else {}
     snapshot = catalog.snapshot(known)
@@ -159,7 +150,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     manifest = Manifest(
         run_id=layout.info.run_id,
         lsn=snapshot.lsn,
-        format_version=FORMAT_VERSION,
+        format=FORMAT,
         segments=(
             _empty_steps(layout) if previous is None else previous.segments[0],
             *snapshot.segments,
@@ -172,8 +163,6 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
             lsn=snapshot.lsn,
         ),
     )
-    if previous is None:
-        open_sql.upgrade(layout)  # before the manifest: after a crash in between it is done again
     _write_manifest(layout, manifest)
     return snapshot.lsn
 
@@ -191,7 +180,7 @@ def export_nothing(layout: RunLayout) -> None:
         Manifest(
             run_id=layout.info.run_id,
             lsn=0,
-            format_version=FORMAT_VERSION,
+            format=FORMAT,
             segments=(_empty_steps(layout),),
             tables=tables,
             superseded={},
@@ -241,7 +230,7 @@ def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> P
 
 def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
     sink = pa.BufferOutputStream()
-    labelled = table.replace_schema_metadata({"format_version": str(FORMAT_VERSION)})
+    labelled = table.replace_schema_metadata({"format": FORMAT})
     pq.write_table(labelled, sink, compression="zstd", write_page_checksum=True)
     path = layout.relative(layout.exports / name)
     layout.storage.write(path, sink.getvalue())
@@ -249,7 +238,7 @@ def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
 
 
 def _empty_steps(layout: RunLayout) -> str:
-    path = layout.exports / f"{FORMAT_VERSION}-{EMPTY_STEPS}"
+    path = layout.exports / EMPTY_STEPS
     relative = layout.relative(path)
     if layout.storage.exists(relative):
         return relative

@@ -152,7 +152,7 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
     for tries_left in reversed(range(TRIES)):
         data = storage.read(MANIFEST_NAME).to_pybytes()
         manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
-        if manifest is None or manifest.run_id != copy.info.run_id:
+        if manifest.run_id != copy.info.run_id:
             raise FormatError(
                 f"{storage.locate(MANIFEST_NAME)} is not of run {copy.info.run_id}; check the URI"
             )

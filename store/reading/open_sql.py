@@ -49,7 +49,6 @@ ALLOWED_STATEMENT = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 SHOWN_CHARACTERS = 60  # of a statement that is refused
-FORMAT_1_VIEWS_END = "GROUP BY t.learner_step, t.begin_us, t.end_us;\n"
 
 
 def compose(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> str:
@@ -121,14 +120,10 @@ def sql_identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def upgrade(layout: RunLayout) -> None:
-    """Give a run of an older code today's views, with its own macros and bound; the catalog was
-    upgraded already.
-    """
-    if not is_file(layout.open_sql, root=layout.root):
-        return
+def restore_views(layout: RunLayout) -> None:
+    """Write the views of this code into an open.sql. Its macros and its bound stay."""
     text = read_text(layout.open_sql, root=layout.root, errors="replace")
-    macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
+    macros = text.partition(MACROS_MARK)[2]
     staleness = BOUND.search(text)
     new = compose(
         layout, macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0

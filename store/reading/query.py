@@ -77,16 +77,8 @@ def show(
             f"{layout.run_directory} has no open.sql; it was made by an incomplete start, start "
             "the run again"
         )
-    # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and
-    # all of it is `sources`.
-    sources, mark, views = read_text(layout.open_sql, root=layout.root, errors="replace").partition(
-        VIEWS_MARK
-    )
-    if as_of is not None and not mark:
-        raise FormatError(
-            f"{layout.root} is of format 1, without snapshots; python -m store compact "
-            f"{layout.root} upgrades it"
-        )
+    text = read_text(layout.open_sql, root=layout.root, errors="replace")
+    sources, _, views = text.partition(VIEWS_MARK)
     root = f"{prefix}{layout.root}"
     try:
         for text in (sources, views):
@@ -97,13 +89,7 @@ def show(
         _leave_out(
             connection, lambda paths: _not_whole(paths, layout.root, prefix=prefix), prefix=prefix
         )
-        try:
-            connection.execute(views)
-        # views of older code open every file; one that fails, and there would be no view
-        except duckdb.Error as error:
-            if not leave_out_unreadable(connection, error, prefix=prefix):
-                raise
-            connection.execute(views)
+        connection.execute(views)
     except duckdb.OutOfMemoryException as error:
         limit = connection.execute("SELECT current_setting('memory_limit')").fetchall()[0][0]
         raise StoreError(
@@ -113,7 +99,7 @@ def show(
     except (duckdb.Error, FormatError) as error:
         why = " ".join(str(error).split())
         raise FormatError(
-            f"the views of {layout.run_directory} cannot be made ({why}); python -m store fsck "
+            f"the views of {layout.run_directory} cannot be made ({why}); gigpo fsck "
             f"--repair {layout.run_directory}"
         ) from error
 
@@ -129,7 +115,7 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
         return ""
     n_files = n_whole - 1 + len(broken)  # the first has no rows, only the columns
     some = f"{len(broken)} of {n_files} files cannot be read and are left out"
-    return f"{some}: first {broken[0]}; python -m store fsck {layout.run_directory}"
+    return f"{some}: first {broken[0]}; gigpo fsck {layout.run_directory}"
 
 
 def leave_out_unreadable(
@@ -232,9 +218,8 @@ def _show_as_of(
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
     for name, table in snapshot.tables.items():
         connection.register("arriving", table)
-        # A run that only older code has opened has no view of a newer table.
         connection.execute(
-            f"DROP VIEW IF EXISTS exported.{name}; CREATE TABLE exported.{name} AS FROM arriving"
+            f"DROP VIEW exported.{name}; CREATE TABLE exported.{name} AS FROM arriving"
         )
         connection.unregister("arriving")
     # as they are now: the files that have them may go

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -39,8 +38,6 @@ MAX_ROWS = 100_000_000
 MAX_SMALL_ROWS = 1_000_000
 MAX_SMALL_BYTES = 256 << 20
 MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
-# of a view or a column
-UNKNOWN_NAME = re.compile(r"(Catalog|Binder) Error.*(not exist|not found|not have)")
 _BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from store.reading.sandbox import serve
@@ -120,21 +117,19 @@ class Reader:
         self._lock = threading.Lock()
         self._child: _Child | None = None
         manifest = read_manifest(layout) if as_of is None else None
-        self._pin = Pin(
-            layout, as_of if as_of is not None else manifest.lsn if manifest is not None else 0
-        )
+        newest = 0 if manifest is None else manifest.lsn
+        self.lsn = newest if as_of is None else as_of  # of the snapshot
+        self._pin = Pin(layout, self.lsn)
         weakref.finalize(self, self._pin.close)  # also of a reader that nobody closes
         self._closed = False
-        self.lsn = as_of  # of the snapshot; None stays None for a run of an older format
         # says, in one line, which files cannot be read and are missing from every answer
         self.left_out = ""
         try:
-            self._ready_child()
+            self._ready_child(as_of)
         except BaseException:
             self.close()
             raise
-        if self.lsn is not None:
-            self._pin.settle(self.lsn)
+        self._pin.settle(self.lsn)
 
     def sql(
         self,
@@ -217,7 +212,7 @@ class Reader:
             if self._closed:
                 raise StoreError("this reader is closed; open another")
             self._check_still_there()
-            child = self._ready_child()
+            child = self._ready_child(self.lsn)
             deadline = time.monotonic() + timeout_s
             try:
                 while True:
@@ -234,10 +229,7 @@ class Reader:
                     f"SQL: no result within {timeout_s:g} s; ask for less, or give it more time "
                     "(timeout_s, --timeout)"
                 ) from error
-            except StoreError as error:  # the child's answer; an UnsafePathError is an OSError too
-                if self.lsn is None and UNKNOWN_NAME.search(str(error)):
-                    upgrade = f"this run is of format 1; python -m store compact {self.layout.root} upgrades it"
-                    raise StoreError(f"{error}; {upgrade}") from error
+            except StoreError:  # the child's answer; an UnsafePathError is an OSError too
                 raise
             except (EOFError, OSError) as error:
                 why = child.why_it_died()
@@ -260,13 +252,13 @@ class Reader:
                 "again where it is now"
             )
 
-    def _ready_child(self) -> _Child:
+    def _ready_child(self, lsn: int | None) -> _Child:
         if self._child is None or self._child.process.poll() is not None:
             self._discard()
             order = {
                 "run": str(self.layout.root),
                 "home": None if self.layout.home is None else str(self.layout.home),
-                "lsn": self.lsn,
+                "lsn": lsn,
                 "protection": self.protection,
                 "memory_limit": self._memory_limit,
                 "parent": os.getpid(),
@@ -311,7 +303,7 @@ class _Child:
             )
         self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
 
-    def start(self, order: dict) -> tuple[int | None, str]:
+    def start(self, order: dict) -> tuple[int, str]:
         """Tell it what to open; the lsn it shows, if it has one, and what it cannot read.
         StoreError if it cannot at all.
         """

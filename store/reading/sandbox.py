@@ -41,10 +41,10 @@ import pyarrow as pa
 from duckdb.sqltypes import DuckDBPyType
 
 from printable import SHOWN_CHARACTERS
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
-from store.reading.manifest import read_manifest
+from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier, sql_literal
 from store.reading.query import leave_out_unreadable, left_out, show
 
@@ -128,7 +128,7 @@ class _Opened:
 
     connection: duckdb.DuckDBPyConnection
     layout: RunLayout
-    lsn: int | None  # None: the run is of an older format
+    lsn: int
     prefix: str  # of every path, where it leads through the read-only file system
 
 
@@ -197,16 +197,15 @@ def _connect(
     limited: Callable[[], duckdb.DuckDBPyConnection],
     *,
     prefix: str,
-) -> tuple[duckdb.DuckDBPyConnection, int | None]:
-    """Return the run's views at `lsn`, by default now, and the lsn they show; None for a run of an
-    older format.
+) -> tuple[duckdb.DuckDBPyConnection, int]:
+    """Return the run's views at `lsn`, by default now, and the lsn that they show.
 
-    The manifest serves if it is the same before and after; where it changes faster than it is read,
-    the catalog does.
+    Read the manifest if it is the same before and after. Where it changes faster than it is read,
+    read the catalog.
     """
     for _ in range(CONNECT_TRIES):
-        before = read_manifest(layout)
-        if before is None or lsn not in (None, before.lsn):
+        before = _manifest_of(layout)
+        if lsn not in (None, before.lsn):
             break
         connection = limited()
         show(connection, layout, as_of=None, prefix=prefix)
@@ -214,11 +213,20 @@ def _connect(
         if after is not None and before.lsn == after.lsn:
             return connection, before.lsn
         connection.close()
-    if lsn is None and before is not None:
-        lsn = before.lsn
+    shown = before.lsn if lsn is None else lsn
     connection = limited()
-    show(connection, layout, as_of=lsn, prefix=prefix)
-    return connection, lsn
+    show(connection, layout, as_of=shown, prefix=prefix)
+    return connection, shown
+
+
+def _manifest_of(layout: RunLayout) -> Manifest:
+    manifest = read_manifest(layout)
+    if manifest is None:
+        raise FormatError(
+            f"{layout.run_directory} has no manifest.json; "
+            f"gigpo fsck --repair {layout.run_directory} writes it"
+        )
+    return manifest
 
 
 def _lock_settings(
@@ -237,8 +245,7 @@ def _lock_settings(
     if files is not None:
         connection.register_filesystem(files)
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    manifest = read_manifest(layout)
-    few = manifest is not None and len(manifest.segments) <= MAX_CACHED_FILES
+    few = len(_manifest_of(layout).segments) <= MAX_CACHED_FILES
     settings = [
         *SETTINGS,
         # files never change; saves much of a small query over many

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from store import FORMAT_VERSION, Catalog, RunLayout
+from store import Catalog, RunLayout
 from store.catalog.time_travel import connect_read_only, read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.maintenance.fsck import CONTENTS, FATAL, check
@@ -105,7 +105,7 @@ def forge(layout: RunLayout, script: str) -> None:
 
 def command(layout: RunLayout, name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "store", name, str(layout.root), *options],
+        [sys.executable, "-m", "cli", name, str(layout.root), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -148,8 +148,7 @@ def test_a_foreign_schema_is_one_line_that_names_the_object(schema: str, layout:
     assert finding.what == "catalog_schema" and finding.what in FATAL
     assert (
         named in finding.detail
-        and finding.remedy
-        == f"make a new catalog without it: python -m store rebuild --force {layout.root}"
+        and finding.remedy == f"make a new catalog without it: gigpo rebuild --force {layout.root}"
     )
     assert layout.catalog.read_bytes() == before
 
@@ -185,17 +184,14 @@ def test_a_missing_object_is_not_a_foreign_one(layout: RunLayout) -> None:
 def test_a_catalog_of_newer_code_is_told_from_a_foreign_one(layout: RunLayout) -> None:
     forge(
         layout,
-        "CREATE TABLE later (x); ALTER TABLE meta ADD COLUMN more TEXT; UPDATE meta SET "
-        f"format_version = {FORMAT_VERSION + 1}",
+        "CREATE TABLE later (x); ALTER TABLE meta ADD COLUMN more TEXT; PRAGMA application_id = 7",
     )
     for attempt in (
         lambda: Catalog.open(layout),
         lambda: connect_read_only(layout),
         lambda: check(layout, level=CONTENTS),
     ):
-        with pytest.raises(
-            FormatError, match=f"format version {FORMAT_VERSION + 1}.*update the code"
-        ):
+        with pytest.raises(FormatError, match="has format application_id 7, .* use the version"):
             attempt()
 
 

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,7 +254,7 @@ def test_a_dataset_of_incomplete_groups_says_how_many_and_how_to_export_whole_on
         )
         return str(tmp_path / name)
 
-    hint = "`python -m store export --groups` exports whole groups"
+    hint = "`gigpo export --groups` exports whole groups"
     with pytest.raises(
         StoreError, match=f"all: 3 groups, of which each lacks trajectories; {hint}"
     ):
@@ -589,34 +588,6 @@ def test_a_rebuilt_catalog_knows_them_and_their_uses(source: RunLayout, target: 
         assert catalog.offline_batches_left(2, uses=2) == 2, "the claim is released"
         assert learn(catalog, 2) == ["task-2", "task-0"]
     assert check(target, level=CONTENTS) == []
-
-
-def test_a_run_of_format_2_is_a_source_as_it_is_and_goes_on_as_today(
-    tmp_path: Path, target: RunLayout
-) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "data" / "format-2.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    old = RunLayout.open(tmp_path / "format-2")
-    assert old.info.format_version == 2
-    # a warning: older views
-    assert [finding.what for finding in check(old, level=CONTENTS)] == ["open_sql_changed"]
-    (taken,) = taken_from(target, str(old.root))
-    assert (taken.n_groups, taken.n_incomplete) == (6, 1)
-    lineage = "SELECT learner_step, batch_id, outcome, staleness, live, group_uid FROM lineage ORDER BY ALL"
-    groups = "SELECT group_uid, state, reason, n_steps FROM groups ORDER BY ALL"
-    before = ask(old, lineage), ask(old, groups)
-    assert before[0] and RunLayout.open(old.root).info.format_version == 2
-    with connect(old, as_of=12) as views:
-        assert views.sql("SELECT count(*) > 0 FROM groups").fetchall() == [(True,)]
-    with Catalog.open(old) as catalog:
-        export(catalog, old)
-        assert (ask(old, lineage), ask(old, groups)) == before
-        assert ask(old, "SELECT DISTINCT use, source FROM lineage") == [(1, None)]
-        batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
-        assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
-        export(catalog, old)
-    assert check(old, level=CONTENTS) == []
 
 
 @pytest.mark.parametrize(
