@@ -4,13 +4,12 @@ from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
-from .catalog.imported_groups import ImportedGroup as ImportedGroup
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
 from .catalog.records import CheckpointRecord as CheckpointRecord
 from .catalog.records import CommitResult as CommitResult
 from .catalog.records import Counts as Counts
-from .catalog.records import GroupRecord as GroupRecord
+from .catalog.records import Group as Group
 from .catalog.records import LiveSegment as LiveSegment
 from .catalog.records import RollBack as RollBack
 from .catalog.records import Unfinished as Unfinished

@@ -104,7 +104,7 @@ def explain(engine: Engine, ready: PreparedBatch) -> Explanation:
                 n_won=sum(trajectory.won for trajectory in mine),
                 return_min=min(returns),
                 return_max=max(returns),
-                staleness=ready.version - group.version_min if group.source is None else None,
+                staleness=ready.version - group.oldest_version if group.source is None else None,
                 learnt=of_group.get(group.group_uid),
                 why_not=ready.filtered.get(group.group_uid, "no response tokens"),
             )

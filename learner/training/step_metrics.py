@@ -62,7 +62,7 @@ def timeless_metrics(ready: PreparedBatch, updates: list[UpdateStats]) -> dict[s
         **episode_metrics("train", ready.live),
         **episode_metrics("offline", ready.offline),
         **(
-            {"staleness/max": float(ready.version - min(group.version_min for group in live))}
+            {"staleness/max": float(ready.version - min(group.oldest_version for group in live))}
             if live
             else {}
         ),

@@ -1,15 +1,18 @@
-"""Groups from complete to consumed: claim, settle, roll back. Functions of one transaction each."""
+"""Move groups from complete to consumed: claim, settle, roll back. Each function is part of one
+transaction.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from store.catalog import imported_groups
 from store.catalog.database import Transaction
 from store.catalog.group_counts import ROLLED_BACK, complete_by_version, counts
-from store.catalog.groups import reopen
-from store.catalog.records import Batch, ClaimedGroup, RollBack
+from store.catalog.groups import as_group, reopen
+from store.catalog.records import Batch, RollBack
 from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
 from store.records import uid_text
@@ -27,11 +30,13 @@ def claim(
     n_offline: int = 0,
     uses: int = 1,
 ) -> Batch | None:
-    """The oldest complete training groups and then `n_offline` offline ones as a new batch; None if
-    there are too few of either.
+    """Claim the oldest complete training groups as a batch. Return None, and claim none, if too few
+    are there.
 
-    Groups beyond the bound become `stale` first, also where no batch follows. Stored ones stay as
-    they are: the least used come first, each `uses` times at most.
+    Groups whose oldest version is more than `max_staleness` behind `current_version` become stale
+    first, also if no batch follows. `current_version` is the learner's version when it will train
+    on the batch. `n_offline` offline groups follow: the least used ones, each at most `uses` times.
+    They never become stale.
     """
     if n_groups < 0 or n_offline < 0 or n_groups + n_offline < 1:
         raise StoreError(
@@ -39,7 +44,7 @@ def claim(
         )
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = tx.rows(
-        """SELECT group_uid, task_id, ordinal, version_min, version_max, source, 1 AS use FROM grp
+        """SELECT *, 1 AS use FROM grp
            WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
         n_groups=n_groups,
     )
@@ -68,9 +73,7 @@ def claim(
     tx.touch("groups", "lineage")
     return Batch(
         batch_id=batch_id,
-        groups=tuple(
-            ClaimedGroup(**{name: row[name] for name in ClaimedGroup.__slots__}) for row in rows
-        ),
+        groups=tuple(replace(as_group(tx, row), state="claimed") for row in rows),
         segments=segments_of_batch(tx, batch_id),
         claimed_us=tx.now_us,
     )
@@ -84,8 +87,9 @@ def settle(
     filtered: Mapping[bytes, str],
     version_in: int,
 ) -> None:
-    """Record that a claimed batch was learner step `learner_step`, taken at policy version
-    `version_in`.
+    """Record that a claimed batch was trained as `learner_step` at policy version `version_in`.
+
+    `filtered` groups were left out of the loss, for the reason given.
     """
     batch = tx.row(
         "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
@@ -143,10 +147,10 @@ def settle(
 
 
 def roll_back(tx: Transaction, learner_step: int) -> RollBack:
-    """Make everything claimed or trained after `learner_step` available again. The ledgers keep
-    their rows.
+    """Make every group that was claimed or trained after `learner_step` available again.
 
-    Versions stay: they were published, and their numbers are never reused. Stale groups stay stale.
+    Append-only tables keep their rows. Versions stay, because they were published and their numbers
+    are never used again. Stale groups stay stale.
     """
     batches = [
         (row["batch_id"], row["state"])
@@ -194,11 +198,11 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
 
 
 def release(tx: Transaction, batch_id: int, *, why: str) -> int:
-    """Make the groups of one batch available again; how many. The batch and its rows stay in the
-    ledgers.
+    """Make the groups of one batch available again, and return their number. The batch keeps its
+    rows.
 
-    A group that lost trajectories since (fsck) is to be played again first: half of it cannot be
-    trained on.
+    A group that lost trajectories since (fsck) is opened again: it cannot be trained on until the
+    missing members are played.
     """
     halves = tx.rows(
         """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
@@ -252,7 +256,9 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
-    """Offline groups keep theirs: what became of each use of them is in `batch_group`."""
+    """Set the state of a group of this run. An offline group stays complete: each use is in
+    `batch_group`.
+    """
     tx.run(
         "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source "
         "IS NULL",
@@ -263,6 +269,7 @@ def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) ->
 
 
 def segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]:
+    """Return the files that hold the trajectories of a batch, each with only those trajectories."""
     rows = tx.rows(
         """SELECT t.*, s.path, s.digest, s.n_steps AS file_steps, s.n_bytes, s.worker
            FROM batch_group b JOIN trajectory t USING (group_uid) JOIN segment s USING (segment_id)

@@ -1,4 +1,4 @@
-"""The catalog's connection: one owner, one transaction at a time, each either whole or absent."""
+"""Open the catalog: one owner, one transaction at a time, each either whole or absent."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _LOG_PAGES = 4000
 _LOCK_MODE = 0o644
 # begins a journal, and ends the name of a super-journal
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+_STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
 # only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
 _OTHER_OWNER_WAIT_S = 5.0
 
@@ -39,9 +40,7 @@ Result = TypeVar("Result")
 
 
 class Transaction:
-    """What one transaction works with: rows in, rows out, and the lsn it will have if it changes
-    anything visible.
-    """
+    """The statements of one transaction, and the lsn that it gets if it changes an exported table."""
 
     def __init__(
         self, connection: sqlite3.Connection, *, run_id: str, epoch: int, lsn: int
@@ -54,34 +53,36 @@ class Transaction:
         self._connection = connection
 
     def touch(self, *tables: str) -> None:
-        """Note that readers will see these exported tables change."""
+        """Note that these exported tables change."""
         self.touched.update(tables)
 
     def run(self, sql: str, **parameters: Any) -> int:
-        """Execute one statement; the number of rows it changed."""
+        """Execute one statement. Return the number of rows it changed."""
         return self._connection.execute(sql, parameters).rowcount
 
     def run_many(self, sql: str, parameters: Iterable[Mapping[str, Any]]) -> None:
-        """One statement for every row: the interpreter is let go of once, not once a row."""
+        """Execute one statement for every row. The interpreter lock is released once, not once a
+        row.
+        """
         self._connection.executemany(sql, parameters)
 
     def insert(self, sql: str, **parameters: Any) -> int:
-        """Execute one INSERT; the rowid it made."""
+        """Execute one INSERT. Return the rowid it made."""
         rowid = self._connection.execute(sql, parameters).lastrowid
         assert rowid is not None
         return rowid
 
     def rows(self, sql: str, **parameters: Any) -> list[sqlite3.Row]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         return self._connection.execute(sql, parameters).fetchall()
 
     def row(self, sql: str, **parameters: Any) -> sqlite3.Row | None:
-        """The first row of a query, if any."""
+        """Return the first row of a query, None if there is none."""
         row: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
         return row
 
     def log(self, *, component: str, what: str, detail: str) -> None:
-        """Append to the audit."""
+        """Append a line to the events view."""
         self.run(
             "INSERT INTO event (lsn, at_us, component, what, detail) VALUES (:lsn, :at_us, "
             ":component, :what, :detail)",
@@ -108,9 +109,7 @@ def one_transaction(
 
 
 class Database:
-    """The owned SQLite file. Only one process has it at a time; opening it fences whoever had it
-    before.
-    """
+    """The SQLite file that this process owns. Opening it fences the owner before."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._path = layout.catalog
@@ -135,11 +134,10 @@ class Database:
 
     @contextmanager
     def transaction(self, *, may_be_undone: bool = False) -> Iterator[Transaction]:
-        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only
-        if it touched.
+        """Give a transaction that is committed as a whole, or rolled back if the body raises.
 
-        Inside another one of the same thread it is a part of that one, whose body must not catch
-        its errors.
+        The lsn moves only if the body touched an exported table. Within another transaction of the
+        same thread this is part of that one, whose body must not catch its errors.
         """
         with self._mutex:
             if self._open is not None:
@@ -170,18 +168,18 @@ class Database:
 
     @contextmanager
     def unsynced_transaction(self) -> Iterator[Transaction]:
-        """One that a power cut may undo, until the next other one, which brings it along; a killed
-        process loses none.
+        """Give a transaction that a power cut may undo until the next synced one. A killed process
+        loses none.
         """
         with self._mutex, self._unsynced(), self.transaction(may_be_undone=True) as transaction:
             yield transaction
 
     @contextmanager
     def synced_together(self) -> Iterator[None]:
-        """One wait for the disk for all transactions within, at the end: until then nobody may be
-        told of them.
+        """Sync all transactions within once, at the end. Do not acknowledge any of them before
+        that.
 
-        Those of other threads wait for it, as theirs would not be synced either.
+        Other threads wait, because their transactions would not be synced either.
         """
         with self._mutex:
             try:
@@ -206,8 +204,9 @@ class Database:
             self._connection.execute(_SYNCED)
 
     def sync(self) -> None:
-        """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the
-        file syncs by itself.
+        """Make sure that no power cut undoes a committed transaction.
+
+        Syncing the log is enough: SQLite syncs by itself when it copies the log into the file.
         """
         with self._mutex:
             if self._lost is not None:
@@ -225,7 +224,7 @@ class Database:
             self._owes_sync = False
 
     def close(self) -> None:
-        """Give the catalog back. Idempotent."""
+        """Give up the ownership. May be called twice."""
         with self._mutex:
             if self._lock_fd < 0:
                 return
@@ -283,8 +282,8 @@ class Database:
 
 
 def _shown_lsn(layout: RunLayout) -> int:
-    """That of the manifest, which is written after the commits it shows; 0 without a readable
-    one.
+    """Return the lsn of the manifest, which is written after the commits it shows. 0 without a
+    manifest.
     """
     try:
         content = json_values.parse_object(
@@ -328,9 +327,33 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
     return connection
 
 
+def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
+    """Open the catalog beside its owner, to read it.
+
+    Without a -wal file nobody writes, so a directory without write permission can be read too.
+    Raises OtherFormatError, and ForeignSchemaError for objects that this code never makes.
+    """
+    check_consent(layout)
+    check_catalog_files(layout)
+    wal = layout.catalog.with_name(f"{layout.catalog.name}-wal")
+    mode = "mode=ro" if is_file(wal, root=layout.run_directory) else "mode=ro&immutable=1"
+    connection = sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)
+    try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+        # Pages that share their children can make a query endless. Only between Python's lines does
+        # Ctrl-C end it.
+        connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
+        check_schema(connection, path=layout.catalog)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether the error says that a catalog is damaged, and not that it cannot be reached or
-    written now.
+    """Return whether the error means a damaged catalog, and not one that cannot be read or written
+    now.
     """
     if isinstance(error, sqlite3.OperationalError):
         return "no such" in str(error) or "malformed" in str(error)
@@ -344,8 +367,8 @@ def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 def _check_not_lost(layout: RunLayout) -> None:
-    """A new catalog is for a new run: in another one all segments would be orphans, and be
-    swept.
+    """Refuse a new catalog for a run that has segments: they would be swept, because no row names
+    them.
     """
     found = status(layout.catalog, root=layout.root)
     if found is not None and found.st_size > 0:
@@ -358,16 +381,16 @@ def _check_not_lost(layout: RunLayout) -> None:
 
 
 def check_unowned(layout: RunLayout) -> None:
-    """Raises LockedError, naming the process, if a live one owns the catalog; takes nothing."""
+    """Raise LockedError naming the process if a live one owns the catalog. Take no lock."""
     if is_file(layout.catalog_lock, root=layout.root):
         os.close(take_lock(layout))
 
 
 def check_owner(layout: RunLayout) -> None:
-    """Refuse to write for a run that leads elsewhere: by a link, or by a storage that this user did
-    not choose.
+    """Refuse to own a run whose files are elsewhere: behind a link, or in a storage that this user
+    did not choose.
 
-    An owner removes files there that the catalog does not name. Raises StoreError.
+    An owner removes files that the catalog does not name. Raises StoreError.
     """
     layout.check_no_links()
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
@@ -380,8 +403,8 @@ def check_owner(layout: RunLayout) -> None:
 
 
 def check_consent(layout: RunLayout) -> None:
-    """Refuse to read a stranger's run that would have this user ask the network. A path of this
-    machine is only read.
+    """Refuse to read a stranger's run if that would make this user ask the network. Local paths are
+    read.
 
     Raises StoreError.
     """
@@ -399,11 +422,10 @@ def check_consent(layout: RunLayout) -> None:
 
 
 def check_catalog_files(layout: RunLayout) -> None:
-    """Raise UnsafePathError or FormatError if SQLite would open or remove other files than those of
-    the run.
+    """Raise UnsafePathError or FormatError if SQLite would open or remove files outside the run.
 
-    SQLite follows links by itself. After a transaction of several databases it removes the file
-    that a journal names.
+    SQLite follows links. After a transaction of several databases it removes the file that a
+    journal names.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
@@ -418,8 +440,8 @@ def check_catalog_files(layout: RunLayout) -> None:
 
 
 def _names_another_file(journal: BinaryIO) -> bool:
-    """Return whether a rollback journal ends with the name of a super-journal: only transactions of
-    several files do.
+    """Return whether a rollback journal names a super-journal, as only transactions of several
+    files do.
     """
     size = journal.seek(0, os.SEEK_END)
     journal.seek(max(0, size - len(_JOURNAL_MAGIC)))
@@ -427,8 +449,9 @@ def _names_another_file(journal: BinaryIO) -> bool:
 
 
 def take_lock(layout: RunLayout) -> int:
-    """Return the descriptor of the lock of the catalog's owner. Raises LockedError naming the
-    process that has it.
+    """Take the lock of the catalog's owner and return its descriptor.
+
+    Raises LockedError naming the process that has it.
     """
     path = layout.catalog_lock
     try:

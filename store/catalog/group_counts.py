@@ -1,4 +1,4 @@
-"""What the catalog knows in sum: groups by state, and evaluation rounds."""
+"""Count groups by state, and sum up finished evaluation rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROLLED_BACK = "the evaluated version was rolled back"  # why a round was abandon
 
 
 def counts(tx: Transaction) -> Counts:
-    """Return the training groups by state. It costs the same in a run of any length: see
+    """Return the training groups by state. The cost does not grow with the run: see
     group_counts.sql.
     """
     rows = tx.rows(
@@ -36,7 +36,7 @@ def counts(tx: Transaction) -> Counts:
 
 
 def complete_by_version(tx: Transaction) -> dict[int, int]:
-    """Oldest version -> how many complete training groups have it as theirs."""
+    """Count the complete training groups by their oldest version."""
     rows = tx.rows(
         "SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete' "
         "GROUP BY version_min"
@@ -45,8 +45,9 @@ def complete_by_version(tx: Transaction) -> dict[int, int]:
 
 
 def outstanding(tx: Transaction) -> int:
-    """Training groups handed out and not yet trained on: `counts().outstanding`, from the index
-    alone.
+    """Return the training groups handed out and not yet trained on, which admission bounds.
+
+    It equals `counts().outstanding`, and reads the index only.
     """
     row = tx.row(
         "SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', "
@@ -57,18 +58,17 @@ def outstanding(tx: Transaction) -> int:
 
 
 def open_heldout(tx: Transaction) -> int:
-    """Held-out groups still to be played, over all evaluation rounds."""
+    """Return the number of held-out groups still to be played, over all evaluation rounds."""
     row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'heldout' AND state = 'open'")
     assert row is not None
     return int(row["n"])
 
 
 def finished_evaluations(tx: Transaction) -> list[Evaluation]:
-    """Evaluation rounds that were played to the end and have no figure `heldout/success` under
-    their version yet.
+    """Return evaluation rounds that are played to the end and have no figure `heldout/success` yet.
 
-    What was rolled back is none; what was abandoned because its environment failed is left out, and
-    counted.
+    A round whose version was rolled back is not returned. Episodes whose environment failed are
+    only counted.
     """
     rows = tx.rows(
         # From round to round by the index, and only into the groups of those without a figure:

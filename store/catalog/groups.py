@@ -1,13 +1,13 @@
-"""Groups from open to complete: opening, leasing, committing. Functions of one transaction each."""
+"""Move groups from open to complete: open, lease, commit. Each function is part of one transaction."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from store.catalog.database import Transaction
-from store.catalog.records import CommitResult, GroupRecord
+from store.catalog.records import CommitResult, Group
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
@@ -17,6 +17,7 @@ from store.segments import SegmentMeta, TrajectoryMeta
 
 TRAIN = "train"
 HELDOUT = "heldout"
+GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
 
 
 def open_group(
@@ -27,8 +28,13 @@ def open_group(
     split: str,
     size: int,
     purpose_version: int | None,
-) -> GroupRecord:
-    """A new group, or the existing one of that ordinal; the next free ordinal if None."""
+) -> Group:
+    """Return the group of this ordinal, opened now if it is new. Without an ordinal use the next
+    one.
+
+    `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
+    StoreError if the ordinal belongs to another task or size.
+    """
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
     _check_split(split, purpose_version)
@@ -60,14 +66,15 @@ def open_group(
         tx.touch("groups")
         group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
         assert group is not None
-    return _record(tx, group)
+    return _open_group(tx, group)
 
 
 def open_round(
     tx: Transaction, task_ids: Sequence[str], *, episodes_per_task: int, version: int
 ) -> None:
-    """Every held-out task, `episodes_per_task` groups of one episode each; what is there already
-    stays.
+    """Open an evaluation round: for each task `episodes_per_task` groups of one episode.
+
+    Groups of the round that exist already stay, so a later call with more episodes adds the rest.
     """
     for ordinal in range(episodes_per_task * len(task_ids)):
         task_id = task_ids[ordinal % len(task_ids)]
@@ -77,7 +84,7 @@ def open_round(
 
 
 def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None = None) -> int:
-    """One more than the largest ordinal handed out in the split (and round)."""
+    """Return the ordinal that the next group of the split (and evaluation round) gets."""
     _check_split(split, purpose_version)
     row = tx.row(
         "SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round ORDER BY "
@@ -96,11 +103,12 @@ def lease_open_group(
     split: str | None = None,
     without: Collection[str] = (),
     only: Collection[str] | None = None,
-) -> GroupRecord | None:
-    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that
-    rounds end soon.
+) -> Group | None:
+    """Lease the oldest open group that has no live lease. Return None if there is none.
 
-    Skip groups of the tasks `without`, and all but those of the tasks `only`, where it is given.
+    Held-out groups come first, so that evaluation rounds end soon. After a crash this returns the
+    groups that were dispatched and not finished, before any new one. Skip the tasks `without`, and
+    all tasks but `only` where that is given.
     """
     tasks = {
         "without": json.dumps(list(without)),
@@ -130,11 +138,11 @@ def lease_open_group(
         until_us=tx.now_us + round(lease_s * US_PER_S),
         group_uid=group["group_uid"],
     )
-    return _record(tx, group)
+    return _open_group(tx, group)
 
 
 def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | None) -> bool:
-    """Return whether an open group of one of the tasks is played by nobody."""
+    """Return whether one of the tasks has an open group without a live lease."""
     if not task_ids:
         return False
     row = tx.row(
@@ -148,11 +156,10 @@ def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | N
 
 
 def times_lost(tx: Transaction) -> dict[str, int]:
-    """Return how often a worker was lost with a group of a task in play, for tasks whose group was
-    never finished.
+    """Return by task how often a worker was lost while it played the task's group.
 
-    Each loss has left a row for every episode of the group that had not ended, so the most rows of
-    one episode count them.
+    Tasks whose group was finished since are left out. Each loss wrote one row for every episode
+    that had not ended, so the episode with the most rows counts the losses.
     """
     rows = tx.rows(
         """SELECT task_id, max(n) AS n
@@ -165,7 +172,7 @@ def times_lost(tx: Transaction) -> dict[str, int]:
 
 
 def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> int:
-    """Extend all leases of workers that are alive; how many they hold."""
+    """Extend all leases of workers that are alive. Return the number of leases."""
     return tx.run(
         "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM "
         "json_each(:workers))",
@@ -175,9 +182,7 @@ def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> i
 
 
 def release_leases(tx: Transaction, worker: str) -> int:
-    """A worker is gone, or was stopped: what it played is free for others at once. How many
-    groups.
-    """
+    """End all leases of a worker, so that others may play its groups at once. Return their number."""
     return tx.run(
         "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker "
         "AND state = 'open'",
@@ -186,12 +191,11 @@ def release_leases(tx: Transaction, worker: str) -> int:
 
 
 def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reason: str) -> None:
-    """A worker stops playing a group. 'abandoned', 'stale': nobody plays it again. 'open': it is
-    played again, from the start; if some of it is committed it becomes stale instead, as new
-    members would be of other versions than the old ones.
+    """End a worker's lease before its group is complete, with a new state for the group.
 
-    What is committed of it stays. A group that is no longer open, or is another worker's by now, is
-    left as it is.
+    'open': others play it again. If members are committed it becomes stale instead, because new
+    members would be of other versions. 'stale' or 'abandoned': nobody plays it again. Committed
+    members stay. A group that is no longer open, or is leased to another worker, is left as it is.
     """
     if state not in ("open", "stale", "abandoned"):
         raise StoreError(
@@ -213,7 +217,11 @@ def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reaso
 
 
 def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult:
-    """Make a written segment count. Retrying is harmless: what is already there is a duplicate."""
+    """Make a written segment count. A retry changes nothing.
+
+    Trajectories that another segment already holds are duplicates. Raises FencedError for the epoch
+    of an earlier owner.
+    """
     if epoch != tx.epoch:
         raise FencedError(
             f"segment {segment.path} was made under epoch {epoch}, the catalog is at {tx.epoch}; "
@@ -265,25 +273,19 @@ def _check_split(split: str, purpose_version: int | None) -> None:
         )
 
 
-def _record(tx: Transaction, group: sqlite3.Row) -> GroupRecord:
-    committed = {
-        row["member"]
-        for row in tx.rows(
-            "SELECT member FROM trajectory WHERE group_uid = :group_uid",
-            group_uid=group["group_uid"],
-        )
-    }
-    return GroupRecord(
-        group_uid=group["group_uid"],
-        traj_uids=tuple(uid(group["group_uid"], member) for member in range(group["size"])),
-        ordinal=group["ordinal"],
-        task_id=group["task_id"],
-        split=group["split"],
-        size=group["size"],
-        purpose_version=group["purpose_version"],
-        missing=tuple(member for member in range(group["size"]) if member not in committed),
-        epoch=tx.epoch,
+def as_group(tx: Transaction, row: sqlite3.Row, *, missing: Iterable[int] = ()) -> Group:
+    """Return a row that has all GROUP_COLUMNS as a Group."""
+    columns = {name: row[name] for name in GROUP_COLUMNS}
+    return Group(**columns, missing=tuple(missing), epoch=tx.epoch)
+
+
+def _open_group(tx: Transaction, row: sqlite3.Row) -> Group:
+    members = tx.rows(
+        "SELECT member FROM trajectory WHERE group_uid = :group_uid", group_uid=row["group_uid"]
     )
+    committed = {member["member"] for member in members}
+    missing = (member for member in range(row["size"]) if member not in committed)
+    return as_group(tx, row, missing=missing)
 
 
 def _size_of(tx: Transaction, group_uid: bytes) -> int:
@@ -307,7 +309,7 @@ def _check_belongs(trajectory: TrajectoryMeta, *, size: int) -> None:
 
 
 def _segments_of(tx: Transaction, group_uid: bytes) -> list[tuple[bytes, str]]:
-    """Which trajectories of the group are committed, and where their rows are."""
+    """Return the committed trajectories of a group, each with its segment."""
     rows = tx.rows(
         "SELECT traj_uid, segment_id FROM trajectory WHERE group_uid = :group_uid",
         group_uid=group_uid,
@@ -328,8 +330,8 @@ def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
 def insert_trajectories(
     tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, segment_id: str
 ) -> None:
-    """The trajectories count, and are read from this segment. Their groups' sums are the caller's
-    business.
+    """Enter trajectories that are read from this segment. The caller updates the sums of their
+    groups.
     """
     names = TrajectoryMeta.__slots__
     tx.run_many(
@@ -346,7 +348,7 @@ def insert_trajectories(
 
 
 def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
-    """An open group that has all its members is complete."""
+    """Complete an open group if all its members are committed."""
     tx.run(
         """UPDATE grp SET state = 'complete', reason = 'all ' || size || ' trajectories committed',
                           completed_lsn = :lsn, completed_us = :now_us, lease_worker = NULL, lease_until_us = NULL
@@ -358,7 +360,7 @@ def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
 
 
 def recompute(tx: Transaction, group_uid: bytes) -> None:
-    """Set the group's figures to those of its trajectories."""
+    """Set a group's sums to those of its trajectories."""
     tx.run(
         """UPDATE grp SET (n_members, n_steps, n_won, return_sum, version_min, version_max) = (
                SELECT count(*), coalesce(sum(n_steps), 0), coalesce(sum(won), 0), coalesce(sum(episode_return), 0.0),
@@ -371,8 +373,9 @@ def recompute(tx: Transaction, group_uid: bytes) -> None:
 
 
 def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
-    """The same, unless the group lacks members: a consumed one keeps the figures of what the
-    learner saw.
+    """Set a group's sums to those of its trajectories, unless the group lacks some.
+
+    A consumed group keeps the sums of the trajectories that the learner saw.
     """
     row = tx.row(
         """SELECT n_members, (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
@@ -384,9 +387,10 @@ def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
         recompute(tx, group_uid)
 
 
-def withhold_half(tx: Transaction, group_uid: bytes, *, why: str) -> None:
-    """A offline group that lacks trajectories is not trained on again: half of it cannot be
-    compared. Others stay.
+def abandon_incomplete_offline(tx: Transaction, group_uid: bytes, *, why: str) -> None:
+    """Abandon an offline group that lost trajectories. Other groups stay as they are.
+
+    Its advantages would compare only some of its members.
     """
     lacks = tx.row(
         """SELECT 1 FROM grp g WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
@@ -404,7 +408,7 @@ def withhold_half(tx: Transaction, group_uid: bytes, *, why: str) -> None:
 
 
 def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
-    """The members it lacks are to be played again; those it has stay."""
+    """Open a group again, so that the members it lacks are played. Its other members stay."""
     tx.run(
         """UPDATE grp SET state = 'open', reason = :reason, completed_lsn = NULL, completed_us = NULL,
                           lease_worker = NULL, lease_until_us = NULL

@@ -1,38 +1,32 @@
-"""Trajectories that come from elsewhere: other runs' groups, which are only read, and this run's
-own, lost or not yet here.
+"""Import groups of other runs, and train on some of them. Each function is part of one transaction.
+
+Imported groups have the split IMPORTED and are only read. An offline group is an imported, complete
+group that names the run that played it as its `source`. It may be trained on several times: each
+use is a live row of `batch_group` with a number of its own. It is never leased or stale, does not
+count as outstanding, and stays complete.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from store.catalog.database import Transaction
 from store.catalog.groups import complete_if_whole, insert_trajectories, recompute_if_whole
+from store.catalog.records import IMPORTED, Group
 from store.catalog.segment_states import insert_segment
 from store.errors import StoreError
 from store.hashing import uid
 from store.records import uid_text
 from store.segments import SegmentMeta
 
-# the split of other runs' groups: never leased or counted as outstanding; claimed if they have a
-# source
-IMPORTED = "imported"
 COMPONENT = "import"
 OFFLINE_COMPONENT = "offline"
 TAKEN = "sources taken"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportedGroup:
-    group_uid: bytes
-    task_id: str
-    size: int  # of the group where it was played, whether all its members are here or not
-
-
 def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
-    """Those that the run has or had, also where retention dropped their rows."""
+    """Return those of the trajectories that the run has or had. Retention keeps their rows."""
     found = (
         tx.row("SELECT traj_uid FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=name)
         for name in traj_uids
@@ -41,12 +35,14 @@ def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozens
 
 
 def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
-    """Enter each trajectory of the segment as a group of its own. Does nothing if one is known: it
-    is a retry.
+    """Enter each trajectory of the segment as an imported group of one, for reading only.
+
+    These are over-provisioned episodes that ended when their group was already complete. A retry
+    changes nothing.
     """
     if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):
         groups = [
-            ImportedGroup(group_uid=one.group_uid, task_id=task_id, size=1)
+            Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
             for one in segment.trajectories
         ]
         import_groups(
@@ -62,15 +58,15 @@ def import_groups(
     tx: Transaction,
     *,
     segment: SegmentMeta,
-    groups: Sequence[ImportedGroup],
+    groups: Sequence[Group],
     source: str,
     own: bool,
 ) -> None:
-    """Make a segment count whose trajectories the run does not have. `groups` are all of its
-    groups, `source` says where they are from, in words; `own` ones were opened by this very run.
+    """Make a segment count whose trajectories the run does not have.
 
-    A group that is not here is entered as imported; one that is takes its missing members in, and
-    is complete when it is whole.
+    `groups` are all groups of the segment, and `source` says in words where they are from. A group
+    that the run does not have is entered as imported. A group that it has gets its missing members,
+    and is complete when it has all. `own` groups were opened by this very run.
     """
     sizes = {group.group_uid: group.size for group in groups}
     for trajectory in segment.trajectories:
@@ -96,7 +92,7 @@ def import_groups(
     insert_segment(tx, segment, epoch=tx.epoch, level=0)
     insert_trajectories(tx, segment.trajectories, segment_id=segment.segment_id)
     for group in groups:
-        _take_in(tx, group, source=source)
+        _update_imported(tx, group, source=source)
     n = len(segment.trajectories)
     tx.log(
         component=COMPONENT,
@@ -106,9 +102,10 @@ def import_groups(
     tx.touch("groups")
 
 
-def _refuse_unknown(tx: Transaction, groups: Sequence[ImportedGroup]) -> None:
-    """The run's own groups must be in its catalog: entered as imported, their ordinals would be
-    handed out again for ever.
+def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
+    """Raise StoreError if a group of this very run is not in its catalog.
+
+    Entered as imported, its ordinal would be handed out a second time.
     """
     for group in groups:
         if (
@@ -122,7 +119,7 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[ImportedGroup]) -> None:
             )
 
 
-def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) -> None:
+def _enter(tx: Transaction, group: Group, *, ordinal: int, source: str) -> None:
     tx.run(
         """INSERT INTO grp (group_uid, split, ordinal, task_id, size, state, reason,
                             n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
@@ -139,16 +136,17 @@ def _enter(tx: Transaction, group: ImportedGroup, *, ordinal: int, source: str) 
     )
 
 
-def _take_in(tx: Transaction, group: ImportedGroup, *, source: str) -> None:
-    """The group's sums and state, now that more of its members are here."""
+def _update_imported(tx: Transaction, group: Group, *, source: str) -> None:
+    """Update the sums and the state of a group after some of its members were imported."""
     recompute_if_whole(tx, group.group_uid)
     complete_if_whole(tx, group.group_uid)
-    whole_again(tx, group.group_uid, reason=f"imported from {source}")
+    complete_imported(tx, group.group_uid, reason=f"imported from {source}")
 
 
-def whole_again(tx: Transaction, group_uid: bytes, *, reason: str | None) -> None:
-    """An imported group that has all its members by now is complete, with this reason if there is
-    one.
+def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) -> None:
+    """Complete an abandoned imported group if it has all its members now.
+
+    Keep its reason where none is given.
     """
     tx.run(
         """UPDATE grp SET state = 'complete', reason = coalesce(:reason, reason), completed_lsn = :lsn, completed_us = :now_us
@@ -162,8 +160,10 @@ def whole_again(tx: Transaction, group_uid: bytes, *, reason: str | None) -> Non
 
 
 def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail: str) -> None:
-    """These imported, complete groups are trained on from now on, in this order. Once for a run,
-    and all at once.
+    """Train on these imported, complete groups from now on, in this order: group uid -> run that
+    played it.
+
+    Raises StoreError on a second call for the same run.
     """
     if has_offline_groups(tx):
         raise StoreError(
@@ -189,20 +189,19 @@ def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail
 
 
 def has_offline_groups(tx: Transaction) -> bool:
-    """Whether the run has its offline groups."""
+    """Return whether the run has taken its offline groups."""
     return tx.row("SELECT 1 FROM grp WHERE source IS NOT NULL LIMIT 1") is not None
 
 
 def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row]:
-    """The next `n_groups` to be trained on, fewer if fewer are left: by how often they were used,
-    then by their order.
+    """Return the next `n_groups` offline groups: by the number of their uses, then by their order.
 
-    `use` is the smallest number that no live use of the group has: the next one, or that of a batch
-    that was released.
+    Fewer are returned if fewer are left. `use` is the smallest number that no live use of the group
+    has: the next number, or that of a batch that was rolled back.
     """
     return tx.rows(
         """WITH used AS NOT MATERIALIZED (SELECT group_uid, use FROM batch_group WHERE live = 1), chosen AS (
-               SELECT g.group_uid, task_id, ordinal, version_min, version_max, source, count(use) AS n_uses
+               SELECT g.*, count(use) AS n_uses
                FROM grp g LEFT JOIN used USING (group_uid) WHERE source IS NOT NULL AND state = 'complete'
                GROUP BY g.group_uid HAVING n_uses < :uses ORDER BY n_uses, ordinal LIMIT :n_groups)
            SELECT *, (SELECT min(number) FROM (SELECT 1 AS number UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
@@ -214,7 +213,7 @@ def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row
 
 
 def offline_groups_in(tx: Transaction, batch_id: int) -> int:
-    """How many groups of a batch are offline ones."""
+    """Return the number of offline groups in a batch."""
     row = tx.row(
         """SELECT count(*) AS n FROM batch_group JOIN grp USING (group_uid)
            WHERE batch_id = :batch_id AND live = 1 AND source IS NOT NULL""",
@@ -225,7 +224,7 @@ def offline_groups_in(tx: Transaction, batch_id: int) -> int:
 
 
 def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:
-    """How many more batches of `n_groups` different offline groups there are."""
+    """Return how many more batches of `n_groups` different offline groups there are."""
     rows = tx.rows(
         """SELECT :uses - count(use) AS n FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
            WHERE source IS NOT NULL AND state = 'complete' GROUP BY g.group_uid""",
@@ -235,11 +234,10 @@ def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:
 
 
 def rounds(left: Sequence[int], n: int) -> int:
-    """How often `n` different things can be taken when thing i can be taken left[i] times, those
-    with most left first.
+    """Return how often `n` different things can be taken if thing i can be taken left[i] times.
 
-    k times can, if and only if sum(min(left[i], k)) >= k n: three things, twice each, n = 2 give 3;
-    left (5, 1), n = 2 give 1.
+    Things with most left are taken first. k times are possible if and only if sum(min(left[i], k))
+    >= k n: left (2, 2, 2), n = 2 gives 3, left (5, 1), n = 2 gives 1.
     """
     k = sum(max(0, one) for one in left) // n
     while k * n > sum(min(max(0, one), k) for one in left):

@@ -20,9 +20,10 @@ from store.catalog.groups import (
     insert_trajectories,
     recompute,
     reopen,
-    withhold_half,
+    abandon_incomplete_offline,
 )
-from store.catalog.imported_groups import IMPORTED, whole_again
+from store.catalog.imported_groups import complete_imported
+from store.catalog.records import IMPORTED
 from store.catalog.repairs import STILL_TO_BE_CONSUMED
 from store.catalog.schema_check import SCHEMA
 from store.catalog.segment_states import insert_segment
@@ -297,7 +298,7 @@ def _go_on(tx: Transaction, found: Found) -> Restored:
     for row in tx.rows(
         "SELECT group_uid FROM grp WHERE split = :split AND state = 'abandoned'", split=IMPORTED
     ):
-        whole_again(tx, row["group_uid"], reason=None)
+        complete_imported(tx, row["group_uid"], reason=None)
     after = tx.row("SELECT count(*) AS n FROM grp WHERE state = 'open'")
     assert before is not None and after is not None
     return Restored(
@@ -346,7 +347,7 @@ def _compare(tx: Transaction) -> tuple[int, int]:
             reopened += 1
         else:
             gone += _list_as_gone(tx, row["group_uid"], size=row["size"])
-            withhold_half(tx, row["group_uid"], why=GONE_WHY)
+            abandon_incomplete_offline(tx, row["group_uid"], why=GONE_WHY)
     return reopened, gone
 
 

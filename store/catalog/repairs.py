@@ -1,8 +1,8 @@
-"""Files that turned out damaged or missing, and figures that disagree: functions of one transaction
-each, for upkeep/repair.py.
+"""Correct the catalog after damage to files or sums, for fsck. Each function is part of one
+transaction.
 
-Nothing is deleted: a file that does not count any more is retired as 'quarantined', its
-trajectories are listed as lost.
+No row is deleted: a damaged file is retired as 'quarantined', and its trajectories are listed as
+lost.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from store.catalog.groups import (
     recompute,
     recompute_if_whole,
     reopen,
-    withhold_half,
+    abandon_incomplete_offline,
 )
-from store.catalog.imported_groups import whole_again
+from store.catalog.imported_groups import complete_imported
 from store.catalog.records import SetAside
 from store.catalog.segment_states import WANTED_BACK, insert_segment, mark_removed, retire
 from store.errors import StoreError
@@ -35,8 +35,8 @@ STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('comp
 
 
 def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
-    """Path → rows that never counted, of every file that compaction replaced and nobody removed
-    yet.
+    """Return the files that compaction replaced and that are not removed yet: path -> duplicates in
+    it.
     """
     excluded: dict[str, set[bytes]] = {
         row["path"]: set()
@@ -52,11 +52,11 @@ def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
 
 
 def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
-    """The file no longer counts. Trajectories that `rescued` does not hold are lost: unconsumed
-    groups of them are open again.
+    """Stop counting a damaged or missing file. Trajectories that `rescued` does not hold are lost.
 
-    A claimed batch with such a group is rolled back: its other groups are complete again, and
-    settling it is refused.
+    Groups that lost members and are still to be consumed are opened again. A claimed batch with
+    such a group is rolled back: its other groups are complete again, and it can no longer be
+    settled.
     """
     segment = tx.row("SELECT * FROM segment WHERE path = :path AND removed_us IS NULL", path=path)
     if segment is None:
@@ -89,11 +89,11 @@ def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | No
 
 
 def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> int:
-    """A file that was set aside counts again, with those of its trajectories `held` that no other
-    file holds; how many.
+    """Count a file again that was set aside. Return the number of lost trajectories that it brings
+    back.
 
-    If there are none it is a replaced file, to be swept. Groups keep their state, but an open one
-    may be complete now.
+    `held` are all trajectories in the file. If another file holds all of them, this file counts as
+    replaced and will be swept. Groups keep their state, but an open one may become complete.
     """
     row = tx.row(f"SELECT segment_id FROM segment WHERE path = :path AND {WANTED_BACK}", path=path)
     if row is None:
@@ -122,7 +122,7 @@ def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> i
     for group_uid in dict.fromkeys(meta.group_uid for meta in taken.values()):
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
-        whole_again(tx, group_uid, reason=f"{path} is here again")
+        complete_imported(tx, group_uid, reason=f"{path} is here again")
     tx.log(
         component=COMPONENT,
         what="return",
@@ -133,7 +133,7 @@ def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> i
 
 
 def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
-    """It was committed once, and is in no file."""
+    """Return whether the trajectory was committed once and is in no file now."""
     return bool(
         tx.row(
             """SELECT 1 FROM lost_trajectory WHERE traj_uid = :traj_uid
@@ -144,9 +144,7 @@ def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
 
 
 def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
-    """Rows of a live file that were never counted from it: readers no longer see them. How many
-    trajectories.
-    """
+    """Hide trajectories of a live file that were never counted from it. Return their number."""
     segment = tx.row(
         "SELECT segment_id FROM segment WHERE path = :path AND retired_lsn IS NULL", path=path
     )
@@ -168,6 +166,7 @@ def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
 
 
 def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[bytes, ...]:
+    """List all trajectories of a segment as lost, and return them."""
     lost = tx.rows(
         "SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id
     )
@@ -185,6 +184,7 @@ def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[b
 def _give_back(
     tx: Transaction, *, traj_uids: Collection[bytes], why: str
 ) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """Open groups of lost trajectories again, and release claimed batches. Return both."""
     groups = dict.fromkeys(
         row["group_uid"]
         for traj_uid in traj_uids
@@ -214,7 +214,7 @@ def _give_back(
     for group_uid in wanted:
         reopen(tx, group_uid, reason=f"to be played again: {why}")
     for group_uid in groups:
-        withhold_half(tx, group_uid, why=why)
+        abandon_incomplete_offline(tx, group_uid, why=why)
     return tuple(wanted), tuple(claimed)
 
 

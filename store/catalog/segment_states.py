@@ -1,8 +1,8 @@
-"""Segments after their commit: replaced by compaction, expired, quarantined, removed. Functions of
-one transaction each.
+"""Change segments after their commit: replace, expire, quarantine, remove. Each function is part of
+one transaction.
 
-A segment is live until it is retired; its file stays for readers of older snapshots until it is
-removed. Rows of the segment table are never deleted.
+A segment is live until it is retired. Its file stays for readers of older snapshots until it is
+removed. Rows of the table `segment` are never deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WANTED_BACK = """(removed_us IS NOT NULL AND (retired_why = 'quarantined' OR ret
 
 
 def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
-    """Every live segment, oldest first."""
+    """Return every live segment, oldest first."""
     rows = tx.rows(
         f"""SELECT s.segment_id, s.level, s.n_bytes, s.n_steps, s.lsn, s.committed_us, s.level > 0 OR NOT EXISTS (
                        SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
@@ -39,8 +39,8 @@ def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
 
 
 def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentMeta, ...]:
-    """The given segments, each with all its trajectories that count. StoreError for one the catalog
-    does not have.
+    """Return these segments, each with all its trajectories that count. Raises StoreError for an
+    unknown one.
     """
     metas = []
     for segment_id in segment_ids:
@@ -61,7 +61,9 @@ def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentM
 def segment_meta(
     segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
 ) -> SegmentMeta:
-    """A row of the segment table and rows of the trajectory table as a reader needs them."""
+    """Return rows of the tables `segment` and `trajectory` as the SegmentMeta that `read_segment`
+    needs.
+    """
     return SegmentMeta(
         segment_id=segment["segment_id"],
         path=segment["path"],
@@ -84,8 +86,9 @@ def segment_meta(
 def replace_segments(
     tx: Transaction, *, old: Collection[str], new: SegmentMeta, level: int
 ) -> None:
-    """From now on the rows of the segments `old` are read from `new`. StoreError if it does not
-    hold exactly those.
+    """Read the rows of the segments `old` from `new` from now on (compaction).
+
+    Raises StoreError if `new` does not hold exactly their trajectories.
     """
     for segment_id in old:
         _check_live(tx, segment_id)
@@ -112,7 +115,7 @@ def replace_segments(
 
 
 def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
-    """Readers no longer see these segments: 'compacted', 'expired' or 'quarantined'."""
+    """Hide segments from later snapshots. `why` is 'compacted', 'expired' or 'quarantined'."""
     for segment_id in segment_ids:
         _check_live(tx, segment_id)
         tx.run(
@@ -128,12 +131,12 @@ def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
 
 
 def expire(tx: Transaction, segment_ids: Collection[str]) -> None:
-    """Hide segments from readers because retention dropped them. Keep the rows of their groups."""
+    """Hide segments from later snapshots because retention dropped them. Rows of their groups stay."""
     retire(tx, segment_ids, why="expired")
 
 
 def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:
-    """A file that counts from now on."""
+    """Enter a segment. It is live from now on."""
     tx.run(
         """INSERT INTO segment (segment_id, path, digest, n_steps, n_bytes, worker, epoch, lsn, committed_us, level)
            VALUES (:segment_id, :path, :digest, :n_steps, :n_bytes, :worker, :epoch, :lsn, :now_us, :level)""",
@@ -152,8 +155,8 @@ def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: 
 
 
 def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None) -> dict[str, str]:
-    """Segment id → path of retired files that no snapshot within the window and no pinned reader
-    needs.
+    """Return retired files that no snapshot in the window and no pinned reader needs: segment id ->
+    path.
     """
     rows = tx.rows(
         """SELECT segment_id, path FROM segment
@@ -170,7 +173,11 @@ def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None
 
 
 def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
-    """These files are about to go: snapshots from before their retirement can no longer be read."""
+    """Record that these files are gone. Earlier snapshots can no longer be read.
+
+    Call it before the files are removed: a crash in between leaves files that nobody names, and
+    never names a file that is gone.
+    """
     for segment_id in segment_ids:
         tx.run(
             "UPDATE segment SET removed_us = :now_us WHERE segment_id = :segment_id",
@@ -185,10 +192,9 @@ def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
 
 
 def known_paths(tx: Transaction) -> frozenset[str]:
-    """Every file that must not be swept; one that is not among them was never committed, or is
-    removed.
+    """Return the files that must stay. Other files beneath segments/ may be swept.
 
-    A removed file whose trajectories were lost is wanted again, should somebody put it back.
+    A removed file whose trajectories were lost is kept, should somebody put it back.
     """
     return frozenset(
         row["path"]
@@ -203,11 +209,11 @@ def expirable(
     below_version: int | None,
     oldest_checkpoint: int,
 ) -> tuple[str, ...]:
-    """Live segments in which no group is younger than asked, still wanted, or consumed after
-    `oldest_checkpoint`.
+    """Return the live segments that retention may drop, oldest first.
 
-    That is the learner step of the oldest kept checkpoint: a roll-back makes what was consumed
-    later available again.
+    Such a segment holds no group that is younger than asked, that may still be consumed, or that
+    was consumed after `oldest_checkpoint`. A roll-back to that learner step would make it available
+    again.
     """
     rows = tx.rows(
         f"""SELECT s.segment_id FROM segment s

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.imported_groups import IMPORTED, ImportedGroup
+from store.catalog.records import IMPORTED, Group
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
 from store.exchange.dataset_directory import (
@@ -328,9 +328,7 @@ def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
     )
 
 
-def dataset_groups(
-    dataset: Dataset, played: Sequence[segment_rows.Played]
-) -> tuple[ImportedGroup, ...]:
+def dataset_groups(dataset: Dataset, played: Sequence[segment_rows.Played]) -> tuple[Group, ...]:
     task_ids = {trajectory.meta.group_uid: trajectory.task_id for trajectory in played}
     strangers = [group_uid.hex() for group_uid in task_ids if group_uid.hex() not in dataset.groups]
     if strangers:
@@ -338,7 +336,7 @@ def dataset_groups(
             f"dataset.json does not tell the size of group {strangers[0]}; export it again"
         )
     return tuple(
-        ImportedGroup(group_uid=group_uid, task_id=task_id, size=dataset.groups[group_uid.hex()])
+        Group.imported(group_uid=group_uid, task_id=task_id, size=dataset.groups[group_uid.hex()])
         for group_uid, task_id in task_ids.items()
     )
 

@@ -20,10 +20,9 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import make_directory, sync_directory
-from store.catalog.database import Transaction, is_damage
+from store.catalog.database import Transaction, connect_read_only, is_damage
 from store.catalog.groups import recompute
 from store.catalog.schema_check import SCHEMA
-from store.catalog.time_travel import connect_read_only
 from store.clock import now_us
 from store.errors import FormatError, StoreError
 from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name

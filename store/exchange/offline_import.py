@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.imported_groups import ImportedGroup
+from store.catalog.records import Group
 from store.errors import FormatError, StoreError
 from store.exchange.dataset_directory import DATASET_JSON, Dataset, read_dataset, read_part
 from store.exchange.datasets import (
@@ -294,7 +294,7 @@ def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
 def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
     """All rows of the selected groups that are not here yet."""
     groups = {
-        row["group_uid"]: ImportedGroup(**row)
+        row["group_uid"]: Group.imported(**row)
         for row in selection.groups.select(["group_uid", "task_id", "size"]).to_pylist()
     }
     wanted = selection.groups["group_uid"].combine_chunks()
@@ -324,7 +324,7 @@ def _import_piece(
     layout: RunLayout,
     table: pa.Table,
     *,
-    groups: Mapping[bytes, ImportedGroup],
+    groups: Mapping[bytes, Group],
     source: str,
 ) -> None:
     for _, detail in segment_rows.malformed(_as_rows(table)):

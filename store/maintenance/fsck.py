@@ -14,8 +14,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from store.catalog.database import is_damage
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import connect_read_only, is_damage
 from store.errors import ForeignSchemaError, StoreError
 from store.layout import RunLayout
 from store.maintenance import fsck_manifest, fsck_segments

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import duckdb
 import pyarrow as pa
 
-from store.catalog.snapshot import EXPORTS, arrow_table, export_trigger
+from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, error
 from store.maintenance.fsck_segments import Opener
@@ -77,7 +77,7 @@ def _check_table(
     shown = pa.concat_tables(parts)
     with catalog() as connection:
         query = """SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"""
-        newest, changed = connection.execute(query, (export_trigger(name),)).fetchone()
+        newest, changed = connection.execute(query, (touched_name(name),)).fetchone()
         bounds = {"since": 0, "until": newest} if export.in_parts else {}
         rows = connection.execute(export.query, bounds).fetchall()
     # what changed cannot be told from the rows

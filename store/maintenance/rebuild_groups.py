@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from store.catalog.imported_groups import IMPORTED
 from store.catalog.rebuild_rows import FoundGroup
+from store.catalog.records import IMPORTED
 from store.hashing import uid
 from store.maintenance.segment_rows import Played
 from store.reading.exported import Exported, Row

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.atomic_write import READ_ONLY, write_atomically
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import connect_read_only
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError
 from store.hashing import CANONICALISER_VERSION

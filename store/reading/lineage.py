@@ -16,13 +16,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from store.catalog.batches import segments_of_batch
-from store.catalog.database import Transaction
-from store.catalog.records import Batch, CheckpointRecord, ClaimedGroup, VersionRecord
+from store.catalog.database import Transaction, connect_read_only
+from store.catalog.groups import as_group
+from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
 from store.catalog.run_records import live_checkpoints
-from store.catalog.time_travel import connect_read_only
 from store.errors import FormatError, StoreError
 from store.layout import VERSION_PATH, RunLayout, checked_name
 from store.records import uid_text
@@ -69,7 +69,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
     """
     with _reading(layout) as tx:
         batch = tx.row(
-            """SELECT batch_id, version_in, claimed_us FROM batch
+            """SELECT batch_id, version_in, claimed_us, epoch FROM batch
                WHERE state = 'trained' AND learner_step = :learner_step""",
             learner_step=learner_step,
         )
@@ -93,7 +93,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
             version_in=batch["version_in"],
             batch=Batch(
                 batch_id=batch["batch_id"],
-                groups=_groups(tx, batch["batch_id"]),
+                groups=_groups(tx, batch["batch_id"], epoch=batch["epoch"]),
                 segments=segments_of_batch(tx, batch["batch_id"]),
                 claimed_us=batch["claimed_us"],
             ),
@@ -164,18 +164,19 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
         ) from error
 
 
-def _groups(tx: Transaction, batch_id: int) -> tuple[ClaimedGroup, ...]:
+def _groups(tx: Transaction, batch_id: int, *, epoch: int) -> tuple[Group, ...]:
     """In the order of `batches.claim`: the run's own by age, then offline ones by how often they had
     been used.
     """
     rows = tx.rows(
-        """SELECT l.group_uid, g.task_id, g.ordinal, l.version_min, l.version_max, g.source
+        """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version, g.state,
+                  l.version_min, l.version_max, g.source
            FROM batch_group l JOIN grp g USING (group_uid)
            WHERE l.batch_id = :batch_id
            ORDER BY g.source IS NOT NULL, iif(g.source IS NULL, l.version_min, l.use), g.ordinal""",
         batch_id=batch_id,
     )
-    return tuple(ClaimedGroup(**row) for row in rows)
+    return tuple(replace(as_group(tx, row), state="claimed", epoch=epoch) for row in rows)
 
 
 def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) -> None:

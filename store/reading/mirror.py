@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.catalog.database import check_consent
-from store.catalog.time_travel import read_as_of
+from store.catalog.snapshot import read_as_of
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunLayout, parse_run_json

@@ -14,8 +14,7 @@ from pathlib import Path
 import duckdb
 
 from printable import printable
-from store.catalog.snapshot import EXPORTS
-from store.catalog.time_travel import read_as_of
+from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import open_sql

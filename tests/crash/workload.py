@@ -15,7 +15,7 @@ from pathlib import Path
 
 from store import (
     Catalog,
-    GroupRecord,
+    Group,
     RunLayout,
     export,
     now_us,
@@ -138,7 +138,7 @@ def write_and_commit(
     catalog: Catalog,
     diary: Diary,
     *,
-    members: list[tuple[GroupRecord, int]],
+    members: list[tuple[Group, int]],
     version: int,
     worker: str,
 ) -> None:

@@ -65,8 +65,8 @@ def of_an_update() -> UpdateStats:
 def of_a_learner_step() -> set[str]:
     """Return the names of a batch with played and with offline groups."""
     groups = [
-        SimpleNamespace(source=None, version_min=0),
-        SimpleNamespace(source="run", version_min=0),
+        SimpleNamespace(source=None, oldest_version=0),
+        SimpleNamespace(source="run", oldest_version=0),
     ]
     episodes = Episodes(success=0.5, mean_return=1.0, mean_steps=3.0)
     ready = SimpleNamespace(

@@ -16,8 +16,7 @@ import pytest
 from cli.store_main import main
 from store import (
     Catalog,
-    GroupRecord,
-    ImportedGroup,
+    Group,
     RunLayout,
     Trajectory,
     export,
@@ -63,9 +62,7 @@ def units(
     ).comparable()
 
 
-def played(
-    group: GroupRecord, member: int, *, n_steps: int, paid: float, version: int = 1
-) -> Trajectory:
+def played(group: Group, member: int, *, n_steps: int, paid: float, version: int = 1) -> Trajectory:
     steps = tuple(
         make_step(i, n_steps=n_steps, version=version, reward=paid * (i == n_steps - 1))
         for i in range(n_steps)
@@ -82,7 +79,7 @@ class Run:
         self.layout = RunLayout.create(root, config_yaml="a: 1\n")
         write_open_sql(self.layout, macros=(), max_staleness=1)
 
-    def open(self, catalog: Catalog, task: str, *, size: int, split: str = "train") -> GroupRecord:
+    def open(self, catalog: Catalog, task: str, *, size: int, split: str = "train") -> Group:
         version = 0 if split == "heldout" else None
         ordinal = catalog.next_ordinal(split) if version is None else 0
         return catalog.open_group(
@@ -90,7 +87,7 @@ class Run:
         )
 
     def commit(
-        self, catalog: Catalog, groups: Sequence[tuple[GroupRecord, Sequence[int]]], *, paid: float
+        self, catalog: Catalog, groups: Sequence[tuple[Group, Sequence[int]]], *, paid: float
     ) -> None:
         rows = [
             played(group, member, n_steps=n_steps, paid=paid, version=self.version)
@@ -127,7 +124,7 @@ class Run:
         *,
         tasks: Sequence[str],
         filtered: bool = False,
-    ) -> list[GroupRecord]:
+    ) -> list[Group]:
         opened = [
             (self.open(catalog, task, size=len(lengths)), lengths)
             for task, lengths in zip(tasks, groups, strict=True)
@@ -141,7 +138,7 @@ class Run:
         )
         return [group for group, _ in opened]
 
-    def extra(self, catalog: Catalog, group: GroupRecord, n_steps: int) -> None:
+    def extra(self, catalog: Catalog, group: Group, n_steps: int) -> None:
         """As the coordinator enters it."""
         alone = uid(group.traj_uids[0], "extra", n_steps)
         one = replace(
@@ -152,7 +149,7 @@ class Run:
             split="imported",
         )
         segment = write_segment(self.layout, [one], worker="w0", epoch=catalog.epoch)
-        known = [ImportedGroup(group_uid=alone, task_id=group.task_id, size=1)]
+        known = [Group.imported(group_uid=alone, task_id=group.task_id, size=1)]
         catalog.import_groups(
             segment=segment,
             groups=known,
@@ -191,7 +188,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         catalog.import_groups(
             segment=write_segment(run.layout, [other], worker="w0", epoch=catalog.epoch),
-            groups=[ImportedGroup(group_uid=alone, task_id="task-0", size=2)],
+            groups=[Group.imported(group_uid=alone, task_id="task-0", size=2)],
             source="run another",
             own=False,
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from store import Catalog, RunLayout
-from store.catalog.time_travel import connect_read_only, read_as_of
+from store.catalog.database import connect_read_only
+from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.maintenance.fsck import CONTENTS, FATAL, check
 from tests.support.store_runs import copy_run, make_run
@@ -80,7 +81,7 @@ UNREADABLE = {
 INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import connect_read_only
 connection = connect_read_only(RunLayout.open(pathlib.Path(sys.argv[1])))
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()
