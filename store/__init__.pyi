@@ -47,7 +47,7 @@ from .reading.lineage import published_version as published_version
 from .reading.lineage import restart_points as restart_points
 from .reading.lineage import trained_step as trained_step
 from .reading.manifest import export as export
-from .reading.query import write_open_sql as write_open_sql
+from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run

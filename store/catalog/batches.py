@@ -45,30 +45,28 @@ def claim(
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = tx.rows(
         """SELECT *, 1 AS use FROM grp
-           WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
+           WHERE split = 'train' AND state = 'complete'
+           ORDER BY version_min, ordinal LIMIT :n_groups""",
         n_groups=n_groups,
     )
-    # asked many times a second, while the least used of many are long to find
+    # The learner asks many times a second, and finding the least used of many groups takes long.
     if len(rows) < n_groups:
         return None
     rows += imported_groups.least_used(tx, n_groups=n_offline, uses=uses) if n_offline else []
     if len(rows) < n_groups + n_offline:
         return None
     batch_id = tx.insert(
-        """INSERT INTO batch (epoch, state, claimed_version, claimed_us, claimed_lsn)
-           VALUES (:epoch, 'claimed', :version, :now_us, :lsn)""",
+        "batch",
         epoch=tx.epoch,
-        version=current_version,
-        now_us=tx.now_us,
-        lsn=tx.lsn,
+        state="claimed",
+        claimed_version=current_version,
+        claimed_us=tx.now_us,
+        claimed_lsn=tx.lsn,
     )
     for row in rows:
-        tx.run(
-            """INSERT INTO batch_group (batch_id, group_uid, live, outcome, version_min, version_max, use)
-               VALUES (:batch_id, :group_uid, 1, 'claimed', :version_min, :version_max, :use)""",
-            batch_id=batch_id,
-            **{name: row[name] for name in ("group_uid", "version_min", "version_max", "use")},
-        )
+        names = ("group_uid", "version_min", "version_max", "use")
+        claimed = {name: row[name] for name in names}
+        tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
     return Batch(
@@ -116,10 +114,10 @@ def settle(
             "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
         )
     ]
-    strangers = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
-    if strangers:
+    unknown = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
+    if unknown:
         raise StoreError(
-            f"groups {strangers} are not in batch {batch_id}; name only groups of the batch"
+            f"groups {unknown} are not in batch {batch_id}; name only groups of the batch"
         )
     tx.run(
         """UPDATE batch SET state = 'trained', learner_step = :step, version_in = :version_in,
@@ -168,7 +166,7 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
     n_metrics = tx.run(
         "UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
     )
-    # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
+    # Open evaluation rounds of rolled-back weights would be played with other weights.
     n_rounds = tx.run(
         """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
                           lease_worker = NULL, lease_until_us = NULL
@@ -178,7 +176,10 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
         step=learner_step,
     )
     if batches or n_checkpoints or n_metrics or n_rounds:
-        detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
+        detail = (
+            f"to learner step {learner_step}: {len(batches)} batches, "
+            f"{n_groups} groups complete again"
+        )
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
     kept = tx.row(
@@ -204,7 +205,7 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
     A group that lost trajectories since (fsck) is opened again: it cannot be trained on until the
     missing members are played.
     """
-    halves = tx.rows(
+    incomplete = tx.rows(
         """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
            JOIN grp USING (group_uid)
            WHERE batch_id = :batch_id AND live = 1 AND source IS NULL
@@ -214,7 +215,8 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
     n_groups = tx.run(
         """UPDATE grp SET state = 'complete', reason = 'batch ' || :batch_id || ' was ' || :why
            WHERE source IS NULL
-             AND group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
+             AND group_uid IN (
+                 SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
         batch_id=batch_id,
         why=why,
     )
@@ -225,7 +227,7 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
         lsn=tx.lsn,
         batch_id=batch_id,
     )
-    for row in halves:
+    for row in incomplete:
         reopen(
             tx,
             row["group_uid"],
@@ -239,8 +241,9 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
     oldest_allowed = current_version - max_staleness
     n_stale = tx.run(
         """UPDATE grp SET state = 'stale',
-                          reason = 'oldest version ' || version_min || ' is more than ' || :max_staleness
-                                   || ' behind the learner''s ' || :current_version
+                          reason = 'oldest version ' || version_min || ' is more than '
+                                   || :max_staleness || ' behind the learner''s '
+                                   || :current_version
            WHERE split = 'train' AND state = 'complete' AND version_min < :oldest_allowed""",
         max_staleness=max_staleness,
         current_version=current_version,

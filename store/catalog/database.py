@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
@@ -22,17 +22,16 @@ from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
 
-COUNTS = Path(__file__).with_name("group_counts.sql")  # what only the owner's connection has
+COUNTS = Path(__file__).with_name("group_counts.sql")  # only for the owner's connection
 _SYNCED = "PRAGMA synchronous = FULL"
-_UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
-# 16 MiB: pages that change with every commit go into the file four times more seldom than by
-# default
+_UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power cut may undo them
+# 16 MiB, four times the default: pages that change with every commit are copied less often.
 _LOG_PAGES = 4000
 _LOCK_MODE = 0o644
-# begins a journal, and ends the name of a super-journal
+# The first bytes of a journal, and the last ones if it names a super-journal.
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 _STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
-# only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
+# Only a backup or a shell can hold SQLite's own lock, because we hold the owner's lock.
 _OTHER_OWNER_WAIT_S = 5.0
 
 Given = ParamSpec("Given")
@@ -40,14 +39,16 @@ Result = TypeVar("Result")
 
 
 class Transaction:
-    """The statements of one transaction, and the lsn that it gets if it changes an exported table."""
+    """The statements of one transaction, and the lsn that it gets if it changes an exported
+    table.
+    """
 
     def __init__(
         self, connection: sqlite3.Connection, *, run_id: str, epoch: int, lsn: int
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
-        self.lsn = lsn  # that of this transaction; spent only if something is touched
+        self.lsn = lsn  # of this transaction, if it touches an exported table
         self.now_us = now_us()
         self.touched: set[str] = set()
         self._connection = connection
@@ -60,17 +61,14 @@ class Transaction:
         """Execute one statement. Return the number of rows it changed."""
         return self._connection.execute(sql, parameters).rowcount
 
-    def run_many(self, sql: str, parameters: Iterable[Mapping[str, Any]]) -> None:
-        """Execute one statement for every row. The interpreter lock is released once, not once a
-        row.
-        """
-        self._connection.executemany(sql, parameters)
-
-    def insert(self, sql: str, **parameters: Any) -> int:
+    def insert(self, table: str, **values: Any) -> int:
         """Execute one INSERT. Return the rowid it made."""
-        rowid = self._connection.execute(sql, parameters).lastrowid
-        assert rowid is not None
-        return rowid
+        return self._connection.execute(_insert(table, values), values).lastrowid or 0
+
+    def insert_many(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Insert rows with the same columns. The interpreter lock is released only once."""
+        if rows:
+            self._connection.executemany(_insert(table, rows[0]), rows)
 
     def rows(self, sql: str, **parameters: Any) -> list[sqlite3.Row]:
         """Return all rows of a query."""
@@ -83,9 +81,8 @@ class Transaction:
 
     def log(self, *, component: str, what: str, detail: str) -> None:
         """Append a line to the events view."""
-        self.run(
-            "INSERT INTO event (lsn, at_us, component, what, detail) VALUES (:lsn, :at_us, "
-            ":component, :what, :detail)",
+        self.insert(
+            "event",
             lsn=self.lsn,
             at_us=self.now_us,
             component=component,
@@ -93,6 +90,11 @@ class Transaction:
             detail=whole_text(detail),  # an error may quote what a program or a server wrote
         )
         self.touch("events")
+
+
+def _insert(table: str, columns: Iterable[str]) -> str:
+    values = ", ".join(f":{name}" for name in columns)
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({values})"
 
 
 def one_transaction(
@@ -115,9 +117,9 @@ class Database:
         self._path = layout.catalog
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
-        self._open: Transaction | None = None  # the one that is under way
+        self._open: Transaction | None = None  # the transaction that is under way
         self._syncs_later = self._owes_sync = False
-        # the disk has failed: what is behind a gap in the log would be lost with it
+        # Set when the disk has failed: commits behind a gap in the log would be lost with it.
         self._lost: StoreError | None = None
         self._lock_fd = take_lock(layout)
         try:
@@ -168,8 +170,8 @@ class Database:
 
     @contextmanager
     def unsynced_transaction(self) -> Iterator[Transaction]:
-        """Give a transaction that a power cut may undo until the next synced one. A killed process
-        loses none.
+        """Give a transaction that a power cut may undo until the next synced one. A killed
+        process loses none.
         """
         with self._mutex, self._unsynced(), self.transaction(may_be_undone=True) as transaction:
             yield transaction
@@ -266,7 +268,7 @@ class Database:
                 f"{self._path} belongs to run {meta['run_id']}, run.json says {self._run_id}; put "
                 "the right catalog back"
             )
-        # going on would lose what was committed since: its files would pass for orphans
+        # The files that were committed since would be swept, because no row names them.
         if meta["lsn"] < shown_lsn:
             raise FormatError(
                 f"{self._path} is at lsn {meta['lsn']}, but readers were already shown "
@@ -289,10 +291,10 @@ def _shown_lsn(layout: RunLayout) -> int:
         content = json_values.parse_object(
             read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
         )
-        # another run's says nothing of this one
+        # The manifest of another run says nothing about this run.
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
         return json_values.whole(content, "lsn") if ours else 0
-    except (OSError, ValueError):  # export and fsck say what is wrong with it
+    except (OSError, ValueError):  # export and fsck report the damage
         return 0
 
 
@@ -305,11 +307,11 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
             timeout=_OTHER_OWNER_WAIT_S,
             check_same_thread=False,
         )
-        # trusted_schema = OFF would refuse now_us to our triggers
+        # trusted_schema = OFF would keep our triggers from calling now_us.
         connection.execute("PRAGMA cell_size_check = ON")
         check_schema(connection, path=layout.catalog)
         connection.row_factory = sqlite3.Row
-        # the ledger's triggers ask for it
+        # The triggers of the table group_state call it.
         connection.create_function("now_us", 0, lambda: now_us())
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(_SYNCED)
@@ -341,8 +343,8 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
-        # Pages that share their children can make a query endless. Only between Python's lines does
-        # Ctrl-C end it.
+        # Pages that share their children can make a query endless. The handler returns to Python,
+        # so that Ctrl-C ends the query.
         connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
         check_schema(connection, path=layout.catalog)
     except BaseException:
@@ -352,8 +354,8 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether the error means a damaged catalog, and not one that cannot be read or written
-    now.
+    """Return whether the error means a damaged catalog, and not one that cannot be read or
+    written now.
     """
     if isinstance(error, sqlite3.OperationalError):
         return "no such" in str(error) or "malformed" in str(error)
@@ -367,8 +369,8 @@ def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 def _check_not_lost(layout: RunLayout) -> None:
-    """Refuse a new catalog for a run that has segments: they would be swept, because no row names
-    them.
+    """Refuse a new catalog for a run that has segments: they would be swept, because no row
+    names them.
     """
     found = status(layout.catalog, root=layout.root)
     if found is not None and found.st_size > 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from store.catalog.database import Transaction
 from store.catalog.records import Counts, Evaluation, SuccessRate
 
-ROLLED_BACK = "the evaluated version was rolled back"  # why a round was abandoned that is no result
+# Reason of a held-out group that was abandoned in a roll-back: its round has no result.
+ROLLED_BACK = "the evaluated version was rolled back"
 
 
 def counts(tx: Transaction) -> Counts:
@@ -17,7 +18,8 @@ def counts(tx: Transaction) -> Counts:
     )
     leased = tx.row(
         """SELECT count(*) AS n FROM grp
-           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL AND split = 'train' AND state = 'open'""",
+           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL
+             AND split = 'train' AND state = 'open'""",
         now_us=tx.now_us,
     )
     assert leased is not None
@@ -71,21 +73,24 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
     only counted.
     """
     rows = tx.rows(
-        # From round to round by the index, and only into the groups of those without a figure:
-        # there are few.
+        # Step from round to round by the index. Look only into the groups of rounds without a
+        # figure, which are few.
         """WITH RECURSIVE round (version) AS (
                SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
                UNION ALL
-               SELECT (SELECT min(purpose_version) FROM grp WHERE split = 'heldout' AND purpose_version > round.version)
+               SELECT (SELECT min(purpose_version) FROM grp
+                       WHERE split = 'heldout' AND purpose_version > round.version)
                FROM round WHERE round.version IS NOT NULL)
-           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, sum(g.n_members) AS n_trajectories,
-                  sum(g.n_won) AS n_won, sum(g.state = 'abandoned') AS n_abandoned,
-                  coalesce(max(g.version_max), v.version) AS newest_version, sum(g.return_sum) AS return_sum,
-                  sum(g.n_steps) AS n_steps
+           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step,
+                  sum(g.n_members) AS n_trajectories, sum(g.n_won) AS n_won,
+                  sum(g.state = 'abandoned') AS n_abandoned,
+                  coalesce(max(g.version_max), v.version) AS newest_version,
+                  sum(g.return_sum) AS return_sum, sum(g.n_steps) AS n_steps
            FROM round CROSS JOIN version v ON v.version = round.version
            CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
            WHERE NOT EXISTS (
-               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
+               SELECT 1 FROM metric m
+               WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
            GROUP BY round.version HAVING sum(g.state = 'open' OR g.reason = :rolled_back) = 0""",
         rolled_back=ROLLED_BACK,
     )

@@ -1,4 +1,6 @@
-"""Move groups from open to complete: open, lease, commit. Each function is part of one transaction."""
+"""Move groups from open to complete: open, lease, commit. Each function is part of one
+transaction.
+"""
 
 from __future__ import annotations
 
@@ -49,24 +51,27 @@ def open_group(
             "use the task list and group size the run was started with"
         )
     if group is None:
-        tx.run(
-            """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state,
-                                n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
-               VALUES (:group_uid, :split, :ordinal, :task_id, :size, :purpose_version, 'open',
-                       0, 0, 0, 0.0, :lsn, :now_us)""",
+        insert_group(
+            tx,
             group_uid=group_uid,
             split=split,
             ordinal=ordinal,
             task_id=task_id,
             size=size,
             purpose_version=purpose_version,
-            lsn=tx.lsn,
-            now_us=tx.now_us,
+            state="open",
+            reason=None,
         )
         tx.touch("groups")
         group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
         assert group is not None
     return _open_group(tx, group)
+
+
+def insert_group(tx: Transaction, **columns: object) -> None:
+    """Enter a group without members. `columns` are those that its sums and times do not fill."""
+    sums = {"n_members": 0, "n_steps": 0, "n_won": 0, "return_sum": 0.0}
+    tx.insert("grp", **columns, **sums, opened_lsn=tx.lsn, opened_us=tx.now_us)
 
 
 def open_round(
@@ -117,8 +122,8 @@ def lease_open_group(
     oldest = """SELECT * FROM grp WHERE state = 'open' AND {} AND (:split IS NULL OR split = :split)
                 AND (:without = '[]' OR task_id NOT IN (SELECT value FROM json_each(:without)))
                 AND (:only IS NULL OR task_id IN (SELECT value FROM json_each(:only)))
-                ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' comes before 'train'
-    # not one query: each has an index of its own
+                ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' before 'train'
+    # Two queries, because each uses an index of its own.
     free = tx.row(oldest.format("lease_until_us IS NULL"), split=split, **tasks)
     expired = tx.row(
         oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us, **tasks
@@ -146,8 +151,10 @@ def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | N
     if not task_ids:
         return False
     row = tx.row(
-        """SELECT 1 FROM grp WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
-               AND (:split IS NULL OR split = :split) AND task_id IN (SELECT value FROM json_each(:task_ids)) LIMIT 1""",
+        """SELECT 1 FROM grp
+           WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
+               AND (:split IS NULL OR split = :split)
+               AND task_id IN (SELECT value FROM json_each(:task_ids)) LIMIT 1""",
         now_us=tx.now_us,
         split=split,
         task_ids=json.dumps(list(task_ids)),
@@ -182,7 +189,9 @@ def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> i
 
 
 def release_leases(tx: Transaction, worker: str) -> int:
-    """End all leases of a worker, so that others may play its groups at once. Return their number."""
+    """End all leases of a worker, so that others may play its groups at once. Return their
+    number.
+    """
     return tx.run(
         "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker "
         "AND state = 'open'",
@@ -201,10 +210,10 @@ def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reaso
         raise StoreError(
             f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'"
         )
-    reason = whole_text(reason)  # it may quote what an environment or a program wrote
+    reason = whole_text(reason)  # it may quote a text of an environment or a program
     changed = tx.run(
-        """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state), reason = :reason,
-                          lease_worker = NULL, lease_until_us = NULL
+        """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state),
+                          reason = :reason, lease_worker = NULL, lease_until_us = NULL
            WHERE group_uid = :group_uid AND state = 'open' AND lease_worker IS :worker""",
         state=state,
         reason=reason,
@@ -246,14 +255,10 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
         insert_trajectories(tx, new, segment_id=segment.segment_id)
         for traj_uid, segment_id in home.items():
             if segment_id is not None:
-                tx.run(
-                    "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
-                    segment_id=segment.segment_id,
-                    traj_uid=traj_uid,
-                )
+                tx.insert("duplicate", segment_id=segment.segment_id, traj_uid=traj_uid)
                 tx.touch("excluded")
         for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
-            recompute(tx, group_uid)  # once a group: its triggers cost more than all else here
+            recompute(tx, group_uid)  # once for each group, because its triggers cost the most here
             complete_if_whole(tx, group_uid)
     counted = {trajectory.traj_uid for trajectory in new} | {
         traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
@@ -334,24 +339,20 @@ def insert_trajectories(
     groups.
     """
     names = TrajectoryMeta.__slots__
-    tx.run_many(
-        """INSERT INTO trajectory (traj_uid, group_uid, member, segment_id, n_steps, episode_return, won, task_score,
-                                   invalid_steps, version_min, version_max, lsn)
-           VALUES (:traj_uid, :group_uid, :member, :segment_id, :n_steps, :episode_return, :won, :task_score,
-                   :invalid_steps, :version_min, :version_max, :lsn)""",
-        [
-            {name: getattr(trajectory, name) for name in names}
-            | {"segment_id": segment_id, "lsn": tx.lsn}
-            for trajectory in trajectories
-        ],
-    )
+    rows = [
+        {name: getattr(trajectory, name) for name in names}
+        | {"segment_id": segment_id, "lsn": tx.lsn}
+        for trajectory in trajectories
+    ]
+    tx.insert_many("trajectory", rows)
 
 
 def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
     """Complete an open group if all its members are committed."""
     tx.run(
         """UPDATE grp SET state = 'complete', reason = 'all ' || size || ' trajectories committed',
-                          completed_lsn = :lsn, completed_us = :now_us, lease_worker = NULL, lease_until_us = NULL
+                          completed_lsn = :lsn, completed_us = :now_us,
+                          lease_worker = NULL, lease_until_us = NULL
            WHERE group_uid = :group_uid AND state = 'open' AND n_members = size""",
         lsn=tx.lsn,
         now_us=tx.now_us,
@@ -363,8 +364,8 @@ def recompute(tx: Transaction, group_uid: bytes) -> None:
     """Set a group's sums to those of its trajectories."""
     tx.run(
         """UPDATE grp SET (n_members, n_steps, n_won, return_sum, version_min, version_max) = (
-               SELECT count(*), coalesce(sum(n_steps), 0), coalesce(sum(won), 0), coalesce(sum(episode_return), 0.0),
-                      min(version_min), max(version_max)
+               SELECT count(*), coalesce(sum(n_steps), 0), coalesce(sum(won), 0),
+                      coalesce(sum(episode_return), 0.0), min(version_min), max(version_max)
                FROM trajectory t WHERE t.group_uid = grp.group_uid)
            WHERE group_uid = :group_uid""",
         group_uid=group_uid,
@@ -378,7 +379,8 @@ def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
     A consumed group keeps the sums of the trajectories that the learner saw.
     """
     row = tx.row(
-        """SELECT n_members, (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
+        """SELECT n_members,
+                  (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
            FROM grp g WHERE group_uid = :group_uid""",
         group_uid=group_uid,
     )
@@ -393,8 +395,9 @@ def abandon_incomplete_offline(tx: Transaction, group_uid: bytes, *, why: str) -
     Its advantages would compare only some of its members.
     """
     lacks = tx.row(
-        """SELECT 1 FROM grp g WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
-           AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)""",
+        """SELECT 1 FROM grp g
+           WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
+             AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)""",
         group_uid=group_uid,
     )
     if lacks is not None:
@@ -410,8 +413,8 @@ def abandon_incomplete_offline(tx: Transaction, group_uid: bytes, *, why: str) -
 def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
     """Open a group again, so that the members it lacks are played. Its other members stay."""
     tx.run(
-        """UPDATE grp SET state = 'open', reason = :reason, completed_lsn = NULL, completed_us = NULL,
-                          lease_worker = NULL, lease_until_us = NULL
+        """UPDATE grp SET state = 'open', reason = :reason, completed_lsn = NULL,
+                          completed_us = NULL, lease_worker = NULL, lease_until_us = NULL
            WHERE group_uid = :group_uid""",
         group_uid=group_uid,
         reason=reason,

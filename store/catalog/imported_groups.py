@@ -12,7 +12,12 @@ import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 
 from store.catalog.database import Transaction
-from store.catalog.groups import complete_if_whole, insert_trajectories, recompute_if_whole
+from store.catalog.groups import (
+    complete_if_whole,
+    insert_group,
+    insert_trajectories,
+    recompute_if_whole,
+)
 from store.catalog.records import IMPORTED, Group
 from store.catalog.segment_states import insert_segment
 from store.errors import StoreError
@@ -120,20 +125,19 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
 
 
 def _enter(tx: Transaction, group: Group, *, ordinal: int, source: str) -> None:
-    tx.run(
-        """INSERT INTO grp (group_uid, split, ordinal, task_id, size, state, reason,
-                            n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
-           VALUES (:group_uid, :split, :ordinal, :task_id, :size, 'abandoned', :reason, 0, 0, 0, 0.0, :lsn, :now_us)
-           ON CONFLICT DO NOTHING""",
-        group_uid=group.group_uid,
-        split=IMPORTED,
-        ordinal=ordinal,
-        task_id=group.task_id,
-        size=group.size,
-        reason=f"imported incomplete from {source}",
-        lsn=tx.lsn,
-        now_us=tx.now_us,
-    )
+    """Enter an imported group, if the run does not have it."""
+    known = tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid", group_uid=group.group_uid)
+    if known is None:
+        insert_group(
+            tx,
+            group_uid=group.group_uid,
+            split=IMPORTED,
+            ordinal=ordinal,
+            task_id=group.task_id,
+            size=group.size,
+            state=group.state,
+            reason=f"imported incomplete from {source}",
+        )
 
 
 def _update_imported(tx: Transaction, group: Group, *, source: str) -> None:
@@ -149,8 +153,10 @@ def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) 
     Keep its reason where none is given.
     """
     tx.run(
-        """UPDATE grp SET state = 'complete', reason = coalesce(:reason, reason), completed_lsn = :lsn, completed_us = :now_us
-           WHERE group_uid = :group_uid AND split = :split AND state = 'abandoned' AND n_members = size""",
+        """UPDATE grp SET state = 'complete', reason = coalesce(:reason, reason),
+                          completed_lsn = :lsn, completed_us = :now_us
+           WHERE group_uid = :group_uid AND split = :split AND state = 'abandoned'
+             AND n_members = size""",
         group_uid=group_uid,
         split=IMPORTED,
         reason=reason,
@@ -200,12 +206,19 @@ def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row
     has: the next number, or that of a batch that was rolled back.
     """
     return tx.rows(
-        """WITH used AS NOT MATERIALIZED (SELECT group_uid, use FROM batch_group WHERE live = 1), chosen AS (
+        """WITH used AS NOT MATERIALIZED (
+               SELECT group_uid, use FROM batch_group WHERE live = 1),
+           chosen AS (
                SELECT g.*, count(use) AS n_uses
-               FROM grp g LEFT JOIN used USING (group_uid) WHERE source IS NOT NULL AND state = 'complete'
-               GROUP BY g.group_uid HAVING n_uses < :uses ORDER BY n_uses, ordinal LIMIT :n_groups)
-           SELECT *, (SELECT min(number) FROM (SELECT 1 AS number UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
-                      WHERE number NOT IN (SELECT use FROM used WHERE group_uid = c.group_uid)) AS use
+               FROM grp g LEFT JOIN used USING (group_uid)
+               WHERE source IS NOT NULL AND state = 'complete'
+               GROUP BY g.group_uid HAVING n_uses < :uses
+               ORDER BY n_uses, ordinal LIMIT :n_groups)
+           SELECT *, (
+               SELECT min(number)
+               FROM (SELECT 1 AS number
+                     UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
+               WHERE number NOT IN (SELECT use FROM used WHERE group_uid = c.group_uid)) AS use
            FROM chosen c ORDER BY n_uses, ordinal""",
         uses=uses,
         n_groups=n_groups,
@@ -226,7 +239,8 @@ def offline_groups_in(tx: Transaction, batch_id: int) -> int:
 def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:
     """Return how many more batches of `n_groups` different offline groups there are."""
     rows = tx.rows(
-        """SELECT :uses - count(use) AS n FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
+        """SELECT :uses - count(use) AS n
+           FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
            WHERE source IS NOT NULL AND state = 'complete' GROUP BY g.group_uid""",
         uses=uses,
     )

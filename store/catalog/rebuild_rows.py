@@ -16,11 +16,11 @@ from typing import Any
 from store.catalog.batches import release
 from store.catalog.database import Transaction
 from store.catalog.groups import (
+    abandon_incomplete_offline,
     complete_if_whole,
     insert_trajectories,
     recompute,
     reopen,
-    abandon_incomplete_offline,
 )
 from store.catalog.imported_groups import complete_imported
 from store.catalog.records import IMPORTED

@@ -65,18 +65,18 @@ class Unfinished:
     """One attempt at an episode that gave no trajectory."""
 
     group_uid: bytes
-    number: int  # of the episode in its group; a spare has one from the group's size on
+    number: int  # of the episode in its group; from the group's size on: over-provisioned
     version: int  # newest published when its group was leased
     begun_us: int  # UTC epoch
     ended_us: int
-    n_steps: int | None  # steps played until then; None: not known, the worker was lost
+    n_steps: int | None  # steps played until then; None: unknown, the worker was lost
     n_response_tokens: int | None
     why: str  # see WHY_UNFINISHED
 
 
 WHY_UNFINISHED = {
-    "straggler": "its group was whole without it (actors.spare_members)",
-    "failed": "its environment failed, or it took no action in time; it is played again, env.attempts times",
+    "straggler": "its group was complete without it (actors.spare_members)",
+    "failed": "its environment failed, or took too long; it is played env.attempts times at most",
     "group_failed": "its group was abandoned, because an episode of it failed at every attempt",
     "too_old": "its group was given up, because newer weights made it too old",
     "stopped": "its worker was asked to stop",
@@ -87,13 +87,13 @@ WHY_UNFINISHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
-    """The trajectories of a committed segment: `new` ones count from it, `duplicates` from another
-    one.
+    """The trajectories of a committed segment: `new` ones count from it, `duplicates` from
+    another one.
     """
 
     new: tuple[bytes, ...]
     duplicates: tuple[bytes, ...]  # already committed from another segment
-    whole: tuple[bytes, ...]  # groups of the segment that lack no member
+    whole: tuple[bytes, ...]  # groups of the segment that have all members
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,17 +130,16 @@ class RollBack:
     batches: int
     groups: int
     checkpoints: int
-    learner_steps: int  # that had been settled, and are trained again
-    open: int  # training groups that were handed out and are not finished
-    complete: Mapping[int, int]  # oldest version of a complete training group -> how many of those
-    # all that are there: of training and held-out groups, of extra, and offline ones
-    trajectories: int
+    learner_steps: int  # settled ones, which will be trained again
+    open: int  # training groups that are leased or can be
+    complete: Mapping[int, int]  # oldest version -> number of complete training groups
+    trajectories: int  # in live segments, of all groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Training groups by state, and their committed trajectories and steps. A leased group is open
-    too.
+    """Training groups by state, and their committed trajectories and steps. A leased group is
+    open too.
     """
 
     open: int
@@ -176,15 +175,13 @@ class SuccessRate:
 class Evaluation:
     """A finished evaluation round whose result is not in the metrics yet."""
 
-    version: int  # the weights it was asked for, the oldest it was played with
-    # in a round that is played while the learner goes on, those that came meanwhile play too
-    newest_version: int
+    version: int  # the weights that the round was opened for
+    newest_version: int  # newest weights that played in it, while the learner went on
     learner_step: int
     success: SuccessRate
-    return_sum: float  # over its trajectories: undiscounted sums of their rewards
+    return_sum: float  # of all its trajectories: undiscounted sums of rewards
     n_steps: int  # of all its trajectories
-    # episodes of which nothing is known, because their environment failed at every attempt
-    n_abandoned: int
+    n_abandoned: int  # episodes whose environment failed at every attempt
 
     def metrics(self) -> dict[str, float]:
         """Return the round's figures by name. Means of no episodes are left out."""
@@ -212,14 +209,14 @@ class LiveSegment:
     n_steps: int
     lsn: int
     committed_us: int
-    settled: bool  # no group of it is still to be played or trained on
+    settled: bool  # none of its groups is still to be played or trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
     """The consequences of setting a damaged file aside."""
 
-    rescued: int  # trajectories that another file still holds
+    rescued: int  # trajectories that another file holds
     lost: tuple[bytes, ...]  # traj_uids of the others
-    reopened: tuple[bytes, ...]  # groups that are played again
+    reopened: tuple[bytes, ...]  # groups that will be played again
     released: tuple[int, ...]  # claimed batches whose groups are available again

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping
 from store.catalog.batches import release
 from store.catalog.database import Transaction
 from store.catalog.groups import (
+    abandon_incomplete_offline,
     complete_if_whole,
     insert_trajectories,
     recompute,
     recompute_if_whole,
     reopen,
-    abandon_incomplete_offline,
 )
 from store.catalog.imported_groups import complete_imported
 from store.catalog.records import SetAside
@@ -27,16 +27,16 @@ from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "fsck"
-# Consumed groups keep their state: what was trained on, was. A held-out group is consumed once its
-# round has a figure.
+# Consumed groups keep their state. A held-out group is consumed once its round has a figure.
 STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
     OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
-        SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
+        SELECT 1 FROM metric m
+        WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
 
 
 def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
-    """Return the files that compaction replaced and that are not removed yet: path -> duplicates in
-    it.
+    """Return the files that compaction replaced and that are not removed yet: path -> duplicates
+    in it.
     """
     excluded: dict[str, set[bytes]] = {
         row["path"]: set()
@@ -75,7 +75,7 @@ def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | No
     if segment["retired_lsn"] is None:
         retire(tx, [segment_id], why="quarantined")
         lost = _lose_trajectories(tx, segment_id, why=why)
-    else:  # only older snapshots miss it
+    else:  # only older snapshots need it
         lost = ()
     mark_removed(tx, [segment_id])
     reopened, released = _give_back(tx, traj_uids=lost, why=f"{path}: {why}")
@@ -101,8 +101,10 @@ def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> i
     segment_id = row["segment_id"]
     taken = {meta.traj_uid: meta for meta in held if _is_missing(tx, meta)}
     tx.run(
-        """UPDATE segment SET lsn = iif(:live, :lsn, lsn), retired_lsn = iif(:live, NULL, :lsn), removed_us = NULL,
-               retired_us = iif(:live, NULL, :now_us), retired_why = iif(:live, NULL, 'compacted')
+        """UPDATE segment SET lsn = iif(:live, :lsn, lsn),
+               retired_lsn = iif(:live, NULL, :lsn), removed_us = NULL,
+               retired_us = iif(:live, NULL, :now_us),
+               retired_why = iif(:live, NULL, 'compacted')
            WHERE segment_id = :segment_id""",
         live=bool(taken),
         lsn=tx.lsn,
@@ -114,11 +116,7 @@ def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> i
         if meta.traj_uid in taken:
             insert_trajectories(tx, [meta], segment_id=segment_id)
         else:
-            tx.run(
-                "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
-                segment_id=segment_id,
-                traj_uid=meta.traj_uid,
-            )
+            tx.insert("duplicate", segment_id=segment_id, traj_uid=meta.traj_uid)
     for group_uid in dict.fromkeys(meta.group_uid for meta in taken.values()):
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
@@ -154,7 +152,9 @@ def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
     for traj_uid in traj_uids:
         n += tx.run(
             """INSERT OR IGNORE INTO duplicate (segment_id, traj_uid) SELECT :segment_id, :traj_uid
-               WHERE NOT EXISTS (SELECT 1 FROM trajectory WHERE (traj_uid, segment_id) = (:traj_uid, :segment_id))""",
+               WHERE NOT EXISTS (
+                   SELECT 1 FROM trajectory
+                   WHERE (traj_uid, segment_id) = (:traj_uid, :segment_id))""",
             segment_id=segment["segment_id"],
             traj_uid=traj_uid,
         )
@@ -172,7 +172,8 @@ def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[b
     )
     tx.run(
         """INSERT INTO lost_trajectory (traj_uid, group_uid, member, segment_id, reason, lsn)
-           SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory WHERE segment_id = :segment_id""",
+           SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory
+           WHERE segment_id = :segment_id""",
         why=why,
         lsn=tx.lsn,
         segment_id=segment_id,

@@ -1,5 +1,5 @@
-"""Record versions, checkpoints, metrics, heartbeats and unfinished episodes. Each function is part
-of one transaction.
+"""Record versions, checkpoints, metrics, heartbeats and unfinished episodes. Each function is
+part of one transaction.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ def record_version(
             f"policy version {version} is not after the latest, {latest.version}; publish as "
             f"{latest.version + 1}"
         )
-    tx.run(
-        """INSERT INTO version (version, path, digest, learner_step, epoch, published_us, lsn)
-           VALUES (:version, :path, :digest, :learner_step, :epoch, :now_us, :lsn)""",
+    tx.insert(
+        "version",
         version=version,
         path=path,
         digest=digest,
         learner_step=learner_step,
         epoch=tx.epoch,
-        now_us=tx.now_us,
+        published_us=tx.now_us,
         lsn=tx.lsn,
     )
     tx.touch("versions", "lineage")
@@ -52,14 +51,14 @@ def latest_version(tx: Transaction) -> VersionRecord | None:
 
 def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version: int) -> None:
     """Record a checkpoint that is complete on disk. A restart begins there from now on."""
-    tx.run(
-        """INSERT INTO checkpoint (lsn, learner_step, path, version, live, saved_us)
-           VALUES (:lsn, :learner_step, :path, :version, 1, :now_us)""",
+    tx.insert(
+        "checkpoint",
         lsn=tx.lsn,
         learner_step=learner_step,
         path=path,
         version=version,
-        now_us=tx.now_us,
+        live=1,
+        saved_us=tx.now_us,
     )
     tx.touch("checkpoints")
 
@@ -81,8 +80,8 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
 def record_metrics(
     tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]
 ) -> None:
-    """Record figures of a learner step by name. A second value of the same name replaces the first
-    one in the view.
+    """Record figures of a learner step by name. A second value of the same name replaces the
+    first one in the view.
     """
     for name, value in values.items():
         if math.isnan(value):
@@ -104,13 +103,14 @@ def record_metrics(
 
 def latest_metrics(tx: Transaction) -> dict[str, float]:
     """Return the newest live figure of every name."""
-    # from name to name by the index: the terminal asks twice a second, of a table of millions of
-    # rows
+    # Step from name to name by the index: the terminal asks twice a second, and the table has
+    # millions of rows.
     rows = tx.rows(
         """WITH RECURSIVE names (name) AS (
                SELECT min(name) FROM metric WHERE live = 1
                UNION ALL
-               SELECT (SELECT min(name) FROM metric m WHERE m.name > names.name) FROM names WHERE names.name IS NOT NULL)
+               SELECT (SELECT min(name) FROM metric m WHERE m.name > names.name)
+               FROM names WHERE names.name IS NOT NULL)
            SELECT name, (SELECT value FROM metric m WHERE m.name = names.name AND live = 1
                          ORDER BY learner_step DESC, lsn DESC LIMIT 1) AS value
            FROM names WHERE name IS NOT NULL"""
@@ -135,27 +135,24 @@ def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker
             raise StoreError(
                 f"an episode cannot end as {episode.why!r}; use one of {', '.join(WHY_UNFINISHED)}"
             )
-    tx.run_many(
-        """INSERT INTO unfinished (group_uid, number, worker, version, begun_us, ended_us, n_steps, n_response_tokens, why, lsn)
-           VALUES (:group_uid, :number, :worker, :version, :begun_us, :ended_us, :n_steps, :n_response_tokens, :why, :lsn)""",
-        [
-            {name: getattr(episode, name) for name in Unfinished.__slots__}
-            | {"worker": worker, "lsn": tx.lsn}
-            for episode in episodes
-        ],
-    )
+    rows = [
+        {name: getattr(episode, name) for name in Unfinished.__slots__}
+        | {"worker": worker, "lsn": tx.lsn}
+        for episode in episodes
+    ]
+    tx.insert_many("unfinished", rows)
     if episodes:
         tx.touch("unfinished")
 
 
 def heartbeats(tx: Transaction, waiting_on: Mapping[str, str | None]) -> None:
     """Record that components are alive, and what each waits for. None: it is working."""
-    tx.run_many(
-        "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, "
-        ":now_us)",
-        [
-            {"name": name, "waiting_on": reason, "now_us": tx.now_us}
-            for name, reason in waiting_on.items()
-        ],
-    )
+    for name, reason in waiting_on.items():
+        tx.run(
+            """INSERT OR REPLACE INTO component (name, waiting_on, beat_us)
+               VALUES (:name, :waiting_on, :now_us)""",
+            name=name,
+            waiting_on=reason,
+            now_us=tx.now_us,
+        )
     tx.touch("component")

@@ -16,21 +16,24 @@ from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SegmentMeta, TrajectoryMeta
 
-# Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too,
-# but that is rare. Offline groups always: how often they are used may be raised.
-_WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"
+# Groups whose rows the learner may still ask for. Offline groups always are, because the number of
+# their uses may be raised. A roll-back, which is rare, makes more groups available.
+_WANTED = """(g.state IN ('open', 'claimed')
+    OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"""
 
-# Removed files that may hold what no other file does: what was lost was read from them, or from
-# what they were merged into.
-WANTED_BACK = """(removed_us IS NOT NULL AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (
-    SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
-    AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
+# Removed files that may hold rows that no other file has: lost trajectories were read from them, or
+# from the file that replaced them.
+WANTED_BACK = """(removed_us IS NOT NULL
+    AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (
+        SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
+        AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
 
 
 def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
     """Return every live segment, oldest first."""
     rows = tx.rows(
-        f"""SELECT s.segment_id, s.level, s.n_bytes, s.n_steps, s.lsn, s.committed_us, s.level > 0 OR NOT EXISTS (
+        f"""SELECT s.segment_id, s.level, s.n_bytes, s.n_steps, s.lsn, s.committed_us,
+                   s.level > 0 OR NOT EXISTS (
                        SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
                        WHERE t.segment_id = s.segment_id AND {_WANTED}) AS settled
             FROM segment s WHERE s.retired_lsn IS NULL ORDER BY s.lsn, s.segment_id"""
@@ -61,8 +64,8 @@ def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentM
 def segment_meta(
     segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
 ) -> SegmentMeta:
-    """Return rows of the tables `segment` and `trajectory` as the SegmentMeta that `read_segment`
-    needs.
+    """Return rows of the tables `segment` and `trajectory` as the SegmentMeta that
+    `read_segment` needs.
     """
     return SegmentMeta(
         segment_id=segment["segment_id"],
@@ -131,15 +134,16 @@ def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
 
 
 def expire(tx: Transaction, segment_ids: Collection[str]) -> None:
-    """Hide segments from later snapshots because retention dropped them. Rows of their groups stay."""
+    """Hide segments from later snapshots because retention dropped them. Rows of their groups
+    stay.
+    """
     retire(tx, segment_ids, why="expired")
 
 
 def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:
     """Enter a segment. It is live from now on."""
-    tx.run(
-        """INSERT INTO segment (segment_id, path, digest, n_steps, n_bytes, worker, epoch, lsn, committed_us, level)
-           VALUES (:segment_id, :path, :digest, :n_steps, :n_bytes, :worker, :epoch, :lsn, :now_us, :level)""",
+    tx.insert(
+        "segment",
         segment_id=segment.segment_id,
         path=segment.path,
         digest=segment.digest,
@@ -148,15 +152,15 @@ def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: 
         worker=segment.worker,
         epoch=epoch,
         lsn=tx.lsn,
-        now_us=tx.now_us,
+        committed_us=tx.now_us,
         level=level,
     )
     tx.touch("segments")
 
 
 def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None) -> dict[str, str]:
-    """Return retired files that no snapshot in the window and no pinned reader needs: segment id ->
-    path.
+    """Return retired files that no snapshot in the window and no pinned reader needs: segment id
+    -> path.
     """
     rows = tx.rows(
         """SELECT segment_id, path FROM segment
@@ -185,8 +189,9 @@ def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
             segment_id=segment_id,
         )
         tx.run(
-            """UPDATE meta SET horizon_lsn =
-                   max(horizon_lsn, (SELECT retired_lsn FROM segment WHERE segment_id = :segment_id))""",
+            """UPDATE meta SET horizon_lsn = max(
+                   horizon_lsn,
+                   (SELECT retired_lsn FROM segment WHERE segment_id = :segment_id))""",
             segment_id=segment_id,
         )
 
@@ -220,10 +225,12 @@ def expirable(
             WHERE s.retired_lsn IS NULL AND NOT EXISTS (
                 SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
                 WHERE t.segment_id = s.segment_id AND ({_WANTED}
-                    OR (:before_us IS NOT NULL AND coalesce(g.completed_us, g.opened_us) >= :before_us)
+                    OR (:before_us IS NOT NULL
+                        AND coalesce(g.completed_us, g.opened_us) >= :before_us)
                     OR (:below IS NOT NULL AND (t.version_max >= :below OR g.split = 'imported'))
                     OR EXISTS (SELECT 1 FROM batch_group l JOIN batch b USING (batch_id)
-                               WHERE l.group_uid = g.group_uid AND l.live = 1 AND b.learner_step > :oldest_checkpoint)))
+                               WHERE l.group_uid = g.group_uid AND l.live = 1
+                                 AND b.learner_step > :oldest_checkpoint)))
             ORDER BY s.lsn""",
         before_us=completed_before_us,
         below=below_version,

@@ -240,7 +240,7 @@ def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[Part, ...]]) -> 
 
 
 def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
-    """Return the rows and files that readers would have seen at `lsn`, without disturbing the owner.
+    """Return the rows and files that readers would have seen at `lsn`. The owner is not disturbed.
 
     Raises StoreError if `lsn` is in the future, or so old that its files are gone.
     """

@@ -114,11 +114,9 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
         write_atomically(
             layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root
         )
-    if open_sql.is_whole(layout):  # only its views were changed: the run's macros and bound stay
-        open_sql.restore_views(layout)
+    if open_sql.restore_views(layout):
         catalog.log(component=COMPONENT, what="open_sql", detail="its views were written again")
         return "open.sql has the views of this code again; the run's macros stay as they were"
-    open_sql.write_again(layout)
     catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
     return (
         "open.sql was written again, with the views; the next start of the run adds advantages(...)"

@@ -1,5 +1,4 @@
-"""What each learner step was trained on, and what came of it. Read from the catalog beside its
-owner, who notices nothing.
+"""Read from the catalog what each learner step was trained on, beside the catalog's owner.
 
     start = restart_points(layout)[0]                 # the newest checkpoint that counts
     step = trained_step(layout, start.learner_step + 1)
@@ -7,8 +6,7 @@ owner, who notices nothing.
 
     changes = metrics_since(layout, 0)                # all metrics; later those since changes.lsn
 
-Roll-backs are history: a learner step that was trained again is the last one, on the groups that it
-had then.
+A learner step that was rolled back and trained again is shown as it was trained last.
 """
 
 from __future__ import annotations
@@ -64,8 +62,9 @@ class MetricChanges:
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
-    """Raises StoreError for a step that was not trained, or whose rows are not all there any more;
-    FormatError for a catalog that cannot be read.
+    """Return the last training of a learner step.
+
+    Raises StoreError if the step was not trained, or if some of its rows are gone.
     """
     with _reading(layout) as tx:
         batch = tx.row(
@@ -104,17 +103,15 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
 
 
 def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
-    """Every checkpoint that no roll-back went behind, whether or not its directory is still there;
-    newest first.
+    """Return every checkpoint that no roll-back went behind, newest first. Its directory may be
+    gone.
     """
     with _reading(layout) as tx:
         return live_checkpoints(tx)[::-1]
 
 
 def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
-    """Return the metrics that changed after `lsn`, each row once. Raises FormatError for an
-    unreadable catalog.
-    """
+    """Return the metrics that changed after `lsn`, each row once."""
     with _reading(layout) as tx:
         meta = tx.row("SELECT lsn FROM meta")
         assert meta is not None
@@ -138,14 +135,14 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
 
 
 def published_version(layout: RunLayout, version: int) -> VersionRecord:
-    """StoreError if it was never published."""
+    """Return a published version. Raises StoreError if there is none of this number."""
     with _reading(layout) as tx:
         return _version(tx, version)
 
 
 @contextmanager
 def _reading(layout: RunLayout) -> Iterator[Transaction]:
-    """One moment for all questions."""
+    """Give a transaction that reads one moment of the catalog."""
     if not is_file(layout.catalog, root=layout.root):
         raise StoreError(
             f"{layout.root} has no {layout.catalog.name}, which says what was trained on what; use "
@@ -165,8 +162,9 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
 
 
 def _groups(tx: Transaction, batch_id: int, *, epoch: int) -> tuple[Group, ...]:
-    """In the order of `batches.claim`: the run's own by age, then offline ones by how often they had
-    been used.
+    """Return the groups of a batch as they were claimed, and in the order of the claim.
+
+    The run's own groups come by age, then the offline ones by the number of their uses.
     """
     rows = tx.rows(
         """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version, g.state,
@@ -180,6 +178,7 @@ def _groups(tx: Transaction, batch_id: int, *, epoch: int) -> tuple[Group, ...]:
 
 
 def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) -> None:
+    """Raise StoreError if rows of the batch were removed or lost."""
     removed = tx.rows(
         """SELECT DISTINCT s.path, s.retired_why FROM batch_group l JOIN trajectory t USING (group_uid)
                JOIN segment s USING (segment_id)

@@ -1,8 +1,7 @@
-"""The manifest: what outside readers may read. One file, replaced in one step, naming whole files
-only.
+"""Write and read manifest.json: the segments and exported tables that outside readers may read.
 
-Whoever reads manifest.json once has one consistent snapshot: the live segments and the exported
-tables of one lsn.
+The file is replaced in one rename and names whole files only. So a reader that reads it once has
+one consistent snapshot: the live segments and the tables of one lsn.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Superseded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The content of manifest.json; paths are relative to the run's root."""
+    """The content of manifest.json. Paths are relative to the run's root."""
 
     run_id: str
     lsn: int
@@ -96,7 +95,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
 
 
 def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """The first has no rows, only the columns, and is an export."""
+    """Check the paths. The first one is an exported file without rows, which has the columns."""
     first, *others = paths
     return (
         checked_name(first, EXPORT_PATH, where=name),
@@ -128,10 +127,9 @@ def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
-    """Bring manifest.json up to the catalog's lsn, which is returned. Costs what changed, nothing
-    if nothing did.
+    """Bring manifest.json up to the catalog's lsn, and return the lsn.
 
-    Meant to be called at most once a second by the owner of the catalog.
+    The cost is that of the changes since the last call. The owner calls it at most once a second.
     """
     previous = read_manifest(layout)
     if previous is not None and not _is_whole(layout, previous):
@@ -168,9 +166,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
 
 
 def export_nothing(layout: RunLayout) -> None:
-    """A manifest of a run without any commit, so that readers find typed, empty views from the
-    start.
-    """
+    """Write the manifest of a run without commits, so that readers find typed, empty views."""
     tables = {
         name: (_write_part(layout, name, NewPart(since=0, table=table), until=0),)
         for name, table in empty_tables().items()
@@ -252,8 +248,8 @@ def _sweep(
     superseded: Mapping[str, Superseded],
     lsn: int,
 ) -> dict[str, Superseded]:
-    """Remove the exported files that nobody can still be reading; the others, with when they were
-    superseded.
+    """Remove exported files that nobody can still be reading. Return the others that no table
+    names.
     """
     now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}
