@@ -73,7 +73,7 @@ def show(config: Config, console: Console) -> None:
         figures = (
             f"{first:.2f}" if is_one_window else f"{first:.2f} at the start, {last:.2f} at the end"
         )
-        whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
+        whose = "of the offline rollouts trained on" if is_offline(config) else "on training tasks"
         console.print(f"success {whose}: {figures}")
     if heldout:
         low, high = evaluation.interval(heldout)
@@ -101,7 +101,7 @@ def show(config: Config, console: Console) -> None:
     )
     console.print(
         f"{trajectories} trajectories, {steps} steps in {run}\n"
-        f'  ask        python -m store sql {run} "{curve}"\n'
+        f'  ask        gigpo sql {run} "{curve}"\n'
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
         f"  evaluate   python cli/evaluate.py {run}\n"

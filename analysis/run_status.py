@@ -107,7 +107,7 @@ def progress_lines(run: Path, reader: store.Reader, *, is_driven: bool) -> list[
 def _success(standing: Standing, config: Config) -> str:
     success = []
     if standing.success is not None:
-        whose = "of the stored rollouts trained on" if is_offline(config) else "on training tasks"
+        whose = "of the offline rollouts trained on" if is_offline(config) else "on training tasks"
         if config.loss.policy == "behaviour_cloning":
             whose = "of the episodes that are cloned"
         success.append(

@@ -48,7 +48,7 @@ from support.store_load import (
 from store import (
     SEGMENT_SCHEMA,
     Catalog,
-    GroupRecord,
+    Group,
     RunLayout,
     export,
     read_segments,
@@ -104,7 +104,7 @@ class Store:
             return [self.open_group() for _ in range(request.number)]
         return self.catalog.commit(request, epoch=self.catalog.epoch)
 
-    def open_group(self) -> GroupRecord:
+    def open_group(self) -> Group:
         return self.catalog.open_group(
             ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None
         )

@@ -14,7 +14,7 @@ had, on all of their steps: offline.train_on is not asked. The run may be traini
 --where selects the steps that are reported. What a step is compared with does not depend on it:
 advantages are computed from its whole group, and what is whitened over a batch (reinforce_pp,
 reinforce_pp_baseline) from the whole batch that was trained on, as the run did; groups that no
-batch has had are whitened together, each split by itself. A stored group that was used several
+batch has had are whitened together, each split by itself. A offline group that was used several
 times is there once, at its last learner step; where something is whitened, once for each batch that
 it was in.
 """

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 ALPHA = 0.05
 DESCRIPTION = """Are the trajectories that were dropped different from the trained ones in length, reward, success or task?
-Dropped are groups that are stale, no_signal or abandoned, and surplus of groups with spare members. Unfinished episodes (view
+Dropped are groups that are stale, filtered or abandoned, and extra of groups with spare members. Unfinished episodes (view
 `unfinished`), a kind for each reason, count with how far they got: whole, they would be at least that long. The run may be
 training.
 
-Groups are compared with trained ones of about the same policy versions (up to ten blocks of versions), surplus and unfinished
+Groups are compared with trained ones of about the same policy versions (up to ten blocks of versions), extra and unfinished
 episodes with the members of their own groups. p is of a permutation test: 2,000 permutations of whole groups within each block
 (of the members within their group), of the difference of means over its cluster-robust standard error; for tasks, of the
 chi-square of groups by task.
@@ -34,7 +34,7 @@ LABELS = {
     "won": "won",
     "tasks": "tasks",
 }
-NO_SIGNAL = "(no_signal groups are mostly won by all or by none, of tasks too easy or too hard: lengths and tasks go with that)"
+NO_SIGNAL = "(filtered groups are mostly won by all or by none, of tasks too easy or too hard: lengths and tasks go with that)"
 HEAD = ("kind", "groups", "trajectories", "steps", "response tokens", "return", "won", "tasks")
 COMPARED = ("kind", "measure", "dropped", "trained", "difference", "p", "p, all")
 
@@ -120,7 +120,7 @@ def _conclusions(report: BiasReport) -> list[str]:
     lines = [f"{row.kind} {_sentence(row)} (p = {row.p_corrected:.3f})" for row in found] or [
         "no difference beyond chance"
     ]
-    return [*lines, NO_SIGNAL] if any(row.kind == "no_signal" for row in found) else lines
+    return [*lines, NO_SIGNAL] if any(row.kind == "filtered" for row in found) else lines
 
 
 def _sentence(row: Comparison) -> str:

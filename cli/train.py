@@ -239,7 +239,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
         learner_step = session.train(curves.beside(progress.show))
         if learner_step < config.learner.steps:
             console.print(
-                f"stored rollouts are used up after learner step {learner_step}; raise offline.uses "
+                f"offline rollouts are used up after learner step {learner_step}; raise offline.uses "
                 "to go on"
             )
         if not configs.is_offline(config):

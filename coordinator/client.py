@@ -44,8 +44,8 @@ class CoordinatorClient:
     async def commit(self, segment: SegmentMeta, epoch: int) -> None:
         await self._ask("commit", segment, epoch)
 
-    async def keep_surplus(self, lease: Lease, segment: SegmentMeta) -> None:
-        await self._ask("keep_surplus", lease.group.group_uid, lease.task.id, segment, lease.epoch)
+    async def keep_extra(self, lease: Lease, segment: SegmentMeta) -> None:
+        await self._ask("keep_extra", lease.group.group_uid, lease.task.id, segment, lease.epoch)
 
     async def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> None:
         await self._ask("record_unfinished", self.worker, episodes, lease.epoch)

@@ -58,8 +58,8 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = Tasks(config, learns=learns)
-        self._n_live, self._n_stored = groups_of_a_step(config)
-        self._last_step = config.learner.steps  # less where stored groups do not last so long
+        self._n_live, self._n_offline = groups_of_a_step(config)
+        self._last_step = config.learner.steps  # less where offline groups do not last so long
         self._exporter = Exporter(self.catalog, self.layout)
         self._pulse = HeartbeatTracker()
         self._plays, self._turn = (
@@ -95,7 +95,7 @@ class Coordinator:
         self.maintainer.check()
         self._pulse.heard(worker)
         self._exporter.when_due()
-        with self.catalog.at_once():
+        with self.catalog.unsynced():
             lease = self._lease(worker)
         if lease is not None:
             self._plays.begin(lease)
@@ -170,14 +170,12 @@ class Coordinator:
         self._exporter.when_due()
         return result
 
-    def keep_surplus(
-        self, group_uid: bytes, task_id: str, segment: SegmentMeta, epoch: int
-    ) -> None:
+    def keep_extra(self, group_uid: bytes, task_id: str, segment: SegmentMeta, epoch: int) -> None:
         """Episodes that ended when their group was whole already: readers see them, as groups of
         split "imported".
         """
         if epoch == self.catalog.epoch:
-            self.catalog.import_surplus(segment, task_id=task_id, of_group=group_uid)
+            self.catalog.import_extra(segment, task_id=task_id, of_group=group_uid)
 
     def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], epoch: int) -> None:
         """Enter episodes that gave no trajectory, unless their lease is another owner's."""
@@ -219,7 +217,7 @@ class Coordinator:
 
     def _write_beats(self) -> None:
         if due := self._pulse.to_be_written():
-            with self.catalog.at_once():
+            with self.catalog.unsynced():
                 self.catalog.heartbeats({name: beat.waiting_on for name, beat in due.items()})
                 self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
 
@@ -265,7 +263,7 @@ class Coordinator:
         self._meeting_point = rendezvous
 
     def claim(self, current_version: int) -> Batch | None:
-        """The oldest complete groups, and the least used stored ones, to train at
+        """The oldest complete groups, and the least used offline ones, to train at
         `current_version`; None if they are too few.
 
         None too while a group is played that the next version would make too old, if `stragglers`
@@ -275,9 +273,9 @@ class Coordinator:
             current_version - self.config.max_staleness
         ):
             return None
-        return self.catalog.stored.claim(
-            n_live=self._n_live,
-            n_stored=self._n_stored,
+        return self.catalog.claim(
+            n_groups=self._n_live,
+            n_offline=self._n_offline,
             uses=self.config.offline.uses,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
@@ -295,13 +293,15 @@ class Coordinator:
         """
         newest = self.catalog.latest_version()
         again = self.catalog.roll_back(learner_step)
-        if self._n_stored:
-            n_left = self.catalog.stored.batches_left(self._n_stored, uses=self.config.offline.uses)
+        if self._n_offline:
+            n_left = self.catalog.offline_batches_left(
+                self._n_offline, uses=self.config.offline.uses
+            )
             self._last_step = min(self.config.learner.steps, learner_step + n_left)
             if self._last_step < self.config.learner.steps:
                 until = f"they last until learner step {self._last_step} of {self.config.learner.steps}, where the run ends"
                 self.notice(
-                    "stored rollouts",
+                    "offline rollouts",
                     f"{until} in order; raise offline.uses={self.config.offline.uses} for more",
                 )
         return ResumePoint(
@@ -337,15 +337,15 @@ class Coordinator:
         self,
         batch_id: int,
         learner_step: int,
-        no_signal: Mapping[bytes, str],
+        filtered: Mapping[bytes, str],
         version_in: int,
         metrics: Mapping[str, float],
     ) -> None:
-        """The batch was trained on. Groups in `no_signal` had nothing to learn from; the reason is
+        """The batch was trained on. Groups in `filtered` had nothing to learn from; the reason is
         kept.
         """
         self.catalog.settle(
-            batch_id, learner_step=learner_step, no_signal=no_signal, version_in=version_in
+            batch_id, learner_step=learner_step, filtered=filtered, version_in=version_in
         )
         self.catalog.record_metrics(
             learner_step=learner_step, policy_version=version_in, values=metrics

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envs import Task
-from store import GroupRecord, SegmentMeta, Unfinished, VersionRecord, now_us
+from store import Group, SegmentMeta, Unfinished, VersionRecord, now_us
 
 # times that a group is played again because it became too old; it then counts as stale
 MAX_GIVEN_UP = 3
@@ -26,7 +26,7 @@ class Lease:
     started on or newer.
     """
 
-    group: GroupRecord
+    group: Group
     task: Task
     version: VersionRecord
     worker: str

@@ -87,7 +87,7 @@ def base_policy(config: Config, directory: Path) -> Path:
 
 def take(config: Config, console: Console) -> None:
     """Their groups into the run, once. Raises StoreError."""
-    with console.status("taking in stored groups"):
+    with console.status("taking in offline groups"):
         taken = take_sources(
             Path(config.run_dir),
             [parse_source(text) for text in config.source],

@@ -280,7 +280,7 @@ def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) ->
             table = _components_table(reader.rows(COMPONENTS), is_driven=is_driven)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise StoreError(
-            f"{run}: its views hold what no run has ({error}); python -m store fsck --repair {run}"
+            f"{run}: its views hold what no run has ({error}); gigpo fsck --repair {run}"
         ) from error
     console.print(f"{run}: {driven}")
     for line in standing:

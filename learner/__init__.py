@@ -1,7 +1,7 @@
 """The learner turns claimed groups into numbered weights.
 
 `process.py` is what the driver sees of it, `learner.py` the loop. `source.py` makes rows with
-advantages of a claimed batch (of stored ones, those that `selection.py` picks), `batch.py` (with
+advantages of a claimed batch (of offline ones, those that `selection.py` picks), `batch.py` (with
 `sequences.py` and `packing.py`) tensors of the rows, `prefetch.py` does both beside the training.
 `ranks.py` trains: one `engine.py` (DeepSpeed around `policy_model.py`) a process, minimising what
 `objective.py` reads off the config. `guards.py` looks at the outcome, `metrics.py` and `stats.py`

@@ -126,7 +126,7 @@ class Learner:
         checkpoint, faults = self._restore()
         point = self._ask(self.coordinator.resume.remote(self.step))
         self.figures = point.metrics
-        # before `learner.steps` if stored groups are used up there
+        # before `learner.steps` if offline groups are used up there
         self.last_step = point.last_step
         self.bad_updates = int(self.figures.get(BAD_IN_A_ROW, 0))
         self.empty_batches = int(self.figures.get(EMPTY_IN_A_ROW, 0))
@@ -261,7 +261,7 @@ class Learner:
         """
         self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
         self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
-        check_batches(self.empty_batches, success=ready.success, no_signal=ready.no_signal)
+        check_batches(self.empty_batches, success=ready.success, filtered=ready.filtered)
         if not ready.updates:
             return []
         try:
@@ -313,7 +313,7 @@ class Learner:
         }
         self.figures = {**metrics, **alarms.values, **in_a_row}
         step = {"learner_step": self.step, "version_in": ready.version}
-        settled = {"no_signal": ready.no_signal, "metrics": self.figures}
+        settled = {"filtered": ready.filtered, "metrics": self.figures}
         self._ask(self.coordinator.settle.remote(ready.batch.batch_id, **step, **settled))
         for what, lines in ((ALARM, alarms.began), (ALARM_ENDED, alarms.ended)):
             for line in lines:

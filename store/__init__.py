@@ -1,11 +1,25 @@
-"""The trajectory store: queue, dataset, lineage and resume point of a run. Knows no machine
-learning.
+"""Store a run's trajectories: queue between actors and learner, dataset, lineage and resume point.
 
-`records.py` (Step, Trajectory, the Arrow schema) and `hashing.py` say what is stored, `layout.py`
-where, `segments.py` how (immutable Parquet). `catalog/` is the truth about what counts, `reading/`
-shows it to outside readers as SQL, `upkeep/` keeps it small and whole (compaction, retention, fsck,
-rebuild), `cli/` is `python -m store`, `exchange.py` and `stored.py` take trajectories from run to
-run, `errors.py` says what can go wrong. `broadcast.py` is how weights are sent past the store.
+A segment is an immutable Parquet file of whole trajectories. The catalog, an SQLite file with one
+owner, is the truth about which segments, groups, batches and versions count. Everything else that
+readers use is exported from it. Nothing here knows machine learning. In reading order:
+
+records.py           Step and Trajectory: the rows that are stored, and their Arrow schema
+layout.py            where each file of a run is; run.json, and the format of a run
+segments.py          write and read one segment
+catalog/             what counts: groups, batches, versions, segments
+reading/             the manifest, the SQL views, and a reader that can do no harm
+maintenance/         compaction, retention, fsck, repair, rebuild
+exchange/            data sets, offline groups, and forks: trajectories from run to run
+bias/                compare the trajectories that were dropped with those trained on
+untrusted/           files and settings that a stranger may have written
+storage.py           the files of a run in a local directory or an object store
+remote_directory.py  weights in an object store
+atomic_write.py      files that are either absent or whole after a crash
+hashing.py           state hashes, uids and digests
+broadcast.py         the protocol by which weights are sent past the store
+errors.py            the errors of the store
+clock.py             the time, as UTC epoch microseconds
 """
 
 import lazy_loader

@@ -1,6 +1,4 @@
-"""Files that are either absent or whole, whatever is killed and whenever; none is written through a
-link.
-"""
+"""Write files that are either absent or whole after a crash. No file is written through a link."""
 
 from __future__ import annotations
 
@@ -15,33 +13,37 @@ from store.untrusted.file_access import is_directory, open_directory, opened_par
 
 READ_ONLY = 0o444
 READ_WRITE = 0o644
-TEMPORARY_SUFFIX = ".tmp"  # of files being written; what dead writers left has it too
-_SAFE_DIRECTORIES: set[Path] = set()  # those whose names this process has synced
+TEMPORARY_SUFFIX = ".tmp"  # of unfinished files, also those of dead writers
+_SAFE_DIRECTORIES: set[Path] = set()  # directories whose names this process has synced
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-Show = Callable[[str, str, int], None]  # a name, the new name, and the directory that both are in
+# Takes a name, the new name, and the descriptor of the directory that holds both.
+Show = Callable[[str, str, int], None]
 
 
 def write_atomically(path: Path, data: bytes | memoryview, *, mode: int, beneath: Path) -> None:
-    """Write `data` aside, then show it under `path` in one step, replacing what was there.
+    """Write `data` aside, then rename it to `path`, replacing any file of that name.
 
-    The file is synced before the rename and the directory after it: without the first a power cut
-    can leave a name with no bytes, without the second no name at all. Raises UnsafePathError if
-    `path` leads out of `beneath`.
+    The file is synced before the rename, and its directory after it. Without the first sync a power
+    cut can leave a name without bytes, without the second one no name at all. Raises
+    UnsafePathError if `path` leads out of `beneath`.
     """
     _write_aside(path, data, mode=mode, beneath=beneath, show=_replace)
 
 
 def write_once(path: Path, data: bytes | memoryview, *, mode: int, beneath: Path) -> None:
-    """Like write_atomically, but raises FileExistsError instead of replacing what is there."""
-    _write_aside(path, data, mode=mode, beneath=beneath, show=_link_then_forget)
+    """Write `data` aside, then link it to `path`. Raises FileExistsError if the name is taken.
+
+    Sync and check the path as `write_atomically` does.
+    """
+    _write_aside(path, data, mode=mode, beneath=beneath, show=_link_then_unlink)
 
 
 def _replace(aside: str, final: str, directory: int) -> None:
     os.replace(aside, final, src_dir_fd=directory, dst_dir_fd=directory)
 
 
-def _link_then_forget(aside: str, final: str, directory: int) -> None:
-    # Fails if the name is taken, which a rename would not.
+def _link_then_unlink(aside: str, final: str, directory: int) -> None:
+    # Unlike a rename, a link fails if the name is taken.
     os.link(aside, final, src_dir_fd=directory, dst_dir_fd=directory)
     os.unlink(aside, dir_fd=directory)
 
@@ -51,8 +53,7 @@ def _write_aside(
 ) -> None:
     try:
         with opened_parent(path, root=beneath) as (directory, name):
-            # The dot and the suffix keep *.parquet globs from seeing it; the ids keep two writers
-            # apart.
+            # The dot and the suffix hide it from *.parquet globs. The ids keep writers apart.
             aside = f".{name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
             try:
                 with open(_new_file(aside, directory), "wb") as file:
@@ -63,7 +64,7 @@ def _write_aside(
                 show(aside, name, directory)
                 _sync(directory)
             except BaseException:
-                # where nothing can be written, nothing can be removed either
+                # Where nothing can be written, nothing can be removed either.
                 with suppress(OSError):
                     os.unlink(aside, dir_fd=directory)
                 raise
@@ -78,16 +79,16 @@ def _write_aside(
 def _new_file(name: str, directory: int) -> int:
     try:
         return os.open(name, _NEW, READ_WRITE, dir_fd=directory)
-    except FileExistsError:  # of a dead process with this one's ids, or a link that was planted
+    except FileExistsError:  # of a dead process with the same ids, or a planted link
         os.unlink(name, dir_fd=directory)
         return os.open(name, _NEW, READ_WRITE, dir_fd=directory)
 
 
 def make_directory(directory: Path, *, beneath: Path) -> None:
-    """Make `directory`, and what it is in, so that their names survive a power cut.
+    """Make `directory` and its parents, and sync their names.
 
-    One that is there already may have been made by a process that was killed before it synced the
-    name. The directory `beneath` may be reached through links, nothing below it may. Raises
+    An existing directory is synced too: the process that made it may have been killed before it
+    synced the name. Only the directory `beneath` may be reached through links. Raises
     UnsafePathError, StoreError.
     """
     is_root = directory == beneath or directory in beneath.parents
@@ -106,7 +107,7 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
             _sync(opened)
         finally:
             os.close(opened)
-        if not is_root:  # what has the name may be a link or a file
+        if not is_root:  # the name may be that of a link or a file
             os.close(open_directory(directory, root=beneath))
     except UnsafePathError:
         raise
@@ -119,7 +120,7 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
 
 
 def sync_directory(directory: Path, *, beneath: Path) -> None:
-    """Make the names in `directory` survive a power cut."""
+    """Sync a directory, so that its names survive a power cut."""
     descriptor = open_directory(directory, root=beneath)
     try:
         _sync(descriptor)

@@ -1,22 +1,22 @@
-"""Weights sent to the engines beside being published as files: what both ends agree on. The bytes
-are those of the files.
+"""Define the messages by which weights are sent to the engines, beside their files. The bytes are
+those of the files.
 
-They meet at a key-value store of torch.distributed, kept by the learner. It answers whoever reaches
-its port and lists its keys, so each key is a digest of its name with a secret: `secret@host:port`
-is the address that engines are told. Without the secret nobody can make the key that answers a
-call, and so become a member. Whoever reaches the port can still disturb a round; then the files are
-loaded, whose digest counts. An engine process joins by taking the next number of JOINED. A round is
-one version:
+Learner and engines use a key-value store of torch.distributed, which the learner runs. The store
+answers everybody who reaches its port, and lists its keys. So each key is a digest of its name with
+a secret. Engines get the address `secret@host:port`. Without the secret nobody can make the key
+that answers a call, and so become a member. Somebody who reaches the port can still disturb a
+round. The engines then load the files, whose digest counts. An engine process joins by taking the
+next number of JOINED. A round is one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
     ready/<round>/<member>  member: it takes part
     round/<round>           learner: {"group": 3, "members": [1, 4]}
-    gone/<member>           member: it was not among them, or something went wrong; it joins again, under a new number
+    gone/<member>           member: it was left out, or failed; it joins again with a new number
 
-Then come the files of the version, in order, as broadcasts of uint8 in the process group `group/3`,
-where the learner is rank 0 and the members follow in order. Each file is N_BYTES with the size of
-its head; the head, which is the file up to the first tensor; the tensors in the order of the
-header, those of more than CUT_BYTES in several cuts. A size of 0 ends the round.
+The files of the version follow in order, as broadcasts of uint8 in the process group `group/3`. The
+learner is rank 0, and the members follow in order. Each file is N_BYTES with the size of its head,
+then the head, which is the file up to the first tensor, then the tensors in the order of the
+header. Tensors of more than CUT_BYTES are sent in several cuts. A size of 0 ends the round.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from typing import Any
 JOINED = "joined"
 SECRET_BYTES = 16
 N_BYTES = 8  # little-endian
-CUT_BYTES = 64 * 2**20  # of one message: what a device needs beside the model
+CUT_BYTES = 64 * 2**20  # of one message: the memory that a device needs beside the model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a group of processes meets, and the secret that its keys begin with."""
+    """The address of the key-value store, with the secret of its keys."""
 
     secret: str
     host: str
@@ -58,8 +58,9 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenKeys:
-    """A store of torch.distributed whose keys can only be made with the secret. Methods raise what
-    those of `store` do.
+    """A store of torch.distributed whose keys can only be made with the secret.
+
+    The methods raise the errors of `store`.
     """
 
     secret: str
@@ -105,5 +106,5 @@ def group_prefix(group: int) -> str:
 
 
 def cuts(n_bytes: int) -> Iterator[slice]:
-    """Of a piece of so many bytes, one message each: 130 MiB are 64, 64 and 2."""
+    """Divide `n_bytes` into messages: 130 MiB are 64, 64 and 2."""
     return (slice(start, min(start + CUT_BYTES, n_bytes)) for start in range(0, n_bytes, CUT_BYTES))

@@ -1,6 +1,4 @@
-"""The one clock: UTC epoch microseconds. Order is never taken from it (that is the lsn's job), only
-durations are.
-"""
+"""Return the time in UTC epoch microseconds. It gives durations only: the lsn gives the order."""
 
 from __future__ import annotations
 
@@ -11,5 +9,5 @@ US_PER_S = 1_000_000
 
 
 def now_us() -> int:
-    """Now, as UTC epoch microseconds."""
+    """Return the time as UTC epoch microseconds."""
     return time.time_ns() // NANOSECONDS_PER_US

@@ -1,33 +1,29 @@
-"""What can go wrong in the store.
+"""The errors of the store. Each message is one line, and names the value and the remedy.
 
-StoreError            bad data, a wrong path, a broken file: the message names the value and the fix
-├── FormatError       a run directory or file this code cannot read (not a run, or damaged)
-│   ├── NewerFormatError  a run or a file that newer code wrote
-│   └── ForeignSchemaError  a catalog with an object that this code never makes
-├── DigestError       a segment's bytes are not the ones that were committed
-├── UnavailableError  a file that may well be whole cannot be reached now; nothing may be concluded
-from it
-├── UnsafePathError   a path of a run that leads out of it, or to what is no regular file
-├── LockedError       another live process owns the catalog
-└── FencedError       the caller belongs to an older epoch; its lease is void and its data will be
-played again
+StoreError                   bad data, a wrong path, a broken file
+├── FormatError              a run directory or file that this code cannot read
+│   ├── OtherFormatError     a run or a file of another format
+│   └── ForeignSchemaError   a catalog with an object that this code never makes
+├── DigestError              the bytes of a segment are not the committed ones
+├── UnavailableError         a file cannot be reached now; it may be whole
+├── UnsafePathError          a path of a run that leads out of it, or to no regular file
+├── LockedError              another live process owns the catalog
+└── FencedError              the caller's lease is of an earlier owner: its data is dropped
 """
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of every error the store raises for bad data or a bad request."""
+    """Base of all errors for bad data or a bad request."""
 
 
 class FormatError(StoreError):
     """The run directory or file is not one this code can read."""
 
 
-class NewerFormatError(FormatError):
-    """Newer code wrote the run or the file. Nothing is wrong with it: this code has to be
-    updated.
-    """
+class OtherFormatError(FormatError):
+    """The run or the file has another format. Another version of this code reads it."""
 
 
 class ForeignSchemaError(FormatError):
@@ -39,9 +35,7 @@ class DigestError(StoreError):
 
 
 class UnavailableError(StoreError):
-    """Storage does not answer, or refuses: an outage, a time-out, permissions, an I/O error. What
-    is there may be whole.
-    """
+    """Storage does not answer or refuses: an outage, a time-out, permissions, an I/O error."""
 
 
 class UnsafePathError(StoreError, OSError):

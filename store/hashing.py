@@ -1,9 +1,7 @@
-"""Canonical form, state hashes and identifiers: 128-bit BLAKE2b, in the standard library and stable
-for ever.
+"""Hash anchor states, and name things: 128-bit BLAKE2b, which is in the standard library.
 
-Observations come from the outside world, so the hash must resist someone who picks them; a hash
-that is only fast would not. DuckDB's own hash() changes between releases and must never be stored.
-Large files of weights have BLAKE3.
+Observations come from outside, so the hash must resist somebody who chooses them. DuckDB's hash()
+changes between releases and must never be stored. Large files of weights have BLAKE3.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from pathlib import Path
 from blake3 import blake3
 
 HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
-# part of every state hash: a new canonical form can never match an old hash
+# Part of every state hash, so that a new canonical form never matches an old hash.
 CANONICALISER_VERSION = 1
 _STATE_TAG = b"anchor-%d" % CANONICALISER_VERSION
 _UID_TAG = b"uid-1"
 
 
 def canonical(text: str) -> str:
-    """The text that is hashed: Unicode NFC with LF line ends, nothing else trimmed.
+    """Return the text that is hashed: Unicode NFC with LF line ends. Nothing else is changed.
 
     >>> canonical("cafe\\u0301\\r\\n") == "caf\\u00e9\\n"
     True
@@ -32,8 +30,8 @@ def canonical(text: str) -> str:
 
 
 def state_hash(text: str) -> bytes:
-    """16 bytes that identify an anchor state by its canonical text. TypeError if `text` is no
-    str.
+    """Return 16 bytes that identify an anchor state by its canonical text. Raises TypeError for
+    no str.
     """
     if not isinstance(text, str):
         raise TypeError(
@@ -49,8 +47,8 @@ def whole_text(text: str) -> str:
     """Return `text` with U+FFFD in place of every lone surrogate, which no file and no database
     takes.
 
-    Two halves of one character that follow each other become that character. JSON's "\\ud83d" is
-    where they come from.
+    Two halves of one character that follow each other become that character. They come from JSON,
+    as "\\ud83d".
     """
     try:
         text.encode()
@@ -60,9 +58,9 @@ def whole_text(text: str) -> str:
 
 
 def uid(*parts: str | int | bytes | None) -> bytes:
-    """16 bytes that name a thing by its parts, so that a retry gets the same name and collides.
+    """Return 16 bytes that name a thing by its parts. A retry gets the same name, and collides.
 
-    Each part is written with its type and length: uid("a", "b") differs from uid("ab"), and uid(1)
+    Each part is hashed with its type and length: uid("a", "b") differs from uid("ab"), and uid(1)
     from uid("1").
     """
     hasher = hashlib.blake2b(digest_size=HASH_BYTES, person=_UID_TAG)
@@ -73,9 +71,7 @@ def uid(*parts: str | int | bytes | None) -> bytes:
 
 
 def file_digest(data: bytes | memoryview) -> str:
-    """Hex digest of a whole file, recorded in the catalog and checked whenever the learner reads
-    it.
-    """
+    """Return the digest of a whole file in hex. The catalog has it, and the learner compares it."""
     return hashlib.blake2b(data, digest_size=HASH_BYTES).hexdigest()
 
 
@@ -90,11 +86,9 @@ def _tagged(part: str | int | bytes | None) -> tuple[bytes, bytes]:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """BLAKE3, in hex, of large files in the order given, as if they were one: `cat
-    model*.safetensors | b3sum`.
+    """Return the BLAKE3 digest, in hex, of large files as if they were one: `cat a b | b3sum`.
 
-    Of weights, which every engine verifies at every version: SHA-256 takes longer than writing
-    them.
+    Every engine verifies the weights of every version, and SHA-256 takes longer than writing them.
     """
     digest = blake3(max_threads=blake3.AUTO)
     for path in paths:

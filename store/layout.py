@@ -1,4 +1,4 @@
-"""Every path of a run directory, and run.json, which is written once and says what the run is."""
+"""Name every path of a run directory, and read run.json, which is written once."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from store.atomic_write import READ_ONLY, make_directory, write_once
 from store.clock import now_us
-from store.errors import FormatError, NewerFormatError, StoreError, UnsafePathError
+from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.storage import LocalStorage, Storage, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted import json_values
 from store.untrusted.signatures import sign_run, state_directory
 
-# of the run directory and of every file in it; raised when an older reader would misread it
-FORMAT_VERSION = 4
+# Of a run and of every file in it. A change that this version would misread needs another name.
+FORMAT = "async-gigpo/1"
 UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # Every path that a manifest or a catalog may name, relative to the run's root.
 SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
-EXPORT_PATH = re.compile(r"export/([a-z]+(-[0-9]+){1,2}|([0-9]+-)?empty_steps)\.parquet")
+EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
 VERSION_PATH = re.compile(r"weights/v[0-9]+")
 CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
 
@@ -37,8 +38,8 @@ CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
 def read_run_file(run: Path, name: str) -> str:
     """Return the text of a small file at the top of a run's directory.
 
-    Raises FileNotFoundError if it is not there, StoreError if it is a link, no file, too large or
-    no text.
+    Raises FileNotFoundError, or StoreError for a link, a file that is too large, and one that is no
+    text.
     """
     path = run.absolute() / name
     try:
@@ -53,8 +54,7 @@ def read_run_file(run: Path, name: str) -> str:
         ) from error
 
 
-# Names in the run's directory that somebody writes. `base` holds a run of its own; its links are
-# checked with the run's.
+# Every name at the top of a run's directory. `base` holds another run.
 DIRECTORIES_OF_A_RUN = (
     "segments",
     "export",
@@ -64,25 +64,46 @@ DIRECTORIES_OF_A_RUN = (
     "quarantine",
     "logs",
     "tensorboard",
-    "untrained",  # the model that a cloning run began with
+    "untrained",  # the model with which a behaviour cloning run began
 )
 FILES_OF_A_RUN = (
-    *(
-        "run.json",
-        "signed.json",
-        "manifest.json",
-        "published.json",
-        "open.sql",
-        "mirror.lock",
-        "config.yaml",
-    ),
-    *("outside.json", "driver.json", "workers.wanted", "stopping"),
+    "run.json",
+    "signed.json",
+    "config.yaml",
+    "manifest.json",
+    "published.json",
+    "open.sql",
+    "mirror.lock",
+    "outside.json",
+    "driver.json",
+    "workers.wanted",
+    "stopping",
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 
 
+def check_format(content: Mapping[str, object], *, name: str) -> None:
+    """Check the field `format` of a file.
+
+    Raises OtherFormatError for another format than FORMAT, ValueError if the file names none.
+    """
+    found = content.get("format", content.get("format_version"))  # the field of earlier versions
+    if not isinstance(found, str | int):
+        raise ValueError(f"format is {found!r:.80}, not a text")
+    if found != FORMAT:
+        raise other_format(name, repr(found)[:40])
+
+
+def other_format(name: str, found: str) -> OtherFormatError:
+    """Return the error for a file of another format."""
+    return OtherFormatError(
+        f"{name} has format {found}, and this version reads {FORMAT!r} only; "
+        "use the version that wrote it, or start a new run"
+    )
+
+
 def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
-    """Return the path if it is one that the store itself would have named. Raises FormatError."""
+    """Return `path` if the store would have given this name. Raises FormatError."""
     if isinstance(path, str) and pattern.fullmatch(path):
         return path
     raise FormatError(
@@ -96,39 +117,32 @@ class RunInfo:
     """The content of run.json."""
 
     run_id: str  # 32 hex digits, part of every group and trajectory uid
-    format_version: int
+    format: str
     canonicaliser_version: int
     config_yaml: str  # the resolved configuration, as text
     created_us: int
-    # where segments, exports and weights are, if not in the run directory; see storage.py
+    # where segments, exports and weights are, None: in the run directory; see storage.py
     storage_uri: str | None = None
-    forked_from: str | None = None  # run id and learner step, as RUN@STEP; see forked.py
-    # run ids of the runs it was forked from, oldest first: some of its files are theirs
+    forked_from: str | None = None  # run id and learner step, as RUN@STEP
+    # run ids of the runs that it was forked from, oldest first: it has files of theirs
     ancestors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ancestors", tuple(self.ancestors))  # JSON has lists
 
     def wrote(self, run_id: str) -> bool:
-        """Whether files of that run may be in this one."""
+        """Return whether this run may have files that the run `run_id` wrote."""
         return run_id in (self.run_id, *self.ancestors)
 
 
 def parse_run_json(data: bytes, *, name: str) -> RunInfo:
-    """Return what a run.json says. Raises FormatError naming the file, for a damaged one and for
-    one of newer code.
-    """
+    """Return the content of a run.json. Raises FormatError naming the file."""
     try:
         content = json_values.parse_object(data)
-        version = json_values.whole(content, "format_version")
-        if version > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; "
-                "update the code"
-            )
+        check_format(content, name=name)
         info = RunInfo(
             run_id=json_values.text(content, "run_id"),
-            format_version=version,
+            format=FORMAT,
             canonicaliser_version=json_values.whole(content, "canonicaliser_version"),
             config_yaml=json_values.text(content, "config_yaml"),
             created_us=json_values.whole(content, "created_us"),
@@ -141,7 +155,7 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
                 raise ValueError(f"{run_id!r:.80} is not a run id of 32 hex digits")
     except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error}); restore it from a backup, or: python -m store rebuild "
+            f"{name} is damaged ({error}); restore it from a backup, or: gigpo rebuild "
             f"{Path(name).parent}"
         ) from error
     return info
@@ -149,7 +163,7 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLayout:
-    """Where everything of one run is. Made by `create` (a new run) or `open` (an existing one).
+    """The paths of one run. `create` makes a new run, `open` finds an existing one.
 
     layout = RunLayout.create(Path("runs/a"), config_yaml=text)
     layout = RunLayout.open(Path("runs/a"))
@@ -157,7 +171,7 @@ class RunLayout:
 
     root: Path  # absolute
     info: RunInfo
-    # the run's own directory, where `root` is this user's copy of what its storage has
+    # the run's own directory, if `root` is this user's copy of a remote storage
     home: Path | None = None
 
     @classmethod
@@ -170,11 +184,11 @@ class RunLayout:
         forked_from: str | None = None,
         ancestors: tuple[str, ...] = (),
     ) -> RunLayout:
-        """Make the directories and write run.json; StoreError if a run is already there."""
+        """Make the directories and write run.json. Raises StoreError if a run is already there."""
         root = root.absolute()
         info = RunInfo(
             run_id=uuid.uuid4().hex,
-            format_version=FORMAT_VERSION,
+            format=FORMAT,
             canonicaliser_version=CANONICALISER_VERSION,
             config_yaml=config_yaml,
             created_us=now_us(),
@@ -206,23 +220,25 @@ class RunLayout:
             raise
         except OSError as error:
             raise StoreError(f"cannot make the run directory {root}: {error.strerror}") from error
-        # nobody could write to that storage for a run that is not known to be ours
+        # Nobody writes to a storage for a run that is not known to be the user's.
         if storage_uri and not is_signed:
             raise StoreError(
-                f"{state_directory()} cannot be written, and says which runs are yours; set "
+                f"{state_directory()} cannot be written, so the run cannot be signed as yours; set "
                 "XDG_STATE_HOME"
             )
         return layout
 
     @classmethod
     def exists(cls, root: Path) -> bool:
-        """Whether a run was created at `root`."""
+        """Return whether a run was created at `root`."""
         root = root.absolute()
         return beneath.is_file(root / "run.json", root=root)
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
-        """The run at `root`; FormatError if there is none or this code is too old for it."""
+        """Return the run at `root`. Raises FormatError if there is none, or one of another
+        format.
+        """
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
@@ -238,10 +254,10 @@ class RunLayout:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
                 raise FormatError(
-                    f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR"
+                    f"{uri_text} is a URI; bring the run here: gigpo fetch {uri_text} DIR"
                 ) from error
             lost = (
-                f"; if it was lost: python -m store rebuild {root}"
+                f"; if it was lost: gigpo rebuild {root}"
                 if beneath.is_file(root / "catalog.sqlite", root=root)
                 else ""
             )
@@ -255,11 +271,10 @@ class RunLayout:
         return cls(root=root, info=info)
 
     def check_no_links(self) -> None:
-        """Raise UnsafePathError for a link beneath the directories of the run: who writes in them
-        would write elsewhere.
+        """Raise UnsafePathError for a link beneath the directories of the run.
 
-        Only weights/v000000 may be one: an evaluation of a model that lies elsewhere makes it, and
-        nothing is written there.
+        A writer would follow it out of the run. Only weights/v000000 may be a link: an evaluation
+        of a model elsewhere makes it, and nothing is written there.
         """
         for name in beneath.names(self.root, root=self.root):
             path = self.root / name
@@ -278,7 +293,7 @@ class RunLayout:
             )
 
     def _take_storage(self, run_json: bytes) -> None:
-        # alone: a start that did not get further
+        # run.json alone is left by a start that did not get further.
         if any(file.path != "run.json" for file in self.storage.files("")):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
@@ -288,7 +303,7 @@ class RunLayout:
 
     @property
     def storage(self) -> Storage:
-        """Where the immutable files are."""
+        """Return the storage of the immutable files."""
         return (
             LocalStorage(self.root)
             if self.info.storage_uri is None
@@ -297,8 +312,8 @@ class RunLayout:
 
     @property
     def run_directory(self) -> Path:
-        """Return the directory that the user knows: of a copy that `mirror` made, that of the
-        run.
+        """Return the directory that the user knows. For a copy that `mirror` made it is that of
+        the run.
         """
         return self.home or self.root
 
@@ -316,14 +331,12 @@ class RunLayout:
 
     @property
     def mirror_lock(self) -> Path:
-        """Return the lock of the reader that brings files of a storage elsewhere here."""
+        """Return the lock of a process that copies files from a remote storage to here."""
         return self.root / "mirror.lock"
 
     @property
     def manifest(self) -> Path:
-        """Return manifest.json, or with a storage elsewhere the owner's own copy of what was
-        published there.
-        """
+        """Return manifest.json. With a remote storage this is the owner's copy of it."""
         return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
 
     @property
@@ -359,7 +372,7 @@ class RunLayout:
         return self.root / "logs"
 
     def segment(self, *, worker: str, segment_id: str) -> Path:
-        """The file of one segment, in a directory of its own worker."""
+        """Return the path of a segment, in the directory of its worker."""
         if not _WORKER_NAME.fullmatch(worker):
             raise StoreError(
                 f"worker name {worker!r} cannot be a directory name; use letters, digits, '_', "
@@ -368,15 +381,15 @@ class RunLayout:
         return self.segments / worker / f"{segment_id}.parquet"
 
     def weights_dir(self, version: int) -> Path:
-        """weights/v000123"""
+        """Return weights/v000123."""
         return self.weights / f"v{version:06d}"
 
     def checkpoint_dir(self, learner_step: int) -> Path:
-        """checkpoints/step000123"""
+        """Return checkpoints/step000123."""
         return self.checkpoints / f"step{learner_step:06d}"
 
     def relative(self, path: Path) -> str:
-        """`path` as stored in catalog and manifest: relative to the root, so that a run can be
+        """Return `path` relative to the root, as catalog and manifest store it. So a run can be
         moved.
         """
         return path.absolute().relative_to(self.root).as_posix()

@@ -1,7 +1,8 @@
-"""Step and Trajectory, and their Arrow form: one row per step, the trajectory's columns repeated.
+"""Define Step and Trajectory, and their Arrow form: one row per step, with the trajectory's
+columns.
 
-Tokens are the truth: `prompt_ids`, `response_ids` and the log-probabilities they were sampled with
-are what the learner reads; the texts are for people and for SQL.
+Tokens are the truth. The learner reads `prompt_ids`, `response_ids` and the log-probabilities that
+they were sampled with. The texts are for people and for SQL.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SEGMENT_SCHEMA = pa.schema(
         ("episode_steps", pa.int32()),
         ("step_index", pa.int32()),
         ("prompt_ids", pa.list_(pa.int32())),
-        # what the prompt's token budget had no room for; null in files of older code
+        # cut from the prompt because of its token budget; null where it was not recorded
         ("prompt_dropped_turns", pa.int32()),
         ("prompt_dropped_tokens", pa.int32()),
         ("response_ids", pa.list_(pa.int32())),
@@ -60,14 +61,14 @@ SEGMENT_SCHEMA = pa.schema(
         ("t_start", TIME_TYPE),
         ("gen_us", pa.int64()),
         ("env_us", pa.int64()),
-        ("images", IMAGES_TYPE),  # null where the observation has none, and in files of older code
+        ("images", IMAGES_TYPE),  # null where the observation has none
     ]
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepImage:
-    """One image of an observation, as it was put to the model before any resizing."""
+    """An image of an observation, before the model's resizing."""
 
     height: int
     width: int
@@ -80,17 +81,16 @@ class Step:
 
     step_index: int  # 0..n-1 in its trajectory
     prompt_ids: tuple[int, ...]
-    # earlier turns, and tokens in all, that the prompt's budget had no room for;
-    prompt_dropped_turns: int | None
-    prompt_dropped_tokens: int | None  # None: not recorded
+    prompt_dropped_turns: int | None  # earlier turns cut from the prompt; None: not recorded
+    prompt_dropped_tokens: int | None  # tokens cut from the prompt, in all; None: not recorded
     response_ids: tuple[int, ...]
-    # of response_ids, as sampled (after temperature and filters)
+    # one for each of response_ids, as sampled (after temperature and filters)
     response_logprobs: tuple[float, ...]
     version_min: int  # oldest and newest policy version that sampled a token of this response
     version_max: int
     finish_reason: str
     obs_text: str
-    anchor_text: str | None  # what identifies the state; None: no other step can share it
+    anchor_text: str | None  # identifies the state; None: no other step can share it
     state_hash: bytes | None  # state_hash(anchor_text)
     admissible_actions: tuple[str, ...] | None  # as the environment listed them; None: it does not
     action_text: str
@@ -98,17 +98,17 @@ class Step:
     is_action_valid: bool
     terminated: bool
     truncated: bool
-    t_start_us: int  # UTC epoch: when generation was asked for
+    t_start_us: int  # UTC epoch: when generation was requested
     gen_us: int
     env_us: int
-    images: tuple[StepImage, ...] = ()  # in the order of their places in the prompt
+    images: tuple[StepImage, ...] = ()  # in the order of the prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """The ordered steps of one attempt at a task."""
 
-    traj_uid: bytes  # 16 bytes, fixed before generation: a retry collides with it
+    traj_uid: bytes  # 16 bytes, fixed before generation, so that a retry collides
     group_uid: bytes
     env_name: str
     task_id: str
@@ -125,7 +125,7 @@ class Trajectory:
 
     @property
     def episode_return(self) -> float:
-        """Undiscounted sum of the rewards."""
+        """Return the undiscounted sum of the rewards."""
         return sum(step.reward for step in self.steps)
 
     @property
@@ -142,8 +142,9 @@ class Trajectory:
 
 
 def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
-    """Rows of SEGMENT_SCHEMA, one per step, in the order given; StoreError if a trajectory is not
-    well formed.
+    """Return rows of SEGMENT_SCHEMA, one per step, in the order given.
+
+    Raises StoreError for a trajectory that is not well formed.
     """
     for trajectory in trajectories:
         _check_shape(trajectory)
@@ -155,7 +156,7 @@ def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> tuple[Trajectory, ...]:
-    """The trajectories of a table that holds each of them whole, whatever the order of its rows."""
+    """Return the trajectories of a table, which holds each of them whole and in any order."""
     missing = [name for name in SEGMENT_SCHEMA.names if name not in table.column_names]
     if missing:
         raise StoreError(
@@ -187,7 +188,7 @@ _LIST_TYPECODES = {pa.list_(pa.int32()): "i", pa.list_(pa.float32()): "f"}
 
 
 def uid_text(value: bytes) -> str:
-    """A uid as the SQL views show it, e.g. 6f1c…-…: eight-four-four-four-twelve hex digits."""
+    """Return a uid as the SQL views show it: 8-4-4-4-12 hex digits."""
     return str(uuid.UUID(bytes=value)) if len(value) == HASH_BYTES else value.hex()
 
 
@@ -206,8 +207,7 @@ def _check_shape(trajectory: Trajectory) -> None:
         if step.step_index != expected:
             raise StoreError(
                 f"trajectory {name}: step {expected} has step_index {step.step_index}; they must "
-                "be 0..n-1 in order, "
-                "because returns are summed along them"
+                "be 0..n-1 in order, because returns are summed along them"
             )
         if len(step.response_ids) != len(step.response_logprobs):
             raise StoreError(
@@ -271,21 +271,23 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
-    # nearly no run has one: the values are looked at one by one only then
+    # Rare, so the values are examined one by one only now.
     except UnicodeEncodeError:
         return pa.array([_whole(value) for value in values], kind)
 
 
 def _whole(value: Any) -> Any:
-    """Make a text, or each text of a sequence, whole. Other values are returned as they are."""
+    """Make a text, or each text of a sequence, whole. Return other values as they are."""
     if isinstance(value, str):
         return whole_text(value)
     return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _lists(values: Sequence[Sequence[Any]], *, typecode: str, value_type: pa.DataType) -> pa.Array:
-    """A list array from flat buffers. Packing each sequence by itself is three times as fast as any
-    way through pyarrow, numpy or `array`, and of a worker's encoding this is what takes longest.
+    """Build a list array from flat buffers.
+
+    Most of a worker's encoding time is spent here. Packing each sequence by itself is three times
+    as fast as any way through pyarrow, numpy or `array`.
     """
     lengths = list(map(len, values))
     flat = b"".join(

@@ -1,7 +1,7 @@
-"""Directories of finished files, such as weights, in a storage that is elsewhere: visible last,
-fetched whole.
+"""Keep directories of finished files, such as weights, in a remote storage.
 
-With local storage there is nothing to do: the run directory has them.
+The marker is written last and removed first, so a directory is either whole or not there. With
+local storage nothing is done: the run directory has the files.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from store.layout import VERSION_PATH, RunLayout, checked_name
 from store.untrusted import json_values
 from store.untrusted.file_access import remove_tree
 
-# names the files and their sizes; the last to be written, the first to be removed
+# Names the files and their sizes. It is written last and removed first.
 MARKER = "complete.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# one being loaded, and the one before it, which another worker of the machine may still load
+# The version being loaded, and the one before, which another worker may still load.
 KEEP_FETCHED = 2
 
 
 def publish_directory(layout: RunLayout, directory: Path, *, keep: int) -> None:
-    """Put a finished directory into the storage, and remove all but the newest `keep` by name of
-    those beside it.
+    """Copy a finished directory into the storage. Keep the newest `keep` directories beside it,
+    by name.
     """
     if layout.info.storage_uri is None:
         return
@@ -47,10 +47,10 @@ def publish_directory(layout: RunLayout, directory: Path, *, keep: int) -> None:
 
 
 def local_directory(layout: RunLayout, path: str) -> Path:
-    """Where the directory `path` is on this machine; fetched first if it is not here and the
-    storage is elsewhere.
+    """Return the path of a directory on this machine. Fetch it first from a remote storage if it is
+    not here.
 
-    Raises StoreError if it is not complete there, or the storage does not answer.
+    Raises StoreError if it is not complete there, or if the storage does not answer.
     """
     here = layout.root / checked_name(path, VERSION_PATH, where=str(layout.catalog))
     if here.is_dir() or layout.info.storage_uri is None:
@@ -73,7 +73,7 @@ def local_directory(layout: RunLayout, path: str) -> Path:
         (unfinished / MARKER).write_text(json.dumps(sizes))
         unfinished.rename(here)
     except OSError as error:
-        if not here.is_dir():  # else another worker of this machine was faster
+        if not here.is_dir():  # otherwise another worker of this machine was faster
             name = layout.storage.locate(path)
             raise StoreError(
                 f"cannot fetch {name} to {here}: {error.strerror}; free space or fix permissions"
@@ -86,8 +86,8 @@ def local_directory(layout: RunLayout, path: str) -> Path:
 
 
 def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
-    """Return the files of a published directory with their sizes. Raises StoreError if it names
-    anything else.
+    """Return the files of a published directory with their sizes. Raises StoreError for other
+    names.
     """
     name = layout.storage.locate(f"{path}/{MARKER}")
     try:
@@ -96,11 +96,11 @@ def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
             return {file: json_values.whole(sizes, file) for file in sizes}
     except ValueError as error:
         raise StoreError(f"{name} is damaged ({error}); publish it again") from error
-    raise StoreError(f"{name} names a file that is none of published weights; publish it again")
+    raise StoreError(f"{name} names a file that no published weights have; publish it again")
 
 
 def _content(path: Path) -> pa.Buffer | bytes:
-    """Without a copy in memory: weights are large."""
+    """Return a file's bytes without a copy in memory, because weights are large."""
     if path.stat().st_size == 0:  # cannot be mapped
         return b""
     with pa.memory_map(str(path)) as file:

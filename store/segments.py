@@ -1,7 +1,7 @@
-"""Segments: immutable Parquet files of whole trajectories, named by the digest of their bytes.
+"""Write and read segments: immutable Parquet files of whole trajectories, named by their digest.
 
-A file becomes visible in one rename and is then never changed. It counts only once the catalog has
-committed it; before that it is an orphan, which nobody reads.
+A file becomes visible in one rename and never changes. It counts once the catalog has committed it.
+Until then it is an orphan, which nobody reads.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.errors import DigestError, FormatError, NewerFormatError, StoreError
+from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import FORMAT, RunLayout, check_format
 from store.records import SEGMENT_SCHEMA, Trajectory, to_table
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 ZSTD_LEVEL = 1  # measured: level 3 is no smaller here and 14% slower
-# Zstandard's preparations cost every file 0.9 ms of a core to write and as much to read. One with
-# so few rows (a group of short episodes; a merge makes them one of many) is no larger with LZ4.
+# Zstandard's set-up costs each file 0.9 ms of a core to write, and as much to read. A file with few
+# rows, such as a group of short episodes, is no larger with LZ4.
 SMALL_BYTES = 32 * 1024
-# One trajectory out of a merged file is found 2.5 times as fast as in one row group of 20,000
-# steps; smaller ones slow scans.
+# One trajectory of a merged file is found 2.5 times as fast as in row groups of 20,000 steps.
+# Smaller row groups slow scans.
 ROW_GROUP_STEPS = 8192
-# of rows: with images a few hundred are as much as thousands without
+# With images, a few hundred rows are as large as thousands without.
 ROW_GROUP_BYTES = 256 * 1024**2
-# files read at once; decoding is what takes the time, and the learner's GPU process has other work
+# Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
-# A dictionary pays on repeated text; on token ids it halves the writing speed and adds a third to
-# the size.
+# A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
+# to the size.
 DICTIONARY_COLUMNS = [
     "traj_uid",
     "group_uid",
@@ -48,14 +48,14 @@ DICTIONARY_COLUMNS = [
     "action_text",
     "admissible_actions.list.element",
 ]
-# A quarter smaller. Token ids stay plain: they would gain 8% at most, and DuckDB 1.5 reads split
+# This makes them a quarter smaller. Token ids would gain 8% at most, and DuckDB 1.5 reads split
 # bytes of floats only.
 SPLIT_COLUMNS = {"response_logprobs.list.element": "BYTE_STREAM_SPLIT"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryMeta:
-    """What the catalog keeps of a trajectory."""
+    """The columns of a trajectory that the catalog keeps."""
 
     traj_uid: bytes
     group_uid: bytes
@@ -71,8 +71,8 @@ class TrajectoryMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentMeta:
-    """What a worker tells the catalog about a file it wrote (about 1 KB), and what a reader needs
-    to read it.
+    """The description of a segment (about 1 KB): workers send it to the catalog, readers need
+    it.
     """
 
     segment_id: str
@@ -81,16 +81,14 @@ class SegmentMeta:
     n_steps: int  # rows in the file
     n_bytes: int
     worker: str
-    # those that count; a file may hold duplicates, which do not
+    # the trajectories that count; the file may also hold duplicates
     trajectories: tuple[TrajectoryMeta, ...]
 
 
 def write_segment(
     layout: RunLayout, trajectories: Sequence[Trajectory], *, worker: str, epoch: int
 ) -> SegmentMeta:
-    """Encode, write aside, sync, rename. The result is durable but does not count until
-    `Catalog.commit`.
-    """
+    """Write trajectories to a new segment. It is durable, and counts after `Catalog.commit`."""
     if not trajectories:
         raise StoreError("a segment needs at least one trajectory")
     if len({trajectory.traj_uid for trajectory in trajectories}) < len(trajectories):
@@ -111,15 +109,12 @@ def write_rows(
     worker: str,
     epoch: int,
 ) -> SegmentMeta:
-    """The same for rows of SEGMENT_SCHEMA that are already a table and hold exactly
-    `trajectories`.
-    """
+    """Write a table of SEGMENT_SCHEMA that holds exactly `trajectories` to a new segment."""
     data = encode(
         table, metadata={"run_id": layout.info.run_id, "worker": worker, "epoch": str(epoch)}
     )
     digest = file_digest(data)
-    # Named by content: a second attempt at the same group cannot replace a file that was already
-    # committed.
+    # Named by its content, so that a second attempt at a group cannot replace a committed file.
     path = layout.relative(layout.segment(worker=worker, segment_id=digest))
     layout.storage.write(path, data)
     return SegmentMeta(
@@ -136,10 +131,10 @@ def write_rows(
 def read_segment(
     layout: RunLayout, meta: SegmentMeta, *, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """The rows of `meta.trajectories` (all columns if None), after the file's digest was found to
-    be the committed one.
+    """Return the rows of `meta.trajectories`, all columns if None.
 
-    Parquet readers return wrong data for most single-bit errors without noticing, hence the digest.
+    The digest of the file is compared first, because Parquet readers return wrong data for most
+    single-bit errors. Raises DigestError.
     """
     path = layout.storage.locate(meta.path)
     data = layout.storage.read(meta.path)
@@ -147,8 +142,7 @@ def read_segment(
     if digest != meta.digest:
         raise DigestError(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
-            "on disk; "
-            "restore it from a backup, or set it aside: python -m store fsck --repair "
+            "on disk; restore it from a backup, or set it aside: gigpo fsck --repair "
             f"{layout.root}"
         )
     wanted = None if columns is None else list(dict.fromkeys([*columns, "traj_uid"]))
@@ -163,9 +157,7 @@ def read_segment(
 
 
 def read_segments(layout: RunLayout, metas: Sequence[SegmentMeta]) -> pa.Table:
-    """The rows of all `metas` in their order, each read as `read_segment` does; several files at a
-    time.
-    """
+    """Return the rows of several segments in their order, each read as by `read_segment`."""
     if not metas:
         raise StoreError("no segments to read; ask for at least one")
     with ThreadPoolExecutor(
@@ -176,54 +168,35 @@ def read_segments(layout: RunLayout, metas: Sequence[SegmentMeta]) -> pa.Table:
 
 
 def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a segment's bytes with today's columns: one that its format did not have yet is
-    null, one of a newer code is left out. `path` is for messages. Raises FormatError for a newer
-    format, for what is no segment, and for a file that stands for more rows or bytes than any run
-    wrote.
+    """Return the rows in a segment's bytes. `path` is for messages.
+
+    Raises FormatError for another format, for bytes that are no segment, and for a file that
+    decodes to more rows or bytes than any run wrote.
     """
-    wanted = (
-        SEGMENT_SCHEMA
-        if columns is None
-        else pa.schema([SEGMENT_SCHEMA.field(name) for name in columns])
-    )
+    names = SEGMENT_SCHEMA.names if columns is None else list(columns)
     try:
         source = pa.BufferReader(data)
         file = open_parquet(source, n_bytes=data.size, name=path, verify=False)
         found = file.schema_arrow  # made anew every time it is asked for
-        version = int((found.metadata or {})[b"format_version"])
-        if version > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{path} has format version {version}, this code reads up to {FORMAT_VERSION}; "
-                "update the code"
-            )
-        present = set(found.names)
-        names = [name for name in wanted.names if name in present]
-        chosen = None if names == found.names else names
+        metadata = {key.decode(): value.decode() for key, value in (found.metadata or {}).items()}
+        check_format(metadata, name=str(path))
+        if not found.equals(SEGMENT_SCHEMA):
+            raise ValueError("it has other columns")
+        chosen = None if columns is None else names
         table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
             f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
         ) from error
-    if table.schema.equals(wanted):
-        return table.replace_schema_metadata(None)
-    missing = {
-        field.name: pa.nulls(table.num_rows, field.type)
-        for field in wanted
-        if field.name not in present
-    }
-    arrays = [
-        missing[field.name] if field.name in missing else table[field.name].cast(field.type)
-        for field in wanted
-    ]
-    return pa.Table.from_arrays(arrays, schema=wanted)
+    return table.select(names).replace_schema_metadata(None)
 
 
 def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:
-    """The Parquet bytes of a table of SEGMENT_SCHEMA."""
+    """Return the Parquet bytes of a table of SEGMENT_SCHEMA."""
     sink = pa.BufferOutputStream()
     is_small = table.nbytes < SMALL_BYTES
     pq.write_table(
-        table.replace_schema_metadata({"format_version": str(FORMAT_VERSION), **metadata}),
+        table.replace_schema_metadata({"format": FORMAT, **metadata}),
         sink,
         row_group_size=max(
             1, min(ROW_GROUP_STEPS, ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes))

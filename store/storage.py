@@ -1,5 +1,5 @@
-"""Where the immutable files of a run are: segments, exports and weights. Each is absent or whole,
-and never changes.
+"""Read and write the immutable files of a run: segments, exports and weights. Each is absent or
+whole.
 
 LocalStorage   the run directory, or another one: file:///mnt/shared/run
 RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// and abfs://
@@ -28,17 +28,20 @@ from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
 from store.untrusted import file_access as beneath
 
-# their PUT shows an object whole or not at all
+# Their PUT shows an object whole or not at all.
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
-DEADLINE_S = 30.0  # for one small file and all retries; the coordinator is waited for twice as long
-# Of a file whose size nothing says. Compaction merges up to 512 MiB, and one group of episodes with
-# images is no larger.
+DEADLINE_S = (
+    30.0  # for one small file with all retries; callers wait twice as long for the coordinator
+)
+# The limit for a file of unknown size. Compaction merges up to 512 MiB, and one group of episodes
+# with images is no larger.
 MAX_FILE_BYTES = 8 << 30
-SLOWEST_BYTES_PER_S = 4_000_000  # what a large file has besides
+SLOWEST_BYTES_PER_S = 4_000_000  # extends the deadline of a large file
 RETRY_AFTER_S = 0.5
-# What asking again does not change, in the words of Arrow's errors.
+# Words of Arrow's errors that do not go away when the call is repeated.
 FINAL = re.compile(
-    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT|HTTP status 40[0134]"
+    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT"
+    r"|HTTP status 40[0134]"
 )
 Answer = TypeVar("Answer")
 
@@ -51,50 +54,47 @@ class StoredFile:
 
 
 class Storage(Protocol):
-    """Paths are relative to the run's root, with '/'. Errors are StoreError, naming file and
-    remedy.
+    """Files of a run, by paths relative to its root, with '/'.
 
-    UnavailableError says nothing of the file, which may be whole: only a plain StoreError of `read`
-    means that it is gone.
+    Errors are StoreErrors that name the file and the remedy. After an UnavailableError the file may
+    be whole. Only a plain StoreError of `read` means that it is gone.
     """
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        """Durable when it returns; before that, readers see nothing of it. Writing the same file
-        again is harmless.
+        """Write a file. It is durable on return, and not visible before. Repeating a write is
+        harmless.
         """
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        """Return the whole file. Raises StoreError if it has more than `at_most` bytes, before any
-        of them is read.
+        """Return the whole file. Raises StoreError, before reading, if it has more than
+        `at_most` bytes.
         """
 
     def digest(self, path: str) -> str:
-        """Return the digest of a file, which may be larger than its reader's memory. Its errors are
-        those of `read`.
+        """Return the digest of a file that may be larger than memory. Raises the errors of
+        `read`.
         """
 
     def exists(self, path: str) -> bool:
-        """Whether the file is there."""
+        """Return whether the file is there."""
 
     def remove(self, path: str) -> None:
         """Remove the file if it is there."""
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        """Everything beneath a directory, unfinished writes left out; nothing if it does not
+        """Give all files beneath a directory but unfinished ones. Give none if it does not
         exist.
         """
 
     def locate(self, path: str) -> str:
-        """The file's name for people: a path or a URI."""
+        """Return the file's name for people: a path or a URI."""
 
 
 @functools.cache
 def open_storage(where: str) -> Storage:
-    """The storage a URI or a path names, one client for the whole process; nothing is asked of it
-    yet.
+    """Return the storage of a URI or path, one client for the whole process. Do not contact it yet.
 
-    Raises StoreError for a scheme whose writes are not atomic, and for a URI that has credentials
-    in it.
+    Raises StoreError for a scheme whose writes are not atomic, and for a URI with credentials.
     """
     parts = urllib.parse.urlsplit(where)
     if "://" not in where:
@@ -115,8 +115,8 @@ def open_storage(where: str) -> Storage:
 
 
 class LocalStorage:
-    """Files in the run directory, or in another one. No path leads out of it, and no link beneath
-    it is followed.
+    """Files in the run directory or another one. No path leads out of it, and no link is
+    followed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -143,7 +143,7 @@ class LocalStorage:
             yield
         except UnsafePathError:
             raise
-        # in any case not our file
+        # It is gone, or no file of ours.
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise StoreError(
                 f"{self.root / path} cannot be read: {error.strerror}; restore it from a backup"
@@ -151,8 +151,9 @@ class LocalStorage:
         except OSError as error:
             raise _unreadable(error, self.root / path) from error
         except MemoryError as error:
-            text = f"{self.root / path} does not fit into the memory that is free; free some, then retry"
-            raise UnavailableError(text) from error
+            raise UnavailableError(
+                f"{self.root / path} does not fit into the free memory; free some, then retry"
+            ) from error
 
     def exists(self, path: str) -> bool:
         return beneath.is_file(self.root / path, root=self.root)
@@ -181,22 +182,20 @@ class LocalStorage:
                     )
         except UnsafePathError:
             raise
-        except OSError as error:  # what may not be listed is not left out
+        except OSError as error:  # a directory that cannot be listed is not left out
             raise _unreadable(error, error.filename or self.root / directory) from error
 
 
 class RemoteStorage:
-    """Objects below a URI. Every call ends within DEADLINE_S and the time for its bytes, whatever
-    the server does.
+    """Objects below a URI. Each call ends within DEADLINE_S and the time for its bytes.
 
-    The client is made at the first.
+    The first call makes the client.
     """
 
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
         self._name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        # One PUT for a file of up to 5 MB instead of the three requests of a multipart upload,
-        # which is atomic too.
+        # One PUT for a file of up to 5 MB, instead of three requests of a multipart upload.
         options = (
             "&".join(filter(None, [parts.query, "allow_delayed_open=true"]))
             if parts.scheme == "s3"
@@ -222,7 +221,7 @@ class RemoteStorage:
             return file.read_buffer()
 
         began = time.monotonic()
-        # which asks for the size; not closed here, a thread may still be reading
+        # This asks for the size. It is not closed here, because a thread may still be reading.
         file = self._ask("read", path, find)
         n_bytes = file.size()
         if n_bytes > at_most:
@@ -272,7 +271,7 @@ class RemoteStorage:
 
     @functools.cached_property
     def _client(self) -> tuple[pafs.FileSystem, str]:
-        return pafs.FileSystem.from_uri(self._uri)  # may ask the network where the bucket is
+        return pafs.FileSystem.from_uri(self._uri)  # may ask the network for the bucket's region
 
     def _ask(
         self,
@@ -283,9 +282,10 @@ class RemoteStorage:
         n_bytes: int = 0,
         began: float | None = None,
     ) -> Answer:
-        """The answer of `call`, tried again until the deadline, which grows with the bytes to move.
+        """Return the answer of `call`. Try again until the deadline, which grows with the bytes to
+        move.
 
-        In a thread of its own: Arrow waits 100 s for a silent server.
+        Each try has a thread of its own, because Arrow waits 100 s for a silent server.
         """
         limit_s = DEADLINE_S + n_bytes / SLOWEST_BYTES_PER_S
         deadline = (time.monotonic() if began is None else began) + limit_s
@@ -311,8 +311,8 @@ class RemoteStorage:
                 time.sleep(min(RETRY_AFTER_S, left_s))
         raise UnavailableError(
             f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing "
-            "committed is lost, "
-            "start again when the storage is back"
+            "committed is lost, start "
+            "again when the storage is back"
         )
 
 

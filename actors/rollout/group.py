@@ -9,7 +9,7 @@ second trajectory.
 Spares are episodes beyond those that are missing, so that the slowest need not be waited for. A
 group is whole with the first episodes that end, as many as were missing; a spare among them takes
 the place of a member that has not ended, with its number and uid. The others are cancelled; one
-that had ended by then is surplus, and kept beside the group.
+that had ended by then is extra, and kept beside the group.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ async def play_group(
     spares: Sequence[int] = (),
     play: Callable[[int], Awaitable[Trajectory]],
     commit: Callable[[Sequence[Trajectory]], Awaitable[None]],
-    keep_surplus: Callable[[Sequence[Trajectory]], Awaitable[None]],
+    keep_extra: Callable[[Sequence[Trajectory]], Awaitable[None]],
     ended: Callable[[int], None],
 ) -> None:
     """Plays `members` and commits them; also what is finished when it is cancelled, or when another
     member fails.
 
     `spares` are numbers of episodes that no member has. `ended` hears the number of each episode
-    that is committed or kept as surplus; all others were given up. Raises what `play` raises, of
+    that is committed or kept as extra; all others were given up. Raises what `play` raises, of
     which EpisodeFailed is the group's own misfortune.
     """
     places = _Places(members, ended)
@@ -76,11 +76,11 @@ async def play_group(
                 await _shielded(portion, commit)
             if fatal:
                 raise fatal[0]
-        await _shielded(places.surplus, keep_surplus)
+        await _shielded(places.extra, keep_extra)
     except asyncio.CancelledError:
         finished += places.take(_results(task for task in playing if task.done()))
         await _shielded(finished, commit)
-        await _shielded(places.surplus, keep_surplus)
+        await _shielded(places.extra, keep_extra)
         raise
     finally:
         for task in playing:
@@ -89,14 +89,14 @@ async def play_group(
 
 
 class _Places:
-    """Which member each finished episode is. `free` are those that none is yet, `surplus` what came
+    """Which member each finished episode is. `free` are those that none is yet, `extra` what came
     when none was left.
     """
 
     def __init__(self, members: Sequence[int], ended: Callable[[int], None]) -> None:
         self.free = list(members)
         self._ended = ended
-        self.surplus: list[Trajectory] = []
+        self.extra: list[Trajectory] = []
 
     def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
         """Those that are members, under their numbers and uids."""
@@ -104,7 +104,7 @@ class _Places:
         for trajectory in sorted(finished, key=lambda trajectory: trajectory.member):
             self._ended(trajectory.member)
             if not self.free:
-                self.surplus.append(trajectory)
+                self.extra.append(trajectory)
                 continue
             place = trajectory.member if trajectory.member in self.free else self.free[-1]
             self.free.remove(place)
@@ -117,9 +117,9 @@ class _Places:
         return taken
 
 
-def as_surplus(trajectory: Trajectory) -> Trajectory:
+def as_extra(trajectory: Trajectory) -> Trajectory:
     """The trajectory as a group of its own, which nobody trains on."""
-    group_uid = uid(trajectory.traj_uid, "surplus")
+    group_uid = uid(trajectory.traj_uid, "extra")
     return replace(
         trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split="imported"
     )

@@ -21,7 +21,7 @@ from typing import Protocol
 from actors.inference.concurrency import Concurrency
 from actors.inference.vllm_engine import EngineLostError
 from actors.rollout.attempts import Attempts
-from actors.rollout.group import EpisodeFailed, as_surplus, play_group
+from actors.rollout.group import EpisodeFailed, as_extra, play_group
 from configs import Config
 from coordinator.client import CoordinatorClient
 from coordinator.leases import Lease
@@ -162,7 +162,7 @@ class RolloutRunner:
                 spares=self._spares(lease),
                 play=lambda number: self._play(lease, number, attempts),
                 commit=partial(self._commit, lease),
-                keep_surplus=partial(self._keep_surplus, lease),
+                keep_extra=partial(self._keep_extra, lease),
                 ended=attempts.end,
             )
             await self.record_unfinished(lease, attempts, why="straggler")
@@ -194,9 +194,9 @@ class RolloutRunner:
     async def _commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         await self.coordinator.commit(await self.write(lease, trajectories), lease.epoch)
 
-    async def _keep_surplus(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
-        alone = [as_surplus(trajectory) for trajectory in trajectories]
-        await self.coordinator.keep_surplus(lease, await self.write(lease, alone))
+    async def _keep_extra(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
+        alone = [as_extra(trajectory) for trajectory in trajectories]
+        await self.coordinator.keep_extra(lease, await self.write(lease, alone))
 
     async def write(self, lease: Lease, trajectories: Sequence[Trajectory]) -> SegmentMeta:
         """One segment. Raises StorageSilent."""

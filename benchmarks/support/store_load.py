@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from store import (
-    GroupRecord,
+    Group,
     RunLayout,
     Step,
     Trajectory,
@@ -239,7 +239,7 @@ def in_bulk(writer: Writer, n_files: int) -> int:
     rows, ends = to_table(episodes), np.cumsum([episode.n_steps for episode in episodes])
     n_steps = 0
     for _ in range(n_files):
-        groups: list[GroupRecord] = writer.ask(NewGroups(number=GROUPS_PER_FILE))
+        groups: list[Group] = writer.ask(NewGroups(number=GROUPS_PER_FILE))
         chosen = np.random.default_rng(groups[0].ordinal).integers(
             0, POOL_EPISODES, GROUPS_PER_FILE * GROUP_SIZE
         )
@@ -279,7 +279,7 @@ def repeated(uids: list[bytes], lengths: np.ndarray) -> pa.Array:
     )
 
 
-def meta_of(episode: Trajectory, *, group: GroupRecord, member: int) -> TrajectoryMeta:
+def meta_of(episode: Trajectory, *, group: Group, member: int) -> TrajectoryMeta:
     return TrajectoryMeta(
         traj_uid=group.traj_uids[member],
         group_uid=group.group_uid,

@@ -23,7 +23,7 @@ from learner.data.offline_selection import IMPORTED, trained_on
 from store import Batch, RunLayout, read_segments
 
 # of rows that another run played: its versions are not this run's, so there is nothing to count
-STORED_STALENESS = -1
+OFFLINE_STALENESS = -1
 ADVANTAGE_COLUMNS = (
     "step_return",
     "episode_advantage",
@@ -78,14 +78,14 @@ class PreparedBatch:
     # the policy version it has to be trained at: the staleness in `updates` is counted from it
     version: int
     rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS, only those that are trained on
-    updates: list[Update]  # of `rows`; none if all groups are filtered
-    no_signal: Mapping[bytes, str]  # group uid -> why nothing of it is trained on
-    n_rows: int  # of all claimed groups, filtered ones included
+    updates: list[Update]  # of `rows`; none without a signal
+    filtered: Mapping[bytes, str]  # group uid -> why nothing of it is trained on
+    n_rows: int  # of all claimed groups, with or without a signal
     n_response_tokens: int  # of the same
     n_live_tokens: int  # of those of live groups: they were generated for this run
     success: float  # fraction of their trajectories that won
     live: Episodes | None  # trajectories of live groups; None without any
-    stored: Episodes | None  # trajectories of stored groups; None without any
+    offline: Episodes | None  # trajectories of offline groups; None without any
     claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
     advantages_s: float  # of `compute_advantages`, waiting for a core included
@@ -141,19 +141,19 @@ def ready_batch(
         kept, learner=source.learner, version=version, seed=source.seed + learner_step
     )
     is_stored = pc.equal(rows["split"], IMPORTED)
-    live, stored = rows.filter(pc.invert(is_stored)), rows.filter(is_stored)
+    live, offline = rows.filter(pc.invert(is_stored)), rows.filter(is_stored)
     return PreparedBatch(
         batch=batch,
         version=version,
         rows=kept,
         updates=updates,
-        no_signal=silent,
+        filtered=silent,
         n_rows=rows.num_rows,
         n_response_tokens=_n_response_tokens(rows),
         n_live_tokens=_n_response_tokens(live),
         success=pc.mean(_first_steps(rows)["won"]).as_py(),
         live=_episodes(live),
-        stored=_episodes(stored),
+        offline=_episodes(offline),
         claimed_at_s=claimed_at_s,
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
@@ -189,7 +189,7 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
 
     Parts without a single response token have nothing to learn and are left out. Five rows of
     versions 6, 6, 7, 7, 7, for two updates at version 7: one of three rows and one of two, the rows
-    of version 6 with staleness 1, wherever they are. Stored rows have STORED_STALENESS.
+    of version 6 with staleness 1, wherever they are. Offline rows have OFFLINE_STALENESS.
     """
     parts = split_updates(
         with_staleness(rows, version=version),
@@ -211,11 +211,11 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
 
 
 def with_staleness(rows: pa.Table, *, version: int) -> pa.Table:
-    """The rows with a column `staleness` at policy `version`, STORED_STALENESS for stored ones."""
+    """The rows with a column `staleness` at policy `version`, OFFLINE_STALENESS for offline ones."""
     is_stored = pc.equal(rows["split"], IMPORTED)
     return rows.append_column(
         "staleness",
-        pc.if_else(is_stored, STORED_STALENESS, pc.subtract(version, rows["version_min"])),
+        pc.if_else(is_stored, OFFLINE_STALENESS, pc.subtract(version, rows["version_min"])),
     )
 
 

@@ -14,7 +14,7 @@ Staleness. A learner step publishes exactly one version, also where it learns no
 update is skipped. So the
     batch after A trains at v + 1, and B is claimed with v + 1: what would be too old then is stale now, and cannot be in B.
     `PreparedBatch.version` says so, and the loop refuses to train at another. What was sampled by v itself has staleness 1 in
-    B, so at max_staleness 0 there is nothing that could be prefetched, and the loop does not try. Stored groups have no
+    B, so at max_staleness 0 there is nothing that could be prefetched, and the loop does not try. Offline groups have no
     staleness: where nothing is played it always does.
 Admission. It bounds open + complete + claimed. Claiming moves groups from complete to claimed, so
 workers are handed out

@@ -57,7 +57,7 @@ class Group:
     n_won: int
     return_min: float
     return_max: float
-    # versions, of its oldest token; None of a stored group, whose versions are another run's
+    # versions, of its oldest token; None of a offline group, whose versions are another run's
     staleness: int | None
     learnt: GroupGradient | None  # None: it has nothing to teach
     why_not: str
@@ -104,9 +104,9 @@ def explain(engine: Engine, ready: PreparedBatch) -> Explanation:
                 n_won=sum(trajectory.won for trajectory in mine),
                 return_min=min(returns),
                 return_max=max(returns),
-                staleness=ready.version - group.version_min if group.source is None else None,
+                staleness=ready.version - group.oldest_version if group.source is None else None,
                 learnt=of_group.get(group.group_uid),
-                why_not=ready.no_signal.get(group.group_uid, "no response tokens"),
+                why_not=ready.filtered.get(group.group_uid, "no response tokens"),
             )
         )
     return Explanation(groups=groups, total=total)

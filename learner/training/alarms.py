@@ -102,7 +102,7 @@ def too_many_bad_updates(
         f"finite, and learner.max_bad_updates={config.learner.max_bad_updates}; all were skipped. "
         "Look at what they have in "
         f"common, and lower learner.learning_rate if it is nothing: "
-        f'python -m store sql {shlex.quote(config.run_dir)} "{query}"'
+        f'gigpo sql {shlex.quote(config.run_dir)} "{query}"'
     )
 
 
@@ -131,14 +131,14 @@ def starved(config: Config, *, counts: object, waiting: Mapping[str, str]) -> St
     )
 
 
-def check_batches(empty_in_a_row: int, *, success: float, no_signal: Mapping[bytes, str]) -> None:
+def check_batches(empty_in_a_row: int, *, success: float, filtered: Mapping[bytes, str]) -> None:
     """Raises StarvationError after too many batches without a signal, unless they have none because
     all is won.
 
-    `no_signal`: of the last one, group uid -> why nothing of it is trained on. What is won and not
+    `filtered`: of the last one, group uid -> why nothing of it is trained on. What is won and not
     wanted is not solved.
     """
-    unwanted = next((why for why in no_signal.values() if "offline.train_on" in why), None)
+    unwanted = next((why for why in filtered.values() if "offline.train_on" in why), None)
     if empty_in_a_row > MAX_EMPTY_BATCHES and (success < SOLVED or unwanted):
         why = unwanted or "every group's episodes were alike"
         other = (

@@ -60,15 +60,15 @@ def timeless_metrics(ready: PreparedBatch, updates: list[UpdateStats]) -> dict[s
     live = [group for group in ready.batch.groups if group.source is None]
     return {
         **episode_metrics("train", ready.live),
-        **episode_metrics("offline", ready.stored),
+        **episode_metrics("offline", ready.offline),
         **(
-            {"staleness/max": float(ready.version - min(group.version_min for group in live))}
+            {"staleness/max": float(ready.version - min(group.oldest_version for group in live))}
             if live
             else {}
         ),
         LENGTH: ready.n_response_tokens / ready.n_rows,
         "learner/updates": float(len(updates)),
-        "groups/no_signal": float(len(ready.no_signal)),
+        "groups/filtered": float(len(ready.filtered)),
         "groups/offline": float(len(ready.batch.groups) - len(live)),
         "anchor/singleton_fraction": singleton_fraction(ready.rows),
         **{f"anchor/{name}": share for name, share in anchor_size_shares(ready.rows).items()},

@@ -2,8 +2,8 @@
 within strata.
 
 Unit: what was dropped or kept as one, so that its trajectories are not independent: a group; of
-surplus, one trajectory. Stratum: units that could have changed places: groups of about the same
-policy versions; of surplus, the members of one group. A stratum without dropped or without kept
+extra, one trajectory. Stratum: units that could have changed places: groups of about the same
+policy versions; of extra, the members of one group. A stratum without dropped or without kept
 units says nothing and is left out.
 """
 
@@ -253,7 +253,7 @@ def _by_stratum(
 def _by_rank(
     random: np.random.Generator, *, starts_S: np.ndarray, n_S: np.ndarray, n_dropped_S: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """For many small strata, such as groups with surplus: the first of every stratum, then the
+    """For many small strata, such as groups with extra: the first of every stratum, then the
     second, as in a shuffle.
     """
     place_U = np.arange(n_S.sum())  # stays shuffled: a shuffle of any order is one

@@ -1,8 +1,8 @@
 """Are dropped trajectories different from the trained ones? In length, reward and task, with a
 permutation test.
 
-Dropped is a training group that is stale, no_signal or abandoned now, whatever was played of it,
-and surplus: what a group with spare members had too many of. Groups that are still to be played or
+Dropped is a training group that is stale, filtered or abandoned now, whatever was played of it,
+and extra: what a group with spare members had too many of. Groups that are still to be played or
 trained on, held-out ones and imported ones are neither.
 
 Unfinished training episodes, a kind for each reason, are compared with the trained members of their
@@ -33,14 +33,14 @@ from store.reading.reader import Reader, open_run
 
 QUERY_TIMEOUT_S = 3600.0
 SEED = 0
-KINDS = ("stale", "no_signal", "abandoned", "surplus")
-SURPLUS = "surplus"
+KINDS = ("stale", "filtered", "abandoned", "extra")
+EXTRA = "extra"
 MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")
 TASKS = "tasks"
 # compared with the members of their own groups, so with the same task
-WITHIN_GROUP = (SURPLUS, *WHY_UNFINISHED)
+WITHIN_GROUP = (EXTRA, *WHY_UNFINISHED)
 # What a kind differs in by definition, so there is nothing to test.
-BY_DEFINITION = {"no_signal": ("episode_return", "won"), **dict.fromkeys(WITHIN_GROUP, (TASKS,))}
+BY_DEFINITION = {"filtered": ("episode_return", "won"), **dict.fromkeys(WITHIN_GROUP, (TASKS,))}
 # dropped, and trained, that can be compared; fewer permutations could not tell them from chance
 MIN_GROUPS = 5
 # of policy versions: at most so many, of at least so many trained groups
@@ -59,17 +59,17 @@ SUMS = "count(*)::DOUBLE AS n, " + ", ".join(
 )
 VALUES = ", ".join(f"{measure}::DOUBLE AS {measure}" for measure in MEASURES)
 GROUPS = """SELECT state, any_value(task_id) AS task, min(version_min) AS version, {sums} FROM {played}
-WHERE split = 'train' AND state IN ('trained', 'stale', 'no_signal', 'abandoned')
+WHERE split = 'train' AND state IN ('trained', 'stale', 'filtered', 'abandoned')
 GROUP BY group_uid, state ORDER BY group_uid"""
-# Every surplus trajectory, and beside those of trained groups the members that were trained on.
+# Every extra trajectory, and beside those of trained groups the members that were trained on.
 MEMBERS = """WITH played AS {played},
-surplus AS (SELECT group_uid, regexp_extract(reason, '^imported from surplus of group ([0-9a-f-]+)$', 1) AS of_group
-            FROM groups WHERE split = 'imported' AND reason LIKE 'imported from surplus of group %'),
+extra AS (SELECT group_uid, regexp_extract(reason, '^imported from extra of group ([0-9a-f-]+)$', 1) AS of_group
+            FROM groups WHERE split = 'imported' AND reason LIKE 'imported from extra of group %'),
 members AS (
-    SELECT of_group, true AS dropped, p.* FROM played AS p JOIN surplus USING (group_uid)
+    SELECT of_group, true AS dropped, p.* FROM played AS p JOIN extra USING (group_uid)
     UNION ALL BY NAME
     SELECT group_uid::VARCHAR AS of_group, false AS dropped, * FROM played
-    WHERE split = 'train' AND state = 'trained' AND group_uid::VARCHAR IN (SELECT of_group FROM surplus))
+    WHERE split = 'train' AND state = 'trained' AND group_uid::VARCHAR IN (SELECT of_group FROM extra))
 SELECT dense_rank() OVER (ORDER BY of_group) - 1 AS of_group, dropped, task_id AS task, 1::DOUBLE AS n,
        {values}
 FROM members ORDER BY of_group, dropped, traj_uid"""
@@ -104,7 +104,7 @@ class Kind:
 class Comparison:
     """A measure of one kind against the trained trajectories of about the same policy versions.
 
-    Surplus and unfinished episodes are compared with those of their own groups.
+    Extra and unfinished episodes are compared with those of their own groups.
     """
 
     kind: str
@@ -144,16 +144,16 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
     groups = reader.sql(GROUPS.format(played=played, sums=SUMS), timeout_s=QUERY_TIMEOUT_S)
     members = reader.sql(MEMBERS.format(played=played, values=VALUES), timeout_s=QUERY_TIMEOUT_S)
     state_U = np.asarray(groups["state"].to_pylist(), dtype=object)
-    surplus = members.filter(members["dropped"])
+    extra = members.filter(members["dropped"])
     kinds = [_kind("trained", groups.filter(pa.array(state_U == "trained")))]
     comparisons: list[Comparison] = []
     not_compared = {}
     for name in KINDS:
-        of_kind = surplus if name == SURPLUS else groups.filter(pa.array(state_U == name))
+        of_kind = extra if name == EXTRA else groups.filter(pa.array(state_U == name))
         kinds.append(_kind(name, of_kind))
         tasks, units = (
             _members_as_units(members)
-            if name == SURPLUS
+            if name == EXTRA
             else _groups_as_units(groups, state_U, dropped=name)
         )
         units = units.comparable()
@@ -218,7 +218,7 @@ def _measures(rows: pa.Table) -> list[str]:
 
 
 def _kind(name: str, rows: pa.Table) -> Kind:
-    """In: a row per group, or per trajectory of surplus, or per unfinished episode."""
+    """In: a row per group, or per trajectory of extra, or per unfinished episode."""
     n = int(np.sum(rows["n"].to_numpy()))
     means = (
         tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in _measures(rows))
@@ -254,7 +254,7 @@ def _groups_as_units(
 
 
 def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:
-    """Surplus, or unfinished episodes, against the members of the very group."""
+    """Extra, or unfinished episodes, against the members of the very group."""
     dropped_U = np.asarray(members["dropped"].to_pylist(), bool)
     return _units(members, stratum_U=members["of_group"].to_numpy(), dropped_U=dropped_U)
 
@@ -283,7 +283,7 @@ def _too_few(units: Units, kind: Kind) -> str | None:
     if min(n_dropped, n_kept) >= MIN_GROUPS:
         return None
     if kind.name in WITHIN_GROUP:
-        what = SURPLUS if kind.name == SURPLUS else f"{kind.name} episodes"
+        what = EXTRA if kind.name == EXTRA else f"{kind.name} episodes"
         return f"{n_dropped} trained groups have {what}, too few to compare; it takes {MIN_GROUPS}"
     return f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes {MIN_GROUPS} of each"
 

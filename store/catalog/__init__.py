@@ -1,6 +1,16 @@
-"""The catalog: one SQLite file with one owner, which says what exists and what happened to it.
+"""Keep a run's catalog: one SQLite file with one owner, the truth about what counts.
 
-`catalog.py` is its public face, one transaction a call; `groups.py`, `batches.py`, `ledger.py` hold
-the transactions by subject, `database.py` the connection, lock and fencing, `schema.sql` the
-tables.
+catalog.py          the class Catalog: every transaction of the owner, as a method
+records.py          the types that the catalog takes and returns: Group, Batch, ...
+database.py         the connection, the lock, fencing, and opening a catalog to read it
+schema.sql          the tables; schema_check.py refuses a catalog with other ones
+groups.py           a group from open to complete: open, lease, commit
+imported_groups.py  groups of other runs: read only, or trained on as offline groups
+batches.py          a group from complete to consumed: claim, settle, roll back
+segment_states.py   a segment after its commit: replaced, expired, removed
+run_records.py      versions, checkpoints, metrics, heartbeats, unfinished episodes
+group_counts.py     groups by state, and finished evaluation rounds
+snapshot.py         the exported tables, now or as of an earlier lsn
+repairs.py          damaged files and wrong sums, for fsck
+rebuild_rows.py     a new catalog for a run that lost its own
 """

@@ -1,15 +1,18 @@
-"""Groups from complete to consumed: claim, settle, roll back. Functions of one transaction each."""
+"""Move groups from complete to consumed: claim, settle, roll back. Each function is part of one
+transaction.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from store.catalog import offline_groups as stored
-from store.catalog.counts import ROLLED_BACK, complete_by_version, counts
+from store.catalog import imported_groups
 from store.catalog.database import Transaction
-from store.catalog.group_totals import reopen
-from store.catalog.records import Batch, ClaimedGroup, RollBack
+from store.catalog.group_counts import ROLLED_BACK, complete_by_version, counts
+from store.catalog.groups import as_group, reopen
+from store.catalog.records import Batch, RollBack
 from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
 from store.records import uid_text
@@ -22,55 +25,53 @@ def claim(
     tx: Transaction,
     *,
     n_groups: int,
-    n_stored: int,
-    uses: int,
     current_version: int,
     max_staleness: int,
+    n_offline: int = 0,
+    uses: int = 1,
 ) -> Batch | None:
-    """The oldest complete training groups and then `n_stored` stored ones as a new batch; None if
-    there are too few of either.
+    """Claim the oldest complete training groups as a batch. Return None, and claim none, if too few
+    are there.
 
-    Groups beyond the bound become `stale` first, also where no batch follows. Stored ones stay as
-    they are: the least used come first, each `uses` times at most.
+    Groups whose oldest version is more than `max_staleness` behind `current_version` become stale
+    first, also if no batch follows. `current_version` is the learner's version when it will train
+    on the batch. `n_offline` offline groups follow: the least used ones, each at most `uses` times.
+    They never become stale.
     """
-    if n_groups < 0 or n_stored < 0 or n_groups + n_stored < 1:
+    if n_groups < 0 or n_offline < 0 or n_groups + n_offline < 1:
         raise StoreError(
-            f"n_groups {n_groups}, n_stored {n_stored}: a batch has at least one group"
+            f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
         )
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = tx.rows(
-        """SELECT group_uid, task_id, ordinal, version_min, version_max, source, 1 AS use FROM grp
-           WHERE split = 'train' AND state = 'complete' ORDER BY version_min, ordinal LIMIT :n_groups""",
+        """SELECT *, 1 AS use FROM grp
+           WHERE split = 'train' AND state = 'complete'
+           ORDER BY version_min, ordinal LIMIT :n_groups""",
         n_groups=n_groups,
     )
-    # asked many times a second, while the least used of many are long to find
+    # The learner asks many times a second, and finding the least used of many groups takes long.
     if len(rows) < n_groups:
         return None
-    rows += stored.least_used(tx, n_groups=n_stored, uses=uses) if n_stored else []
-    if len(rows) < n_groups + n_stored:
+    rows += imported_groups.least_used(tx, n_groups=n_offline, uses=uses) if n_offline else []
+    if len(rows) < n_groups + n_offline:
         return None
     batch_id = tx.insert(
-        """INSERT INTO batch (epoch, state, claimed_version, claimed_us, claimed_lsn)
-           VALUES (:epoch, 'claimed', :version, :now_us, :lsn)""",
+        "batch",
         epoch=tx.epoch,
-        version=current_version,
-        now_us=tx.now_us,
-        lsn=tx.lsn,
+        state="claimed",
+        claimed_version=current_version,
+        claimed_us=tx.now_us,
+        claimed_lsn=tx.lsn,
     )
     for row in rows:
-        tx.run(
-            """INSERT INTO batch_group (batch_id, group_uid, live, outcome, version_min, version_max, use)
-               VALUES (:batch_id, :group_uid, 1, 'claimed', :version_min, :version_max, :use)""",
-            batch_id=batch_id,
-            **{name: row[name] for name in ("group_uid", "version_min", "version_max", "use")},
-        )
+        names = ("group_uid", "version_min", "version_max", "use")
+        claimed = {name: row[name] for name in names}
+        tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
     return Batch(
         batch_id=batch_id,
-        groups=tuple(
-            ClaimedGroup(**{name: row[name] for name in ClaimedGroup.__slots__}) for row in rows
-        ),
+        groups=tuple(replace(as_group(tx, row), state="claimed") for row in rows),
         segments=segments_of_batch(tx, batch_id),
         claimed_us=tx.now_us,
     )
@@ -78,14 +79,15 @@ def claim(
 
 def settle(
     tx: Transaction,
-    *,
     batch_id: int,
+    *,
     learner_step: int,
-    no_signal: Mapping[bytes, str],
+    filtered: Mapping[bytes, str],
     version_in: int,
 ) -> None:
-    """Record that a claimed batch was learner step `learner_step`, taken at policy version
-    `version_in`.
+    """Record that a claimed batch was trained as `learner_step` at policy version `version_in`.
+
+    `filtered` groups were left out of the loss, for the reason given.
     """
     batch = tx.row(
         "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
@@ -112,10 +114,10 @@ def settle(
             "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
         )
     ]
-    strangers = [uid_text(group_uid) for group_uid in no_signal if group_uid not in groups]
-    if strangers:
+    unknown = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
+    if unknown:
         raise StoreError(
-            f"groups {strangers} are not in batch {batch_id}; name only groups of the batch"
+            f"groups {unknown} are not in batch {batch_id}; name only groups of the batch"
         )
     tx.run(
         """UPDATE batch SET state = 'trained', learner_step = :step, version_in = :version_in,
@@ -127,9 +129,9 @@ def settle(
         batch_id=batch_id,
     )
     for group_uid in groups:
-        outcome = "no_signal" if group_uid in no_signal else "trained"
+        outcome = "filtered" if group_uid in filtered else "trained"
         reason = f"learner step {learner_step}" + (
-            f": {no_signal[group_uid]}" if outcome == "no_signal" else ""
+            f": {filtered[group_uid]}" if outcome == "filtered" else ""
         )
         tx.run(
             "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = "
@@ -142,11 +144,11 @@ def settle(
     tx.touch("groups", "lineage")
 
 
-def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
-    """Make everything claimed or trained after `learner_step` available again. The ledgers keep
-    their rows.
+def roll_back(tx: Transaction, learner_step: int) -> RollBack:
+    """Make every group that was claimed or trained after `learner_step` available again.
 
-    Versions stay: they were published, and their numbers are never reused. Stale groups stay stale.
+    Append-only tables keep their rows. Versions stay, because they were published and their numbers
+    are never used again. Stale groups stay stale.
     """
     batches = [
         (row["batch_id"], row["state"])
@@ -164,7 +166,7 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
     n_metrics = tx.run(
         "UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
     )
-    # Evaluations of weights that are rolled back would be played by others, and counted as theirs.
+    # Open evaluation rounds of rolled-back weights would be played with other weights.
     n_rounds = tx.run(
         """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
                           lease_worker = NULL, lease_until_us = NULL
@@ -174,7 +176,10 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
         step=learner_step,
     )
     if batches or n_checkpoints or n_metrics or n_rounds:
-        detail = f"to learner step {learner_step}: {len(batches)} batches, {n_groups} groups complete again"
+        detail = (
+            f"to learner step {learner_step}: {len(batches)} batches, "
+            f"{n_groups} groups complete again"
+        )
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
     kept = tx.row(
@@ -194,13 +199,13 @@ def roll_back(tx: Transaction, *, learner_step: int) -> RollBack:
 
 
 def release(tx: Transaction, batch_id: int, *, why: str) -> int:
-    """Make the groups of one batch available again; how many. The batch and its rows stay in the
-    ledgers.
+    """Make the groups of one batch available again, and return their number. The batch keeps its
+    rows.
 
-    A group that lost trajectories since (fsck) is to be played again first: half of it cannot be
-    trained on.
+    A group that lost trajectories since (fsck) is opened again: it cannot be trained on until the
+    missing members are played.
     """
-    halves = tx.rows(
+    incomplete = tx.rows(
         """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
            JOIN grp USING (group_uid)
            WHERE batch_id = :batch_id AND live = 1 AND source IS NULL
@@ -210,18 +215,19 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
     n_groups = tx.run(
         """UPDATE grp SET state = 'complete', reason = 'batch ' || :batch_id || ' was ' || :why
            WHERE source IS NULL
-             AND group_uid IN (SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
+             AND group_uid IN (
+                 SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
         batch_id=batch_id,
         why=why,
     )
-    n_groups += stored.in_batch(tx, batch_id)
+    n_groups += imported_groups.offline_groups_in(tx, batch_id)
     tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
     tx.run(
         "UPDATE batch SET state = 'rolled_back', rolled_back_lsn = :lsn WHERE batch_id = :batch_id",
         lsn=tx.lsn,
         batch_id=batch_id,
     )
-    for row in halves:
+    for row in incomplete:
         reopen(
             tx,
             row["group_uid"],
@@ -235,8 +241,9 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
     oldest_allowed = current_version - max_staleness
     n_stale = tx.run(
         """UPDATE grp SET state = 'stale',
-                          reason = 'oldest version ' || version_min || ' is more than ' || :max_staleness
-                                   || ' behind the learner''s ' || :current_version
+                          reason = 'oldest version ' || version_min || ' is more than '
+                                   || :max_staleness || ' behind the learner''s '
+                                   || :current_version
            WHERE split = 'train' AND state = 'complete' AND version_min < :oldest_allowed""",
         max_staleness=max_staleness,
         current_version=current_version,
@@ -252,7 +259,9 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
-    """Stored groups keep theirs: what became of each use of them is in `batch_group`."""
+    """Set the state of a group of this run. An offline group stays complete: each use is in
+    `batch_group`.
+    """
     tx.run(
         "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source "
         "IS NULL",
@@ -263,6 +272,7 @@ def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) ->
 
 
 def segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]:
+    """Return the files that hold the trajectories of a batch, each with only those trajectories."""
     rows = tx.rows(
         """SELECT t.*, s.path, s.digest, s.n_steps AS file_steps, s.n_bytes, s.worker
            FROM batch_group b JOIN trajectory t USING (group_uid) JOIN segment s USING (segment_id)

@@ -1,43 +1,46 @@
-"""The catalog's connection: one owner, one transaction at a time, each either whole or absent."""
+"""Open the catalog: one owner, one transaction at a time, each either whole or absent."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sqlite3
 import threading
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from store.catalog.foreign_schema import check_schema
-from store.catalog.migrate import SCHEMA, migrate
+from store.catalog.schema_check import SCHEMA, check_schema
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import whole_text
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import RunLayout
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
 
-COUNTS = Path(__file__).with_name("counts.sql")  # what only the owner's connection has
+COUNTS = Path(__file__).with_name("group_counts.sql")  # only for the owner's connection
 _SYNCED = "PRAGMA synchronous = FULL"
-_UNSYNCED = "PRAGMA synchronous = NORMAL"  # of leases and heartbeats: a power cut may undo them
-# 16 MiB: pages that change with every commit go into the file four times more seldom than by
-# default
+_UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power cut may undo them
+# 16 MiB, four times the default: pages that change with every commit are copied less often.
 _LOG_PAGES = 4000
 _LOCK_MODE = 0o644
-# begins a journal, and ends the name of a super-journal
+# The first bytes of a journal, and the last ones if it names a super-journal.
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-# only a backup or a stray shell can hold SQLite's own lock: ours is held by the owner
+_STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
+# Only a backup or a shell can hold SQLite's own lock, because we hold the owner's lock.
 _OTHER_OWNER_WAIT_S = 5.0
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class Transaction:
-    """What one transaction works with: rows in, rows out, and the lsn it will have if it changes
-    anything visible.
+    """The statements of one transaction, and the lsn that it gets if it changes an exported
+    table.
     """
 
     def __init__(
@@ -45,43 +48,41 @@ class Transaction:
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
-        self.lsn = lsn  # that of this transaction; spent only if something is touched
+        self.lsn = lsn  # of this transaction, if it touches an exported table
         self.now_us = now_us()
         self.touched: set[str] = set()
         self._connection = connection
 
     def touch(self, *tables: str) -> None:
-        """Note that readers will see these exported tables change."""
+        """Note that these exported tables change."""
         self.touched.update(tables)
 
     def run(self, sql: str, **parameters: Any) -> int:
-        """Execute one statement; the number of rows it changed."""
+        """Execute one statement. Return the number of rows it changed."""
         return self._connection.execute(sql, parameters).rowcount
 
-    def run_many(self, sql: str, parameters: Iterable[Mapping[str, Any]]) -> None:
-        """One statement for every row: the interpreter is let go of once, not once a row."""
-        self._connection.executemany(sql, parameters)
+    def insert(self, table: str, **values: Any) -> int:
+        """Execute one INSERT. Return the rowid it made."""
+        return self._connection.execute(_insert(table, values), values).lastrowid or 0
 
-    def insert(self, sql: str, **parameters: Any) -> int:
-        """Execute one INSERT; the rowid it made."""
-        rowid = self._connection.execute(sql, parameters).lastrowid
-        assert rowid is not None
-        return rowid
+    def insert_many(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Insert rows with the same columns. The interpreter lock is released only once."""
+        if rows:
+            self._connection.executemany(_insert(table, rows[0]), rows)
 
     def rows(self, sql: str, **parameters: Any) -> list[sqlite3.Row]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         return self._connection.execute(sql, parameters).fetchall()
 
     def row(self, sql: str, **parameters: Any) -> sqlite3.Row | None:
-        """The first row of a query, if any."""
+        """Return the first row of a query, None if there is none."""
         row: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
         return row
 
     def log(self, *, component: str, what: str, detail: str) -> None:
-        """Append to the audit."""
-        self.run(
-            "INSERT INTO event (lsn, at_us, component, what, detail) VALUES (:lsn, :at_us, "
-            ":component, :what, :detail)",
+        """Append a line to the events view."""
+        self.insert(
+            "event",
             lsn=self.lsn,
             at_us=self.now_us,
             component=component,
@@ -91,18 +92,34 @@ class Transaction:
         self.touch("events")
 
 
+def _insert(table: str, columns: Iterable[str]) -> str:
+    values = ", ".join(f":{name}" for name in columns)
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({values})"
+
+
+def one_transaction(
+    function: Callable[Concatenate[Transaction, Given], Result],
+) -> Callable[Concatenate[Any, Given], Result]:
+    """Return a method that calls `function` in one transaction of `self._database`."""
+
+    @functools.wraps(function)
+    def method(self: Any, *given: Given.args, **named: Given.kwargs) -> Result:
+        with self._database.transaction() as tx:
+            return function(tx, *given, **named)
+
+    return method
+
+
 class Database:
-    """The owned SQLite file. Only one process has it at a time; opening it fences whoever had it
-    before.
-    """
+    """The SQLite file that this process owns. Opening it fences the owner before."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._path = layout.catalog
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
-        self._open: Transaction | None = None  # the one that is under way
+        self._open: Transaction | None = None  # the transaction that is under way
         self._syncs_later = self._owes_sync = False
-        # the disk has failed: what is behind a gap in the log would be lost with it
+        # Set when the disk has failed: commits behind a gap in the log would be lost with it.
         self._lost: StoreError | None = None
         self._lock_fd = take_lock(layout)
         try:
@@ -119,11 +136,10 @@ class Database:
 
     @contextmanager
     def transaction(self, *, may_be_undone: bool = False) -> Iterator[Transaction]:
-        """BEGIN IMMEDIATE … COMMIT; rolled back as a whole if the body raises. The lsn moves only
-        if it touched.
+        """Give a transaction that is committed as a whole, or rolled back if the body raises.
 
-        Inside another one of the same thread it is a part of that one, whose body must not catch
-        its errors.
+        The lsn moves only if the body touched an exported table. Within another transaction of the
+        same thread this is part of that one, whose body must not catch its errors.
         """
         with self._mutex:
             if self._open is not None:
@@ -144,7 +160,7 @@ class Database:
             except sqlite3.IntegrityError as error:
                 raise StoreError(
                     f"catalog {self._path}: {error}; nothing of this transaction was written. "
-                    f"It contradicts what the catalog has: python -m store fsck {self._path.parent}"
+                    f"It contradicts what the catalog has: gigpo fsck {self._path.parent}"
                 ) from error
             except sqlite3.Error as error:
                 raise StoreError(
@@ -154,7 +170,7 @@ class Database:
 
     @contextmanager
     def unsynced_transaction(self) -> Iterator[Transaction]:
-        """One that a power cut may undo, until the next other one, which brings it along; a killed
+        """Give a transaction that a power cut may undo until the next synced one. A killed
         process loses none.
         """
         with self._mutex, self._unsynced(), self.transaction(may_be_undone=True) as transaction:
@@ -162,10 +178,10 @@ class Database:
 
     @contextmanager
     def synced_together(self) -> Iterator[None]:
-        """One wait for the disk for all transactions within, at the end: until then nobody may be
-        told of them.
+        """Sync all transactions within once, at the end. Do not acknowledge any of them before
+        that.
 
-        Those of other threads wait for it, as theirs would not be synced either.
+        Other threads wait, because their transactions would not be synced either.
         """
         with self._mutex:
             try:
@@ -190,8 +206,9 @@ class Database:
             self._connection.execute(_SYNCED)
 
     def sync(self) -> None:
-        """Nothing until now can be undone by a power cut. The log has it: a checkpoint into the
-        file syncs by itself.
+        """Make sure that no power cut undoes a committed transaction.
+
+        Syncing the log is enough: SQLite syncs by itself when it copies the log into the file.
         """
         with self._mutex:
             if self._lost is not None:
@@ -209,7 +226,7 @@ class Database:
             self._owes_sync = False
 
     def close(self) -> None:
-        """Give the catalog back. Idempotent."""
+        """Give up the ownership. May be called twice."""
         with self._mutex:
             if self._lock_fd < 0:
                 return
@@ -242,9 +259,8 @@ class Database:
     def _take_over(self, *, shown_lsn: int) -> int:
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute(
-            "INSERT OR IGNORE INTO meta (id, run_id, format_version, epoch, lsn) VALUES (1, ?, ?, "
-            "0, 0)",
-            (self._run_id, FORMAT_VERSION),
+            "INSERT OR IGNORE INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)",
+            (self._run_id,),
         )
         meta = self._connection.execute("SELECT run_id, epoch, lsn FROM meta").fetchone()
         if meta["run_id"] != self._run_id:
@@ -252,12 +268,12 @@ class Database:
                 f"{self._path} belongs to run {meta['run_id']}, run.json says {self._run_id}; put "
                 "the right catalog back"
             )
-        # going on would lose what was committed since: its files would pass for orphans
+        # The files that were committed since would be swept, because no row names them.
         if meta["lsn"] < shown_lsn:
             raise FormatError(
                 f"{self._path} is at lsn {meta['lsn']}, but readers were already shown "
                 f"{shown_lsn}: it is an older copy; "
-                f"put the newest back, or: python -m store rebuild --force {self._path.parent}"
+                f"put the newest back, or: gigpo rebuild --force {self._path.parent}"
             )
         self._connection.execute("UPDATE meta SET epoch = epoch + 1")
         self._connection.execute(
@@ -268,17 +284,17 @@ class Database:
 
 
 def _shown_lsn(layout: RunLayout) -> int:
-    """That of the manifest, which is written after the commits it shows; 0 without a readable
-    one.
+    """Return the lsn of the manifest, which is written after the commits it shows. 0 without a
+    manifest.
     """
     try:
         content = json_values.parse_object(
             read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
         )
-        # another run's says nothing of this one
+        # The manifest of another run says nothing about this run.
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
         return json_values.whole(content, "lsn") if ours else 0
-    except (OSError, ValueError):  # export and fsck say what is wrong with it
+    except (OSError, ValueError):  # export and fsck report the damage
         return 0
 
 
@@ -291,31 +307,54 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
             timeout=_OTHER_OWNER_WAIT_S,
             check_same_thread=False,
         )
-        # trusted_schema = OFF would refuse now_us to our triggers
+        # trusted_schema = OFF would keep our triggers from calling now_us.
         connection.execute("PRAGMA cell_size_check = ON")
         check_schema(connection, path=layout.catalog)
         connection.row_factory = sqlite3.Row
-        # the ledger's triggers ask for it
+        # The triggers of the table group_state call it.
         connection.create_function("now_us", 0, lambda: now_us())
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(_SYNCED)
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
-        migrate(connection, path=layout.catalog)
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.executescript(SCHEMA.read_text())
+        connection.executescript(SCHEMA)
         connection.executescript(COUNTS.read_text())
     except sqlite3.Error as error:
         if not is_damage(error):
             raise _no_room(layout.catalog, error) from error
         raise FormatError(
             f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup, "
-            f"or python -m store rebuild {layout.root}"
+            f"or gigpo rebuild {layout.root}"
         ) from error
     return connection
 
 
+def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
+    """Open the catalog beside its owner, to read it.
+
+    Without a -wal file nobody writes, so a directory without write permission can be read too.
+    Raises OtherFormatError, and ForeignSchemaError for objects that this code never makes.
+    """
+    check_consent(layout)
+    check_catalog_files(layout)
+    wal = layout.catalog.with_name(f"{layout.catalog.name}-wal")
+    mode = "mode=ro" if is_file(wal, root=layout.run_directory) else "mode=ro&immutable=1"
+    connection = sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)
+    try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+        # Pages that share their children can make a query endless. The handler returns to Python,
+        # so that Ctrl-C ends the query.
+        connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
+        check_schema(connection, path=layout.catalog)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether the error says that a catalog is damaged, and not that it cannot be reached or
+    """Return whether the error means a damaged catalog, and not one that cannot be read or
     written now.
     """
     if isinstance(error, sqlite3.OperationalError):
@@ -330,8 +369,8 @@ def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 def _check_not_lost(layout: RunLayout) -> None:
-    """A new catalog is for a new run: in another one all segments would be orphans, and be
-    swept.
+    """Refuse a new catalog for a run that has segments: they would be swept, because no row
+    names them.
     """
     found = status(layout.catalog, root=layout.root)
     if found is not None and found.st_size > 0:
@@ -339,35 +378,35 @@ def _check_not_lost(layout: RunLayout) -> None:
     if next(iter(layout.storage.files(layout.relative(layout.segments))), None) is not None:
         raise StoreError(
             f"{layout.catalog} is missing or empty, and the run has segments; put it back, "
-            f"or python -m store rebuild {layout.root}"
+            f"or gigpo rebuild {layout.root}"
         )
 
 
 def check_unowned(layout: RunLayout) -> None:
-    """Raises LockedError, naming the process, if a live one owns the catalog; takes nothing."""
+    """Raise LockedError naming the process if a live one owns the catalog. Take no lock."""
     if is_file(layout.catalog_lock, root=layout.root):
         os.close(take_lock(layout))
 
 
 def check_owner(layout: RunLayout) -> None:
-    """Refuse to write for a run that leads elsewhere: by a link, or by a storage that this user did
-    not choose.
+    """Refuse to own a run whose files are elsewhere: behind a link, or in a storage that this user
+    did not choose.
 
-    An owner removes files there that the catalog does not name. Raises StoreError.
+    An owner removes files that the catalog does not name. Raises StoreError.
     """
     layout.check_no_links()
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
             "this run: going on would "
-            "write and remove files there. If you trust it: python cli/train.py --resume "
+            "write and remove files there. If you trust it: gigpo train --resume "
             f"{layout.root} --trust"
         )
 
 
 def check_consent(layout: RunLayout) -> None:
-    """Refuse to read a stranger's run that would have this user ask the network. A path of this
-    machine is only read.
+    """Refuse to read a stranger's run if that would make this user ask the network. Local paths are
+    read.
 
     Raises StoreError.
     """
@@ -380,16 +419,15 @@ def check_consent(layout: RunLayout) -> None:
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "
-            f"credentials. If you want that: python -m store fetch {uri} DIR, and read DIR"
+            f"credentials. If you want that: gigpo fetch {uri} DIR, and read DIR"
         )
 
 
 def check_catalog_files(layout: RunLayout) -> None:
-    """Raise UnsafePathError or FormatError if SQLite would open or remove other files than those of
-    the run.
+    """Raise UnsafePathError or FormatError if SQLite would open or remove files outside the run.
 
-    SQLite follows links by itself. After a transaction of several databases it removes the file
-    that a journal names.
+    SQLite follows links. After a transaction of several databases it removes the file that a
+    journal names.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
@@ -399,13 +437,13 @@ def check_catalog_files(layout: RunLayout) -> None:
                     raise FormatError(
                         f"{path} names another file, which SQLite would remove; no run of ours "
                         "writes such a journal. "
-                        f"Remove it, or: python -m store rebuild --force {layout.root}"
+                        f"Remove it, or: gigpo rebuild --force {layout.root}"
                     )
 
 
 def _names_another_file(journal: BinaryIO) -> bool:
-    """Return whether a rollback journal ends with the name of a super-journal: only transactions of
-    several files do.
+    """Return whether a rollback journal names a super-journal, as only transactions of several
+    files do.
     """
     size = journal.seek(0, os.SEEK_END)
     journal.seek(max(0, size - len(_JOURNAL_MAGIC)))
@@ -413,8 +451,9 @@ def _names_another_file(journal: BinaryIO) -> bool:
 
 
 def take_lock(layout: RunLayout) -> int:
-    """Return the descriptor of the lock of the catalog's owner. Raises LockedError naming the
-    process that has it.
+    """Take the lock of the catalog's owner and return its descriptor.
+
+    Raises LockedError naming the process that has it.
     """
     path = layout.catalog_lock
     try:

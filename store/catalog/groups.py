@@ -1,14 +1,15 @@
-"""Groups from open to complete: opening, leasing, committing. Functions of one transaction each."""
+"""Move groups from open to complete: open, lease, commit. Each function is part of one
+transaction.
+"""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from store.catalog.database import Transaction
-from store.catalog.group_totals import recompute
-from store.catalog.records import CommitResult, GroupRecord
+from store.catalog.records import CommitResult, Group
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
@@ -18,6 +19,7 @@ from store.segments import SegmentMeta, TrajectoryMeta
 
 TRAIN = "train"
 HELDOUT = "heldout"
+GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
 
 
 def open_group(
@@ -28,13 +30,18 @@ def open_group(
     split: str,
     size: int,
     purpose_version: int | None,
-) -> GroupRecord:
-    """A new group, or the existing one of that ordinal; the next free ordinal if None."""
+) -> Group:
+    """Return the group of this ordinal, opened now if it is new. Without an ordinal use the next
+    one.
+
+    `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
+    StoreError if the ordinal belongs to another task or size.
+    """
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
     _check_split(split, purpose_version)
     if ordinal is None:
-        ordinal = next_ordinal(tx, split=split, purpose_version=purpose_version)
+        ordinal = next_ordinal(tx, split, purpose_version=purpose_version)
     group_uid = uid(tx.run_id, split, ordinal, purpose_version)
     group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
@@ -44,31 +51,35 @@ def open_group(
             "use the task list and group size the run was started with"
         )
     if group is None:
-        tx.run(
-            """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state,
-                                n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
-               VALUES (:group_uid, :split, :ordinal, :task_id, :size, :purpose_version, 'open',
-                       0, 0, 0, 0.0, :lsn, :now_us)""",
+        insert_group(
+            tx,
             group_uid=group_uid,
             split=split,
             ordinal=ordinal,
             task_id=task_id,
             size=size,
             purpose_version=purpose_version,
-            lsn=tx.lsn,
-            now_us=tx.now_us,
+            state="open",
+            reason=None,
         )
         tx.touch("groups")
         group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
         assert group is not None
-    return _record(tx, group)
+    return _open_group(tx, group)
+
+
+def insert_group(tx: Transaction, **columns: object) -> None:
+    """Enter a group without members. `columns` are those that its sums and times do not fill."""
+    sums = {"n_members": 0, "n_steps": 0, "n_won": 0, "return_sum": 0.0}
+    tx.insert("grp", **columns, **sums, opened_lsn=tx.lsn, opened_us=tx.now_us)
 
 
 def open_round(
     tx: Transaction, task_ids: Sequence[str], *, episodes_per_task: int, version: int
 ) -> None:
-    """Every held-out task, `episodes_per_task` groups of one episode each; what is there already
-    stays.
+    """Open an evaluation round: for each task `episodes_per_task` groups of one episode.
+
+    Groups of the round that exist already stay, so a later call with more episodes adds the rest.
     """
     for ordinal in range(episodes_per_task * len(task_ids)):
         task_id = task_ids[ordinal % len(task_ids)]
@@ -77,8 +88,8 @@ def open_round(
         )
 
 
-def next_ordinal(tx: Transaction, *, split: str, purpose_version: int | None) -> int:
-    """One more than the largest ordinal handed out in the split (and round)."""
+def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None = None) -> int:
+    """Return the ordinal that the next group of the split (and evaluation round) gets."""
     _check_split(split, purpose_version)
     row = tx.row(
         "SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round ORDER BY "
@@ -94,14 +105,15 @@ def lease_open_group(
     *,
     worker: str,
     lease_s: float,
-    split: str | None,
-    without: Collection[str],
-    only: Collection[str] | None,
-) -> GroupRecord | None:
-    """The oldest open group nobody plays, now leased to `worker`; held-out groups first, so that
-    rounds end soon.
+    split: str | None = None,
+    without: Collection[str] = (),
+    only: Collection[str] | None = None,
+) -> Group | None:
+    """Lease the oldest open group that has no live lease. Return None if there is none.
 
-    Skip groups of the tasks `without`, and all but those of the tasks `only`, where it is given.
+    Held-out groups come first, so that evaluation rounds end soon. After a crash this returns the
+    groups that were dispatched and not finished, before any new one. Skip the tasks `without`, and
+    all tasks but `only` where that is given.
     """
     tasks = {
         "without": json.dumps(list(without)),
@@ -110,8 +122,8 @@ def lease_open_group(
     oldest = """SELECT * FROM grp WHERE state = 'open' AND {} AND (:split IS NULL OR split = :split)
                 AND (:without = '[]' OR task_id NOT IN (SELECT value FROM json_each(:without)))
                 AND (:only IS NULL OR task_id IN (SELECT value FROM json_each(:only)))
-                ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' comes before 'train'
-    # not one query: each has an index of its own
+                ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' before 'train'
+    # Two queries, because each uses an index of its own.
     free = tx.row(oldest.format("lease_until_us IS NULL"), split=split, **tasks)
     expired = tx.row(
         oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us, **tasks
@@ -131,14 +143,18 @@ def lease_open_group(
         until_us=tx.now_us + round(lease_s * US_PER_S),
         group_uid=group["group_uid"],
     )
-    return _record(tx, group)
+    return _open_group(tx, group)
 
 
-def has_free_group(tx: Transaction, *, task_ids: Collection[str], split: str | None) -> bool:
-    """Return whether an open group of one of the tasks is played by nobody."""
+def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | None) -> bool:
+    """Return whether one of the tasks has an open group without a live lease."""
+    if not task_ids:
+        return False
     row = tx.row(
-        """SELECT 1 FROM grp WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
-               AND (:split IS NULL OR split = :split) AND task_id IN (SELECT value FROM json_each(:task_ids)) LIMIT 1""",
+        """SELECT 1 FROM grp
+           WHERE state = 'open' AND (lease_until_us IS NULL OR lease_until_us <= :now_us)
+               AND (:split IS NULL OR split = :split)
+               AND task_id IN (SELECT value FROM json_each(:task_ids)) LIMIT 1""",
         now_us=tx.now_us,
         split=split,
         task_ids=json.dumps(list(task_ids)),
@@ -147,11 +163,10 @@ def has_free_group(tx: Transaction, *, task_ids: Collection[str], split: str | N
 
 
 def times_lost(tx: Transaction) -> dict[str, int]:
-    """Return how often a worker was lost with a group of a task in play, for tasks whose group was
-    never finished.
+    """Return by task how often a worker was lost while it played the task's group.
 
-    Each loss has left a row for every episode of the group that had not ended, so the most rows of
-    one episode count them.
+    Tasks whose group was finished since are left out. Each loss wrote one row for every episode
+    that had not ended, so the episode with the most rows counts the losses.
     """
     rows = tx.rows(
         """SELECT task_id, max(n) AS n
@@ -163,8 +178,8 @@ def times_lost(tx: Transaction) -> dict[str, int]:
     return {row["task_id"]: row["n"] for row in rows}
 
 
-def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -> int:
-    """Extend all leases of workers that are alive; how many they hold."""
+def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> int:
+    """Extend all leases of workers that are alive. Return the number of leases."""
     return tx.run(
         "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM "
         "json_each(:workers))",
@@ -173,9 +188,9 @@ def renew_leases(tx: Transaction, *, workers: Collection[str], lease_s: float) -
     )
 
 
-def release_leases(tx: Transaction, *, worker: str) -> int:
-    """A worker is gone, or was stopped: what it played is free for others at once. How many
-    groups.
+def release_leases(tx: Transaction, worker: str) -> int:
+    """End all leases of a worker, so that others may play its groups at once. Return their
+    number.
     """
     return tx.run(
         "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker "
@@ -184,22 +199,21 @@ def release_leases(tx: Transaction, *, worker: str) -> int:
     )
 
 
-def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reason: str) -> None:
-    """A worker stops playing a group. 'abandoned', 'stale': nobody plays it again. 'open': it is
-    played again, from the start; if some of it is committed it becomes stale instead, as new
-    members would be of other versions than the old ones.
+def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reason: str) -> None:
+    """End a worker's lease before its group is complete, with a new state for the group.
 
-    What is committed of it stays. A group that is no longer open, or is another worker's by now, is
-    left as it is.
+    'open': others play it again. If members are committed it becomes stale instead, because new
+    members would be of other versions. 'stale' or 'abandoned': nobody plays it again. Committed
+    members stay. A group that is no longer open, or is leased to another worker, is left as it is.
     """
     if state not in ("open", "stale", "abandoned"):
         raise StoreError(
             f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'"
         )
-    reason = whole_text(reason)  # it may quote what an environment or a program wrote
+    reason = whole_text(reason)  # it may quote a text of an environment or a program
     changed = tx.run(
-        """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state), reason = :reason,
-                          lease_worker = NULL, lease_until_us = NULL
+        """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state),
+                          reason = :reason, lease_worker = NULL, lease_until_us = NULL
            WHERE group_uid = :group_uid AND state = 'open' AND lease_worker IS :worker""",
         state=state,
         reason=reason,
@@ -211,8 +225,12 @@ def give_up(tx: Transaction, *, group_uid: bytes, worker: str, state: str, reaso
         tx.touch("groups")
 
 
-def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult:
-    """Make a written segment count. Retrying is harmless: what is already there is a duplicate."""
+def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult:
+    """Make a written segment count. A retry changes nothing.
+
+    Trajectories that another segment already holds are duplicates. Raises FencedError for the epoch
+    of an earlier owner.
+    """
     if epoch != tx.epoch:
         raise FencedError(
             f"segment {segment.path} was made under epoch {epoch}, the catalog is at {tx.epoch}; "
@@ -237,14 +255,10 @@ def commit(tx: Transaction, *, segment: SegmentMeta, epoch: int) -> CommitResult
         insert_trajectories(tx, new, segment_id=segment.segment_id)
         for traj_uid, segment_id in home.items():
             if segment_id is not None:
-                tx.run(
-                    "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
-                    segment_id=segment.segment_id,
-                    traj_uid=traj_uid,
-                )
+                tx.insert("duplicate", segment_id=segment.segment_id, traj_uid=traj_uid)
                 tx.touch("excluded")
         for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
-            recompute(tx, group_uid)  # once a group: its triggers cost more than all else here
+            recompute(tx, group_uid)  # once for each group, because its triggers cost the most here
             complete_if_whole(tx, group_uid)
     counted = {trajectory.traj_uid for trajectory in new} | {
         traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
@@ -264,25 +278,19 @@ def _check_split(split: str, purpose_version: int | None) -> None:
         )
 
 
-def _record(tx: Transaction, group: sqlite3.Row) -> GroupRecord:
-    committed = {
-        row["member"]
-        for row in tx.rows(
-            "SELECT member FROM trajectory WHERE group_uid = :group_uid",
-            group_uid=group["group_uid"],
-        )
-    }
-    return GroupRecord(
-        group_uid=group["group_uid"],
-        traj_uids=tuple(uid(group["group_uid"], member) for member in range(group["size"])),
-        ordinal=group["ordinal"],
-        task_id=group["task_id"],
-        split=group["split"],
-        size=group["size"],
-        purpose_version=group["purpose_version"],
-        missing=tuple(member for member in range(group["size"]) if member not in committed),
-        epoch=tx.epoch,
+def as_group(tx: Transaction, row: sqlite3.Row, *, missing: Iterable[int] = ()) -> Group:
+    """Return a row that has all GROUP_COLUMNS as a Group."""
+    columns = {name: row[name] for name in GROUP_COLUMNS}
+    return Group(**columns, missing=tuple(missing), epoch=tx.epoch)
+
+
+def _open_group(tx: Transaction, row: sqlite3.Row) -> Group:
+    members = tx.rows(
+        "SELECT member FROM trajectory WHERE group_uid = :group_uid", group_uid=row["group_uid"]
     )
+    committed = {member["member"] for member in members}
+    missing = (member for member in range(row["size"]) if member not in committed)
+    return as_group(tx, row, missing=missing)
 
 
 def _size_of(tx: Transaction, group_uid: bytes) -> int:
@@ -306,7 +314,7 @@ def _check_belongs(trajectory: TrajectoryMeta, *, size: int) -> None:
 
 
 def _segments_of(tx: Transaction, group_uid: bytes) -> list[tuple[bytes, str]]:
-    """Which trajectories of the group are committed, and where their rows are."""
+    """Return the committed trajectories of a group, each with its segment."""
     rows = tx.rows(
         "SELECT traj_uid, segment_id FROM trajectory WHERE group_uid = :group_uid",
         group_uid=group_uid,
@@ -327,30 +335,88 @@ def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
 def insert_trajectories(
     tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, segment_id: str
 ) -> None:
-    """The trajectories count, and are read from this segment. Their groups' sums are the caller's
-    business.
+    """Enter trajectories that are read from this segment. The caller updates the sums of their
+    groups.
     """
     names = TrajectoryMeta.__slots__
-    tx.run_many(
-        """INSERT INTO trajectory (traj_uid, group_uid, member, segment_id, n_steps, episode_return, won, task_score,
-                                   invalid_steps, version_min, version_max, lsn)
-           VALUES (:traj_uid, :group_uid, :member, :segment_id, :n_steps, :episode_return, :won, :task_score,
-                   :invalid_steps, :version_min, :version_max, :lsn)""",
-        [
-            {name: getattr(trajectory, name) for name in names}
-            | {"segment_id": segment_id, "lsn": tx.lsn}
-            for trajectory in trajectories
-        ],
-    )
+    rows = [
+        {name: getattr(trajectory, name) for name in names}
+        | {"segment_id": segment_id, "lsn": tx.lsn}
+        for trajectory in trajectories
+    ]
+    tx.insert_many("trajectory", rows)
 
 
 def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
-    """An open group that has all its members is complete."""
+    """Complete an open group if all its members are committed."""
     tx.run(
         """UPDATE grp SET state = 'complete', reason = 'all ' || size || ' trajectories committed',
-                          completed_lsn = :lsn, completed_us = :now_us, lease_worker = NULL, lease_until_us = NULL
+                          completed_lsn = :lsn, completed_us = :now_us,
+                          lease_worker = NULL, lease_until_us = NULL
            WHERE group_uid = :group_uid AND state = 'open' AND n_members = size""",
         lsn=tx.lsn,
         now_us=tx.now_us,
         group_uid=group_uid,
     )
+
+
+def recompute(tx: Transaction, group_uid: bytes) -> None:
+    """Set a group's sums to those of its trajectories."""
+    tx.run(
+        """UPDATE grp SET (n_members, n_steps, n_won, return_sum, version_min, version_max) = (
+               SELECT count(*), coalesce(sum(n_steps), 0), coalesce(sum(won), 0),
+                      coalesce(sum(episode_return), 0.0), min(version_min), max(version_max)
+               FROM trajectory t WHERE t.group_uid = grp.group_uid)
+           WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+    )
+    tx.touch("groups")
+
+
+def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
+    """Set a group's sums to those of its trajectories, unless the group lacks some.
+
+    A consumed group keeps the sums of the trajectories that the learner saw.
+    """
+    row = tx.row(
+        """SELECT n_members,
+                  (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
+           FROM grp g WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+    )
+    assert row is not None
+    if row["here"] >= row["n_members"]:
+        recompute(tx, group_uid)
+
+
+def abandon_incomplete_offline(tx: Transaction, group_uid: bytes, *, why: str) -> None:
+    """Abandon an offline group that lost trajectories. Other groups stay as they are.
+
+    Its advantages would compare only some of its members.
+    """
+    lacks = tx.row(
+        """SELECT 1 FROM grp g
+           WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
+             AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)""",
+        group_uid=group_uid,
+    )
+    if lacks is not None:
+        tx.run(
+            "UPDATE grp SET state = 'abandoned', reason = :why, completed_lsn = NULL, completed_us "
+            "= NULL WHERE group_uid = :g",
+            why=f"trajectories of it were lost: {why}",
+            g=group_uid,
+        )
+        recompute(tx, group_uid)
+
+
+def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
+    """Open a group again, so that the members it lacks are played. Its other members stay."""
+    tx.run(
+        """UPDATE grp SET state = 'open', reason = :reason, completed_lsn = NULL,
+                          completed_us = NULL, lease_worker = NULL, lease_until_us = NULL
+           WHERE group_uid = :group_uid""",
+        group_uid=group_uid,
+        reason=reason,
+    )
+    recompute(tx, group_uid)

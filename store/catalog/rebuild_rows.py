@@ -15,14 +15,19 @@ from typing import Any
 
 from store.catalog.batches import release
 from store.catalog.database import Transaction
-from store.catalog.group_totals import recompute, reopen, withhold_half
-from store.catalog.groups import complete_if_whole, insert_trajectories
-from store.catalog.imports import IMPORTED, whole_again
-from store.catalog.migrate import SCHEMA
+from store.catalog.groups import (
+    abandon_incomplete_offline,
+    complete_if_whole,
+    insert_trajectories,
+    recompute,
+    reopen,
+)
+from store.catalog.imported_groups import complete_imported
+from store.catalog.records import IMPORTED
 from store.catalog.repairs import STILL_TO_BE_CONSUMED
+from store.catalog.schema_check import SCHEMA
 from store.catalog.segment_states import insert_segment
 from store.hashing import uid
-from store.layout import FORMAT_VERSION
 from store.segments import SegmentMeta
 
 Row = Mapping[str, Any]
@@ -82,12 +87,11 @@ class Restored:
 
 def restore(connection: sqlite3.Connection, found: Found) -> Restored:
     """Fill a new, empty database; durable when the connection is closed."""
-    connection.executescript(SCHEMA.read_text())
+    connection.executescript(SCHEMA)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute(
-        "INSERT INTO meta (id, run_id, format_version, epoch, lsn, horizon_lsn) VALUES (1, ?, ?, "
-        "?, ?, ?)",
-        (found.run_id, FORMAT_VERSION, found.epoch, found.lsn, found.lsn + 1),
+        "INSERT INTO meta (id, run_id, epoch, lsn, horizon_lsn) VALUES (1, ?, ?, ?, ?)",
+        (found.run_id, found.epoch, found.lsn, found.lsn + 1),
     )
     triggers = connection.execute(
         "SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'"
@@ -225,12 +229,12 @@ def _put_back_batches(
         claimed = [
             line["lsn"] for line in history if line["reason"] == BATCH_REASON.format(batch_id)
         ]
-        # of stored groups only: their state, and its ledger, do not change
+        # of offline groups only: their state, and its ledger, do not change
         since = min(claimed, default=min(lsn, changed))
         settled = [
             line["lsn"]
             for line in history
-            if line["state"] in ("trained", "no_signal") and line["lsn"] > since
+            if line["state"] in ("trained", "filtered") and line["lsn"] > since
         ]
         trained = first["trained_at"] is not None
         _insert(
@@ -294,7 +298,7 @@ def _go_on(tx: Transaction, found: Found) -> Restored:
     for row in tx.rows(
         "SELECT group_uid FROM grp WHERE split = :split AND state = 'abandoned'", split=IMPORTED
     ):
-        whole_again(tx, row["group_uid"], reason=None)
+        complete_imported(tx, row["group_uid"], reason=None)
     after = tx.row("SELECT count(*) AS n FROM grp WHERE state = 'open'")
     assert before is not None and after is not None
     return Restored(
@@ -343,7 +347,7 @@ def _compare(tx: Transaction) -> tuple[int, int]:
             reopened += 1
         else:
             gone += _list_as_gone(tx, row["group_uid"], size=row["size"])
-            withhold_half(tx, row["group_uid"], why=GONE_WHY)
+            abandon_incomplete_offline(tx, row["group_uid"], why=GONE_WHY)
     return reopened, gone
 
 

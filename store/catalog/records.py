@@ -1,28 +1,63 @@
-"""What the catalog is asked and answers. Everything here crosses a process border, so everything
-here is frozen.
-"""
+"""The types that the catalog takes and returns. They cross process borders, so all are frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from store.hashing import uid
 from store.segments import SegmentMeta
+
+# The split of other runs' groups. They are never leased, and claimed only if they have a source.
+IMPORTED = "imported"
+NO_ORDINAL = -1  # of a group that the catalog does not have yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRecord:
-    """One group to be played: what, and which of its members are still missing."""
+class Group:
+    """The attempts at one task: a row of the catalog's table `grp`."""
 
     group_uid: bytes
-    traj_uids: tuple[bytes, ...]  # of members 0..size-1, fixed before generation
-    ordinal: int
+    split: str  # "train", "heldout", or IMPORTED for a group of another run
+    ordinal: int  # its number among the groups of the split, and of the evaluation round
     task_id: str
-    split: str
-    size: int
+    size: int  # members in all
     purpose_version: int | None  # the evaluation round of a held-out group
+    state: str  # open, complete, claimed, trained, stale, filtered or abandoned
+    version_min: int | None  # oldest and newest policy version of its trajectories
+    version_max: int | None  # None: no member is committed
+    source: str | None  # id of the run that played an offline group; its versions are that run's
     missing: tuple[int, ...]  # members not yet committed
-    epoch: int  # to be given back with the commit
+    epoch: int  # of the catalog's owner that handed it out; a commit carries it
+
+    @classmethod
+    def imported(cls, *, group_uid: bytes, task_id: str, size: int) -> Group:
+        """Describe a group of another run, which the catalog does not have yet."""
+        return cls(
+            group_uid=group_uid,
+            split=IMPORTED,
+            ordinal=NO_ORDINAL,
+            task_id=task_id,
+            size=size,
+            purpose_version=None,
+            state="abandoned",
+            version_min=None,
+            version_max=None,
+            source=None,
+            missing=tuple(range(size)),
+            epoch=0,
+        )
+
+    @property
+    def traj_uids(self) -> tuple[bytes, ...]:
+        """Return the uids of members 0 to size - 1. They are fixed before generation."""
+        return tuple(uid(self.group_uid, member) for member in range(self.size))
+
+    @property
+    def oldest_version(self) -> int:
+        """Return `version_min` of a group that has committed members."""
+        assert self.version_min is not None
+        return self.version_min
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +65,18 @@ class Unfinished:
     """One attempt at an episode that gave no trajectory."""
 
     group_uid: bytes
-    number: int  # of the episode in its group; a spare has one from the group's size on
+    number: int  # of the episode in its group; from the group's size on: over-provisioned
     version: int  # newest published when its group was leased
     begun_us: int  # UTC epoch
     ended_us: int
-    n_steps: int | None  # steps played until then; None: not known, the worker was lost
+    n_steps: int | None  # steps played until then; None: unknown, the worker was lost
     n_response_tokens: int | None
     why: str  # see WHY_UNFINISHED
 
 
 WHY_UNFINISHED = {
-    "straggler": "its group was whole without it (actors.extra_members)",
-    "failed": "its environment failed, or it took no action in time; it is played again, env.attempts times",
+    "straggler": "its group was complete without it (actors.extra_members)",
+    "failed": "its environment failed, or took too long; it is played env.attempts times at most",
     "group_failed": "its group was abandoned, because an episode of it failed at every attempt",
     "too_old": "its group was given up, because newer weights made it too old",
     "stopped": "its worker was asked to stop",
@@ -52,24 +87,13 @@ WHY_UNFINISHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
-    """Which trajectories of a segment count: those `new` and the `duplicates` together are all of
-    the segment's.
+    """The trajectories of a committed segment: `new` ones count from it, `duplicates` from
+    another one.
     """
 
     new: tuple[bytes, ...]
     duplicates: tuple[bytes, ...]  # already committed from another segment
-    whole: tuple[bytes, ...]  # groups of the segment that lack no member
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClaimedGroup:
-    group_uid: bytes
-    task_id: str
-    ordinal: int
-    version_min: int
-    version_max: int
-    # the id of the run that played it, if that is another: its versions are those of that run
-    source: str | None
+    whole: tuple[bytes, ...]  # groups of the segment that have all members
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +101,7 @@ class Batch:
     """The groups of one learner step, and the files to read them from."""
 
     batch_id: int
-    groups: tuple[ClaimedGroup, ...]
+    groups: tuple[Group, ...]
     segments: tuple[SegmentMeta, ...]  # each lists only the trajectories of these groups
     claimed_us: int
 
@@ -99,22 +123,23 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollBack:
-    """What a roll-back made available again, and what a learner finds that goes on from there."""
+    """The groups that a roll-back made available again, and the groups that a restarted learner
+    finds.
+    """
 
     batches: int
     groups: int
     checkpoints: int
-    learner_steps: int  # that had been settled, and are trained again
-    open: int  # training groups that were handed out and are not finished
-    complete: Mapping[int, int]  # oldest version of a complete training group -> how many of those
-    # all that are there: of training and held-out groups, of surplus, and stored ones
-    trajectories: int
+    learner_steps: int  # settled ones, which will be trained again
+    open: int  # training groups that are leased or can be
+    complete: Mapping[int, int]  # oldest version -> number of complete training groups
+    trajectories: int  # in live segments, of all groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Training groups by state, and their committed trajectories and steps. `leased` groups are
-    also `open`.
+    """Training groups by state, and their committed trajectories and steps. A leased group is
+    open too.
     """
 
     open: int
@@ -123,26 +148,26 @@ class Counts:
     claimed: int
     trained: int
     stale: int
-    no_signal: int
+    filtered: int
     trajectories: int
     steps: int
 
     @property
     def outstanding(self) -> int:
-        """Groups handed out and not yet trained on: what admission bounds."""
+        """Return the groups handed out and not yet trained on, which admission bounds."""
         return self.open + self.complete + self.claimed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuccessRate:
-    """How many of some trajectories reached their goal."""
+    """The number of some trajectories that reached their goal."""
 
     n_trajectories: int
     n_won: int
 
     @property
     def rate(self) -> float | None:
-        """Fraction won, None where nothing was played."""
+        """Return the fraction won, None without trajectories."""
         return self.n_won / self.n_trajectories if self.n_trajectories else None
 
 
@@ -150,15 +175,13 @@ class SuccessRate:
 class Evaluation:
     """A finished evaluation round whose result is not in the metrics yet."""
 
-    version: int  # the weights it was asked for, the oldest it was played with
-    # in a round that is played while the learner goes on, those that came meanwhile play too
-    newest_version: int
+    version: int  # the weights that the round was opened for
+    newest_version: int  # newest weights that played in it, while the learner went on
     learner_step: int
     success: SuccessRate
-    return_sum: float  # over its trajectories: undiscounted sums of their rewards
+    return_sum: float  # of all its trajectories: undiscounted sums of rewards
     n_steps: int  # of all its trajectories
-    # episodes of which nothing is known, because their environment failed at every attempt
-    n_abandoned: int
+    n_abandoned: int  # episodes whose environment failed at every attempt
 
     def metrics(self) -> dict[str, float]:
         """Return the round's figures by name. Means of no episodes are left out."""
@@ -178,7 +201,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveSegment:
-    """A file that readers see."""
+    """A segment that later snapshots contain."""
 
     segment_id: str
     level: int  # how often its rows were merged; 0: as a worker wrote it
@@ -186,14 +209,14 @@ class LiveSegment:
     n_steps: int
     lsn: int
     committed_us: int
-    settled: bool  # no group of it is still to be played or trained on
+    settled: bool  # none of its groups is still to be played or trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
-    """What a damaged file meant."""
+    """The consequences of setting a damaged file aside."""
 
-    rescued: int  # trajectories that another file still holds
+    rescued: int  # trajectories that another file holds
     lost: tuple[bytes, ...]  # traj_uids of the others
-    reopened: tuple[bytes, ...]  # groups that are played again
+    reopened: tuple[bytes, ...]  # groups that will be played again
     released: tuple[int, ...]  # claimed batches whose groups are available again

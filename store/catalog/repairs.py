@@ -1,19 +1,25 @@
-"""Files that turned out damaged or missing, and figures that disagree: functions of one transaction
-each, for upkeep/repair.py.
+"""Correct the catalog after damage to files or sums, for fsck. Each function is part of one
+transaction.
 
-Nothing is deleted: a file that does not count any more is retired as 'quarantined', its
-trajectories are listed as lost.
+No row is deleted: a damaged file is retired as 'quarantined', and its trajectories are listed as
+lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from store.catalog.batches import release
-from store.catalog.database import Database, Transaction
-from store.catalog.group_totals import recompute, recompute_if_whole, reopen, withhold_half
-from store.catalog.groups import complete_if_whole, insert_trajectories
-from store.catalog.imports import whole_again
+from store.catalog.database import Transaction
+from store.catalog.groups import (
+    abandon_incomplete_offline,
+    complete_if_whole,
+    insert_trajectories,
+    recompute,
+    recompute_if_whole,
+    reopen,
+)
+from store.catalog.imported_groups import complete_imported
 from store.catalog.records import SetAside
 from store.catalog.segment_states import WANTED_BACK, insert_segment, mark_removed, retire
 from store.errors import StoreError
@@ -21,16 +27,16 @@ from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "fsck"
-# Consumed groups keep their state: what was trained on, was. A held-out group is consumed once its
-# round has a figure.
+# Consumed groups keep their state. A held-out group is consumed once its round has a figure.
 STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
     OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
-        SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
+        SELECT 1 FROM metric m
+        WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
 
 
-def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
-    """Path → rows that never counted, of every file that compaction replaced and nobody removed
-    yet.
+def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
+    """Return the files that compaction replaced and that are not removed yet: path -> duplicates
+    in it.
     """
     excluded: dict[str, set[bytes]] = {
         row["path"]: set()
@@ -45,12 +51,12 @@ def retired_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
     return {path: frozenset(uids) for path, uids in excluded.items()}
 
 
-def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | None) -> SetAside:
-    """The file no longer counts. Trajectories that `rescued` does not hold are lost: unconsumed
-    groups of them are open again.
+def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
+    """Stop counting a damaged or missing file. Trajectories that `rescued` does not hold are lost.
 
-    A claimed batch with such a group is rolled back: its other groups are complete again, and
-    settling it is refused.
+    Groups that lost members and are still to be consumed are opened again. A claimed batch with
+    such a group is rolled back: its other groups are complete again, and it can no longer be
+    settled.
     """
     segment = tx.row("SELECT * FROM segment WHERE path = :path AND removed_us IS NULL", path=path)
     if segment is None:
@@ -69,7 +75,7 @@ def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | No
     if segment["retired_lsn"] is None:
         retire(tx, [segment_id], why="quarantined")
         lost = _lose_trajectories(tx, segment_id, why=why)
-    else:  # only older snapshots miss it
+    else:  # only older snapshots need it
         lost = ()
     mark_removed(tx, [segment_id])
     reopened, released = _give_back(tx, traj_uids=lost, why=f"{path}: {why}")
@@ -82,12 +88,12 @@ def set_aside(tx: Transaction, *, path: str, why: str, rescued: SegmentMeta | No
     return SetAside(rescued=n_rescued, lost=lost, reopened=reopened, released=released)
 
 
-def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -> int:
-    """A file that was set aside counts again, with those of its trajectories `held` that no other
-    file holds; how many.
+def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> int:
+    """Count a file again that was set aside. Return the number of lost trajectories that it brings
+    back.
 
-    If there are none it is a replaced file, to be swept. Groups keep their state, but an open one
-    may be complete now.
+    `held` are all trajectories in the file. If another file holds all of them, this file counts as
+    replaced and will be swept. Groups keep their state, but an open one may become complete.
     """
     row = tx.row(f"SELECT segment_id FROM segment WHERE path = :path AND {WANTED_BACK}", path=path)
     if row is None:
@@ -95,8 +101,10 @@ def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -
     segment_id = row["segment_id"]
     taken = {meta.traj_uid: meta for meta in held if _is_missing(tx, meta)}
     tx.run(
-        """UPDATE segment SET lsn = iif(:live, :lsn, lsn), retired_lsn = iif(:live, NULL, :lsn), removed_us = NULL,
-               retired_us = iif(:live, NULL, :now_us), retired_why = iif(:live, NULL, 'compacted')
+        """UPDATE segment SET lsn = iif(:live, :lsn, lsn),
+               retired_lsn = iif(:live, NULL, :lsn), removed_us = NULL,
+               retired_us = iif(:live, NULL, :now_us),
+               retired_why = iif(:live, NULL, 'compacted')
            WHERE segment_id = :segment_id""",
         live=bool(taken),
         lsn=tx.lsn,
@@ -108,15 +116,11 @@ def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -
         if meta.traj_uid in taken:
             insert_trajectories(tx, [meta], segment_id=segment_id)
         else:
-            tx.run(
-                "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
-                segment_id=segment_id,
-                traj_uid=meta.traj_uid,
-            )
+            tx.insert("duplicate", segment_id=segment_id, traj_uid=meta.traj_uid)
     for group_uid in dict.fromkeys(meta.group_uid for meta in taken.values()):
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
-        whole_again(tx, group_uid, reason=f"{path} is here again")
+        complete_imported(tx, group_uid, reason=f"{path} is here again")
     tx.log(
         component=COMPONENT,
         what="return",
@@ -127,7 +131,7 @@ def take_back(tx: Transaction, *, path: str, held: Collection[TrajectoryMeta]) -
 
 
 def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
-    """It was committed once, and is in no file."""
+    """Return whether the trajectory was committed once and is in no file now."""
     return bool(
         tx.row(
             """SELECT 1 FROM lost_trajectory WHERE traj_uid = :traj_uid
@@ -137,10 +141,8 @@ def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
     )
 
 
-def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
-    """Rows of a live file that were never counted from it: readers no longer see them. How many
-    trajectories.
-    """
+def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
+    """Hide trajectories of a live file that were never counted from it. Return their number."""
     segment = tx.row(
         "SELECT segment_id FROM segment WHERE path = :path AND retired_lsn IS NULL", path=path
     )
@@ -150,7 +152,9 @@ def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
     for traj_uid in traj_uids:
         n += tx.run(
             """INSERT OR IGNORE INTO duplicate (segment_id, traj_uid) SELECT :segment_id, :traj_uid
-               WHERE NOT EXISTS (SELECT 1 FROM trajectory WHERE (traj_uid, segment_id) = (:traj_uid, :segment_id))""",
+               WHERE NOT EXISTS (
+                   SELECT 1 FROM trajectory
+                   WHERE (traj_uid, segment_id) = (:traj_uid, :segment_id))""",
             segment_id=segment["segment_id"],
             traj_uid=traj_uid,
         )
@@ -162,12 +166,14 @@ def exclude(tx: Transaction, *, path: str, traj_uids: Collection[bytes]) -> int:
 
 
 def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[bytes, ...]:
+    """List all trajectories of a segment as lost, and return them."""
     lost = tx.rows(
         "SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id
     )
     tx.run(
         """INSERT INTO lost_trajectory (traj_uid, group_uid, member, segment_id, reason, lsn)
-           SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory WHERE segment_id = :segment_id""",
+           SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory
+           WHERE segment_id = :segment_id""",
         why=why,
         lsn=tx.lsn,
         segment_id=segment_id,
@@ -179,6 +185,7 @@ def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[b
 def _give_back(
     tx: Transaction, *, traj_uids: Collection[bytes], why: str
 ) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """Open groups of lost trajectories again, and release claimed batches. Return both."""
     groups = dict.fromkeys(
         row["group_uid"]
         for traj_uid in traj_uids
@@ -208,65 +215,35 @@ def _give_back(
     for group_uid in wanted:
         reopen(tx, group_uid, reason=f"to be played again: {why}")
     for group_uid in groups:
-        withhold_half(tx, group_uid, why=why)
+        abandon_incomplete_offline(tx, group_uid, why=why)
     return tuple(wanted), tuple(claimed)
 
 
-class Repairs:
-    """What fsck does with a catalog: `catalog.repairs`. Each call is one transaction."""
+def correct_segment(
+    tx: Transaction,
+    path: str,
+    *,
+    digest: str,
+    n_bytes: int,
+    n_steps: int,
+    worker: str,
+    epoch: int,
+) -> None:
+    """Set a segment's row to the values that its file says."""
+    tx.run(
+        """UPDATE segment SET digest = :digest, n_bytes = :n_bytes, n_steps = :n_steps,
+               worker = :worker, epoch = :epoch WHERE path = :path""",
+        digest=digest,
+        n_bytes=n_bytes,
+        n_steps=n_steps,
+        worker=worker,
+        epoch=epoch,
+        path=path,
+    )
+    tx.log(component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file")
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
-    def retired_files(self) -> Mapping[str, frozenset[bytes]]:
-        """Path → rows that never counted, of files that compaction replaced and nobody removed
-        yet.
-        """
-        with self._database.transaction() as tx:
-            return retired_files(tx)
-
-    def set_aside(self, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
-        """A damaged or missing file no longer counts; what `rescued` holds of its trajectories is
-        read from there.
-        """
-        with self._database.transaction() as tx:
-            return set_aside(tx, path=path, why=why, rescued=rescued)
-
-    def take_back(self, path: str, held: Sequence[TrajectoryMeta]) -> int:
-        """A file that was set aside and is whole counts again; how many of its trajectories `held`
-        were lost.
-        """
-        with self._database.transaction() as tx:
-            return take_back(tx, path=path, held=held)
-
-    def exclude(self, path: str, traj_uids: Collection[bytes]) -> int:
-        """Of these trajectories, those a live file holds and that are not counted from it are no
-        longer seen.
-        """
-        with self._database.transaction() as tx:
-            return exclude(tx, path=path, traj_uids=traj_uids)
-
-    def correct(
-        self, path: str, *, digest: str, n_bytes: int, n_steps: int, worker: str, epoch: int
-    ) -> None:
-        """Set a segment's row to what its file says."""
-        with self._database.transaction() as tx:
-            tx.run(
-                """UPDATE segment SET digest = :digest, n_bytes = :n_bytes, n_steps = :n_steps, worker = :worker,
-                       epoch = :epoch WHERE path = :path""",
-                digest=digest,
-                n_bytes=n_bytes,
-                n_steps=n_steps,
-                worker=worker,
-                epoch=epoch,
-                path=path,
-            )
-            tx.log(
-                component=COMPONENT, what="correct", detail=f"{path}: its row is that of its file"
-            )
-
-    def recompute(self, group_uid: bytes) -> None:
-        """Set a group's figures to those of its trajectories."""
-        with self._database.transaction() as tx:
-            recompute(tx, group_uid)
-            tx.log(component=COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")
+def correct_group(tx: Transaction, group_uid: bytes) -> None:
+    """Set a group's sums to those of its trajectories."""
+    recompute(tx, group_uid)
+    tx.log(component=COMPONENT, what="recompute", detail=f"group {uid_text(group_uid)}")

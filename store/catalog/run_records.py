@@ -1,5 +1,5 @@
-"""The smaller ledgers: versions, checkpoints, metrics, heartbeats, events. Functions of one
-transaction each.
+"""Record versions, checkpoints, metrics, heartbeats and unfinished episodes. Each function is
+part of one transaction.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 def record_version(
     tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None
 ) -> None:
-    """A published set of weights. Its number must be new: versions are never reused."""
+    """Record a published set of weights. Raises StoreError unless its number is after the latest
+    one.
+    """
     latest = latest_version(tx)
     if latest is not None and version <= latest.version:
         raise StoreError(
             f"policy version {version} is not after the latest, {latest.version}; publish as "
             f"{latest.version + 1}"
         )
-    tx.run(
-        """INSERT INTO version (version, path, digest, learner_step, epoch, published_us, lsn)
-           VALUES (:version, :path, :digest, :learner_step, :epoch, :now_us, :lsn)""",
+    tx.insert(
+        "version",
         version=version,
         path=path,
         digest=digest,
         learner_step=learner_step,
         epoch=tx.epoch,
-        now_us=tx.now_us,
+        published_us=tx.now_us,
         lsn=tx.lsn,
     )
     tx.touch("versions", "lineage")
 
 
 def latest_version(tx: Transaction) -> VersionRecord | None:
-    """The newest published weights."""
+    """Return the newest published weights."""
     row = tx.row(
         "SELECT version, path, digest, learner_step FROM version ORDER BY version DESC LIMIT 1"
     )
@@ -49,22 +50,23 @@ def latest_version(tx: Transaction) -> VersionRecord | None:
 
 
 def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version: int) -> None:
-    """A checkpoint that is complete on disk; from now on a restart begins here."""
-    tx.run(
-        """INSERT INTO checkpoint (lsn, learner_step, path, version, live, saved_us)
-           VALUES (:lsn, :learner_step, :path, :version, 1, :now_us)""",
+    """Record a checkpoint that is complete on disk. A restart begins there from now on."""
+    tx.insert(
+        "checkpoint",
         lsn=tx.lsn,
         learner_step=learner_step,
         path=path,
         version=version,
-        now_us=tx.now_us,
+        live=1,
+        saved_us=tx.now_us,
     )
     tx.touch("checkpoints")
 
 
 def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
-    """Every checkpoint that no roll-back went behind, whether or not its directory is still there;
-    oldest step first.
+    """Return every checkpoint that no roll-back went behind, oldest step first.
+
+    The directory of an old one may have been removed.
     """
     rows = tx.rows(
         "SELECT learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY learner_step, "
@@ -78,7 +80,9 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
 def record_metrics(
     tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]
 ) -> None:
-    """Figures of one learner step by name; the same name again replaces the figure in the view."""
+    """Record figures of a learner step by name. A second value of the same name replaces the
+    first one in the view.
+    """
     for name, value in values.items():
         if math.isnan(value):
             raise StoreError(
@@ -98,14 +102,15 @@ def record_metrics(
 
 
 def latest_metrics(tx: Transaction) -> dict[str, float]:
-    """The newest live figure of every name."""
-    # from name to name by the index: the terminal asks twice a second, of a table of millions of
-    # rows
+    """Return the newest live figure of every name."""
+    # Step from name to name by the index: the terminal asks twice a second, and the table has
+    # millions of rows.
     rows = tx.rows(
         """WITH RECURSIVE names (name) AS (
                SELECT min(name) FROM metric WHERE live = 1
                UNION ALL
-               SELECT (SELECT min(name) FROM metric m WHERE m.name > names.name) FROM names WHERE names.name IS NOT NULL)
+               SELECT (SELECT min(name) FROM metric m WHERE m.name > names.name)
+               FROM names WHERE names.name IS NOT NULL)
            SELECT name, (SELECT value FROM metric m WHERE m.name = names.name AND live = 1
                          ORDER BY learner_step DESC, lsn DESC LIMIT 1) AS value
            FROM names WHERE name IS NOT NULL"""
@@ -114,42 +119,40 @@ def latest_metrics(tx: Transaction) -> dict[str, float]:
 
 
 def learner_step(tx: Transaction) -> int:
-    """The last settled learner step; 0 before the first."""
+    """Return the last settled learner step, 0 before the first."""
     row = tx.row("SELECT coalesce(max(learner_step), 0) AS step FROM batch WHERE state = 'trained'")
     assert row is not None
     return int(row["step"])
 
 
-def record_unfinished(tx: Transaction, *, worker: str, episodes: Sequence[Unfinished]) -> None:
-    """Enter episodes that gave no trajectory. Groups the run does not have are refused, all
-    together.
+def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker: str) -> None:
+    """Record episodes that `worker` began and that gave no trajectory.
+
+    Raises StoreError, and records none, if one is of a group that the run does not have.
     """
     for episode in episodes:
         if episode.why not in WHY_UNFINISHED:
             raise StoreError(
                 f"an episode cannot end as {episode.why!r}; use one of {', '.join(WHY_UNFINISHED)}"
             )
-    tx.run_many(
-        """INSERT INTO unfinished (group_uid, number, worker, version, begun_us, ended_us, n_steps, n_response_tokens, why, lsn)
-           VALUES (:group_uid, :number, :worker, :version, :begun_us, :ended_us, :n_steps, :n_response_tokens, :why, :lsn)""",
-        [
-            {name: getattr(episode, name) for name in Unfinished.__slots__}
-            | {"worker": worker, "lsn": tx.lsn}
-            for episode in episodes
-        ],
-    )
+    rows = [
+        {name: getattr(episode, name) for name in Unfinished.__slots__}
+        | {"worker": worker, "lsn": tx.lsn}
+        for episode in episodes
+    ]
+    tx.insert_many("unfinished", rows)
     if episodes:
         tx.touch("unfinished")
 
 
-def heartbeats(tx: Transaction, *, waiting_on: Mapping[str, str | None]) -> None:
-    """These components are alive now, and wait for this (None: they work)."""
-    tx.run_many(
-        "INSERT OR REPLACE INTO component (name, waiting_on, beat_us) VALUES (:name, :waiting_on, "
-        ":now_us)",
-        [
-            {"name": name, "waiting_on": reason, "now_us": tx.now_us}
-            for name, reason in waiting_on.items()
-        ],
-    )
+def heartbeats(tx: Transaction, waiting_on: Mapping[str, str | None]) -> None:
+    """Record that components are alive, and what each waits for. None: it is working."""
+    for name, reason in waiting_on.items():
+        tx.run(
+            """INSERT OR REPLACE INTO component (name, waiting_on, beat_us)
+               VALUES (:name, :waiting_on, :now_us)""",
+            name=name,
+            waiting_on=reason,
+            now_us=tx.now_us,
+        )
     tx.touch("component")

@@ -1,17 +1,18 @@
--- The catalog: what exists and what happened to it. Times are UTC epoch microseconds; order is always the lsn.
--- Ledgers (group_state, unfinished, batch, batch_group, version, checkpoint, metric, event) are append-only: a roll-back sets live = 0,
--- and triggers refuse every DELETE. changed_lsn is kept by triggers too: exports ask for what changed since the last one.
+-- The tables of catalog.sqlite. Times are UTC epoch microseconds. The order of changes is the lsn.
+-- These tables are append-only: group_state, unfinished, batch, batch_group, version, checkpoint,
+-- metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse every DELETE.
+-- Triggers also set changed_lsn, by which an export finds the rows that changed since the last one.
 
 CREATE TABLE IF NOT EXISTS meta (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     run_id TEXT NOT NULL,
-    format_version INTEGER NOT NULL,
-    epoch INTEGER NOT NULL,  -- +1 for every owner; older owners and their leases are fenced
-    lsn INTEGER NOT NULL,    -- +1 for every transaction that changes what readers may see
-    horizon_lsn INTEGER NOT NULL DEFAULT 0  -- files that older snapshots need were removed
+    epoch INTEGER NOT NULL,  -- one more for each owner; earlier owners and their leases are fenced
+    lsn INTEGER NOT NULL,    -- one more for each transaction that changes an exported table
+    horizon_lsn INTEGER NOT NULL DEFAULT 0  -- snapshots before it need files that were removed
 ) STRICT;
 
-CREATE TABLE IF NOT EXISTS changed (  -- lsn of the last change of each exported table
+-- The lsn of the last change of each exported table.
+CREATE TABLE IF NOT EXISTS changed (
     name TEXT PRIMARY KEY,
     lsn INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
@@ -25,17 +26,20 @@ CREATE TABLE IF NOT EXISTS segment (
     worker TEXT NOT NULL,
     epoch INTEGER NOT NULL,
     lsn INTEGER NOT NULL,
-    retired_lsn INTEGER,  -- from then on readers do not see it; the file stays for older snapshots
+    retired_lsn INTEGER,  -- later snapshots do not contain it; the file stays for older ones
     committed_us INTEGER NOT NULL,
-    level INTEGER NOT NULL DEFAULT 0,  -- how often its rows were merged: 0 is as a worker wrote it
+    level INTEGER NOT NULL DEFAULT 0,  -- how often its rows were merged; 0: a worker wrote it
     retired_us INTEGER,
     retired_why TEXT CHECK (retired_why IN ('compacted', 'expired', 'quarantined')),
-    removed_us INTEGER  -- the file is gone
+    removed_us INTEGER  -- when the file was removed
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS segment_by_lsn ON segment (lsn);
 CREATE INDEX IF NOT EXISTS segment_live ON segment (level, lsn) WHERE retired_lsn IS NULL;
-CREATE INDEX IF NOT EXISTS segment_shown ON segment (lsn, path, retired_lsn) WHERE retired_lsn IS NULL;  -- every export lists them
-CREATE INDEX IF NOT EXISTS segment_retired ON segment (retired_lsn) WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
+-- For the list of live segments, which every export asks for.
+CREATE INDEX IF NOT EXISTS segment_shown ON segment (lsn, path, retired_lsn)
+    WHERE retired_lsn IS NULL;
+CREATE INDEX IF NOT EXISTS segment_retired ON segment (retired_lsn)
+    WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
 
 CREATE TABLE IF NOT EXISTS grp (
     group_uid BLOB PRIMARY KEY,
@@ -44,9 +48,10 @@ CREATE TABLE IF NOT EXISTS grp (
     task_id TEXT NOT NULL,
     size INTEGER NOT NULL,
     purpose_version INTEGER,  -- the evaluation round; NULL for training groups
-    state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'claimed', 'trained', 'stale', 'no_signal', 'abandoned')),
+    state TEXT NOT NULL CHECK (state IN (
+        'open', 'complete', 'claimed', 'trained', 'stale', 'filtered', 'abandoned')),
     reason TEXT,
-    -- Sums over its committed trajectories, kept in the transaction that inserts them.
+    -- Sums over its committed trajectories. The transaction that inserts those updates them.
     n_members INTEGER NOT NULL,
     n_steps INTEGER NOT NULL,
     n_won INTEGER NOT NULL,
@@ -60,7 +65,8 @@ CREATE TABLE IF NOT EXISTS grp (
     lease_worker TEXT,
     lease_until_us INTEGER,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
-    source TEXT CHECK (source IS NULL OR split = 'imported'),  -- run id: it may be trained on; other imported ones are only read
+    -- The run that played an offline group. Imported groups without a source are not trained on.
+    source TEXT CHECK (source IS NULL OR split = 'imported'),
     CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
@@ -68,12 +74,13 @@ CREATE INDEX IF NOT EXISTS grp_by_ordinal ON grp (split, purpose_version, ordina
 CREATE INDEX IF NOT EXISTS grp_by_completion ON grp (completed_lsn);
 CREATE INDEX IF NOT EXISTS grp_by_change ON grp (changed_lsn);
 CREATE INDEX IF NOT EXISTS grp_open ON grp (opened_lsn) WHERE state = 'open';
-CREATE INDEX IF NOT EXISTS grp_stored ON grp (ordinal) WHERE source IS NOT NULL;
+CREATE INDEX IF NOT EXISTS grp_offline ON grp (ordinal) WHERE source IS NOT NULL;
 CREATE INDEX IF NOT EXISTS grp_leased ON grp (lease_worker) WHERE lease_worker IS NOT NULL;
 CREATE INDEX IF NOT EXISTS grp_lease_end ON grp (lease_until_us) WHERE lease_until_us IS NOT NULL;
-CREATE INDEX IF NOT EXISTS grp_free ON grp (split, opened_lsn, ordinal) WHERE state = 'open' AND lease_until_us IS NULL;
+CREATE INDEX IF NOT EXISTS grp_free ON grp (split, opened_lsn, ordinal)
+    WHERE state = 'open' AND lease_until_us IS NULL;
 
--- Every state a group was ever in, with the reason. Written by the triggers below and by nothing else.
+-- Each state that a group was in, with the reason. Only the triggers below write it.
 CREATE TABLE IF NOT EXISTS group_state (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     group_uid BLOB NOT NULL REFERENCES grp,
@@ -88,18 +95,22 @@ CREATE INDEX IF NOT EXISTS group_state_by_lsn ON group_state (lsn);
 CREATE TRIGGER IF NOT EXISTS grp_inserted AFTER INSERT ON grp BEGIN
     UPDATE grp SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE group_uid = NEW.group_uid;
     INSERT INTO group_state (group_uid, state, reason, lsn, at_us)
-    VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, 'dispatched'), (SELECT lsn + 1 FROM meta), now_us());
+    VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, 'dispatched'),
+            (SELECT lsn + 1 FROM meta), now_us());
 END;
-CREATE TRIGGER IF NOT EXISTS grp_changed AFTER UPDATE OF state, reason, n_members, n_steps, source ON grp BEGIN
+CREATE TRIGGER IF NOT EXISTS grp_changed
+AFTER UPDATE OF state, reason, n_members, n_steps, source ON grp BEGIN
     UPDATE grp SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE group_uid = NEW.group_uid;
 END;
-CREATE TRIGGER IF NOT EXISTS grp_state_changed AFTER UPDATE OF state ON grp WHEN OLD.state <> NEW.state BEGIN
+CREATE TRIGGER IF NOT EXISTS grp_state_changed
+AFTER UPDATE OF state ON grp WHEN OLD.state <> NEW.state BEGIN
     INSERT INTO group_state (group_uid, state, reason, lsn, at_us)
-    VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, NEW.state), (SELECT lsn + 1 FROM meta), now_us());
+    VALUES (NEW.group_uid, NEW.state, coalesce(NEW.reason, NEW.state),
+            (SELECT lsn + 1 FROM meta), now_us());
 END;
 
 CREATE TABLE IF NOT EXISTS trajectory (
-    traj_uid BLOB PRIMARY KEY,  -- fixed before generation: a retry collides here
+    traj_uid BLOB PRIMARY KEY,  -- fixed before generation, so that a retry collides here
     group_uid BLOB NOT NULL REFERENCES grp,
     member INTEGER NOT NULL,
     segment_id TEXT NOT NULL REFERENCES segment,  -- the one file whose rows count
@@ -115,7 +126,8 @@ CREATE TABLE IF NOT EXISTS trajectory (
 CREATE UNIQUE INDEX IF NOT EXISTS trajectory_by_member ON trajectory (group_uid, member);
 CREATE INDEX IF NOT EXISTS trajectory_by_segment ON trajectory (segment_id);
 
-CREATE TABLE IF NOT EXISTS lost_trajectory (  -- was committed, then its file was found damaged or missing
+-- Trajectories that were committed, and whose file was later found damaged or missing.
+CREATE TABLE IF NOT EXISTS lost_trajectory (
     traj_uid BLOB NOT NULL,
     group_uid BLOB NOT NULL REFERENCES grp,
     member INTEGER NOT NULL,
@@ -125,24 +137,27 @@ CREATE TABLE IF NOT EXISTS lost_trajectory (  -- was committed, then its file wa
     PRIMARY KEY (traj_uid, lsn)
 ) STRICT, WITHOUT ROWID;
 
--- Episodes that were begun and gave no trajectory: one row for each attempt. Never trained on, no uid of their own.
+-- Attempts at an episode that gave no trajectory. They have no uid and are never trained on.
 CREATE TABLE IF NOT EXISTS unfinished (
     unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,
     group_uid BLOB NOT NULL REFERENCES grp,
-    number INTEGER NOT NULL,   -- of the episode in its group; a spare has one from the group's size on
+    number INTEGER NOT NULL,   -- of the episode in its group; from its size on: over-provisioned
     worker TEXT NOT NULL,
-    version INTEGER NOT NULL,  -- newest published when its group was leased
+    version INTEGER NOT NULL,  -- newest published version when its group was leased
     begun_us INTEGER NOT NULL,
     ended_us INTEGER NOT NULL,
-    n_steps INTEGER,           -- steps played until then; NULL: not known, its worker was lost
+    n_steps INTEGER,           -- steps until then; NULL: unknown, its worker was lost
     n_response_tokens INTEGER,
-    why TEXT NOT NULL CHECK (why IN ('straggler', 'failed', 'group_failed', 'too_old', 'stopped', 'worker_failed', 'worker_lost')),
+    why TEXT NOT NULL CHECK (why IN (
+        'straggler', 'failed', 'group_failed', 'too_old', 'stopped', 'worker_failed',
+        'worker_lost')),
     lsn INTEGER NOT NULL,
     CHECK ((n_steps IS NULL) = (n_response_tokens IS NULL))
 ) STRICT;
 CREATE INDEX IF NOT EXISTS unfinished_by_lsn ON unfinished (lsn);
 
-CREATE TABLE IF NOT EXISTS duplicate (  -- rows of a segment that do not count
+-- Trajectories whose rows in this segment do not count, because another segment holds them.
+CREATE TABLE IF NOT EXISTS duplicate (
     segment_id TEXT NOT NULL REFERENCES segment,
     traj_uid BLOB NOT NULL,
     PRIMARY KEY (segment_id, traj_uid)
@@ -167,21 +182,23 @@ CREATE TABLE IF NOT EXISTS batch_group (
     batch_id INTEGER NOT NULL REFERENCES batch,
     group_uid BLOB NOT NULL REFERENCES grp,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
-    outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'no_signal')),
-    version_min INTEGER NOT NULL DEFAULT 0,  -- of the group as it was claimed: members may be lost and played anew later
+    outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'filtered')),
+    -- Versions of the group when it was claimed. Members may be lost and played again later.
+    version_min INTEGER NOT NULL DEFAULT 0,
     version_max INTEGER NOT NULL DEFAULT 0,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
-    use INTEGER NOT NULL DEFAULT 1,  -- a stored group may be trained on several times; any other once
+    -- An offline group may be trained on several times, any other group once.
+    use INTEGER NOT NULL DEFAULT 1,
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS batch_group_by_change ON batch_group (changed_lsn);
 CREATE UNIQUE INDEX IF NOT EXISTS batch_group_once ON batch_group (group_uid, use) WHERE live = 1;
 
 CREATE TABLE IF NOT EXISTS version (
-    version INTEGER PRIMARY KEY,  -- never reused, also not after a roll-back
+    version INTEGER PRIMARY KEY,  -- never used again, also not after a roll-back
     path TEXT NOT NULL,
     digest TEXT NOT NULL,
-    learner_step INTEGER,  -- NULL: not made by a learner step (the base model)
+    learner_step INTEGER,  -- NULL: no learner step made it (the base model)
     epoch INTEGER NOT NULL,
     published_us INTEGER NOT NULL,
     lsn INTEGER NOT NULL
@@ -209,7 +226,8 @@ CREATE TABLE IF NOT EXISTS metric (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS metric_by_change ON metric (changed_lsn);
 CREATE INDEX IF NOT EXISTS metric_by_name ON metric (name, live, learner_step, lsn);
-CREATE INDEX IF NOT EXISTS metric_evaluated ON metric (policy_version) WHERE name = 'heldout/success';
+CREATE INDEX IF NOT EXISTS metric_evaluated ON metric (policy_version)
+    WHERE name = 'heldout/success';
 
 CREATE TABLE IF NOT EXISTS component (
     name TEXT PRIMARY KEY,
@@ -226,12 +244,14 @@ CREATE TABLE IF NOT EXISTS event (
     detail TEXT NOT NULL
 ) STRICT;
 
--- Change numbers, and ledgers that only grow.
+-- Triggers that set changed_lsn, and that keep append-only tables from being changed.
 CREATE TRIGGER IF NOT EXISTS batch_group_inserted AFTER INSERT ON batch_group BEGIN
-    UPDATE batch_group SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE batch_id = NEW.batch_id AND group_uid = NEW.group_uid;
+    UPDATE batch_group SET changed_lsn = (SELECT lsn + 1 FROM meta)
+    WHERE batch_id = NEW.batch_id AND group_uid = NEW.group_uid;
 END;
 CREATE TRIGGER IF NOT EXISTS batch_group_changed AFTER UPDATE OF live, outcome ON batch_group BEGIN
-    UPDATE batch_group SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE batch_id = NEW.batch_id AND group_uid = NEW.group_uid;
+    UPDATE batch_group SET changed_lsn = (SELECT lsn + 1 FROM meta)
+    WHERE batch_id = NEW.batch_id AND group_uid = NEW.group_uid;
 END;
 CREATE TRIGGER IF NOT EXISTS checkpoint_inserted AFTER INSERT ON checkpoint BEGIN
     UPDATE checkpoint SET changed_lsn = (SELECT lsn + 1 FROM meta) WHERE lsn = NEW.lsn;
@@ -241,18 +261,38 @@ CREATE TRIGGER IF NOT EXISTS checkpoint_changed AFTER UPDATE OF live ON checkpoi
 END;
 CREATE TRIGGER IF NOT EXISTS metric_inserted AFTER INSERT ON metric BEGIN
     UPDATE metric SET changed_lsn = (SELECT lsn + 1 FROM meta)
-    WHERE (learner_step, policy_version, name, lsn) = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
+    WHERE (learner_step, policy_version, name, lsn)
+        = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
 END;
 CREATE TRIGGER IF NOT EXISTS metric_changed AFTER UPDATE OF live ON metric BEGIN
     UPDATE metric SET changed_lsn = (SELECT lsn + 1 FROM meta)
-    WHERE (learner_step, policy_version, name, lsn) = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
+    WHERE (learner_step, policy_version, name, lsn)
+        = (NEW.learner_step, NEW.policy_version, NEW.name, NEW.lsn);
 END;
-CREATE TRIGGER IF NOT EXISTS group_state_only_grows BEFORE DELETE ON group_state BEGIN SELECT RAISE(ABORT, 'group_state is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS unfinished_only_grows BEFORE DELETE ON unfinished BEGIN SELECT RAISE(ABORT, 'unfinished is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS batch_only_grows BEFORE DELETE ON batch BEGIN SELECT RAISE(ABORT, 'batch is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS batch_group_only_grows BEFORE DELETE ON batch_group BEGIN SELECT RAISE(ABORT, 'batch_group is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS version_only_grows BEFORE DELETE ON version BEGIN SELECT RAISE(ABORT, 'version is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS checkpoint_only_grows BEFORE DELETE ON checkpoint BEGIN SELECT RAISE(ABORT, 'checkpoint is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS event_only_grows BEFORE DELETE ON event BEGIN SELECT RAISE(ABORT, 'event is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS lost_trajectory_only_grows BEFORE DELETE ON lost_trajectory BEGIN SELECT RAISE(ABORT, 'lost_trajectory is append-only'); END;
-CREATE TRIGGER IF NOT EXISTS group_state_is_history BEFORE UPDATE ON group_state BEGIN SELECT RAISE(ABORT, 'group_state is append-only'); END;
+CREATE TRIGGER IF NOT EXISTS group_state_only_grows BEFORE DELETE ON group_state BEGIN
+    SELECT RAISE(ABORT, 'group_state is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS unfinished_only_grows BEFORE DELETE ON unfinished BEGIN
+    SELECT RAISE(ABORT, 'unfinished is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS batch_only_grows BEFORE DELETE ON batch BEGIN
+    SELECT RAISE(ABORT, 'batch is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS batch_group_only_grows BEFORE DELETE ON batch_group BEGIN
+    SELECT RAISE(ABORT, 'batch_group is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS version_only_grows BEFORE DELETE ON version BEGIN
+    SELECT RAISE(ABORT, 'version is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_only_grows BEFORE DELETE ON checkpoint BEGIN
+    SELECT RAISE(ABORT, 'checkpoint is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS event_only_grows BEFORE DELETE ON event BEGIN
+    SELECT RAISE(ABORT, 'event is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS lost_trajectory_only_grows BEFORE DELETE ON lost_trajectory BEGIN
+    SELECT RAISE(ABORT, 'lost_trajectory is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS group_state_is_history BEFORE UPDATE ON group_state BEGIN
+    SELECT RAISE(ABORT, 'group_state is append-only');
+END;

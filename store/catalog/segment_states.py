@@ -1,8 +1,8 @@
-"""Segments after their commit: replaced by compaction, expired, quarantined, removed. Functions of
-one transaction each.
+"""Change segments after their commit: replace, expire, quarantine, remove. Each function is part of
+one transaction.
 
-A segment is live until it is retired; its file stays for readers of older snapshots until it is
-removed. Rows of the segment table are never deleted.
+A segment is live until it is retired. Its file stays for readers of older snapshots until it is
+removed. Rows of the table `segment` are never deleted.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SegmentMeta, TrajectoryMeta
 
-# Groups whose rows the learner may still ask for. What a roll-back frees again is asked for too,
-# but that is rare. Stored groups always: how often they are used may be raised.
-_WANTED = "(g.state IN ('open', 'claimed') OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"
+# Groups whose rows the learner may still ask for. Offline groups always are, because the number of
+# their uses may be raised. A roll-back, which is rare, makes more groups available.
+_WANTED = """(g.state IN ('open', 'claimed')
+    OR (g.state = 'complete' AND (g.split = 'train' OR g.source IS NOT NULL)))"""
 
-# Removed files that may hold what no other file does: what was lost was read from them, or from
-# what they were merged into.
-WANTED_BACK = """(removed_us IS NOT NULL AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (
-    SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
-    AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
+# Removed files that may hold rows that no other file has: lost trajectories were read from them, or
+# from the file that replaced them.
+WANTED_BACK = """(removed_us IS NOT NULL
+    AND (retired_why = 'quarantined' OR retired_why = 'compacted' AND EXISTS (
+        SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
+        AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
 
 
 def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
-    """Every live segment, oldest first."""
+    """Return every live segment, oldest first."""
     rows = tx.rows(
-        f"""SELECT s.segment_id, s.level, s.n_bytes, s.n_steps, s.lsn, s.committed_us, s.level > 0 OR NOT EXISTS (
+        f"""SELECT s.segment_id, s.level, s.n_bytes, s.n_steps, s.lsn, s.committed_us,
+                   s.level > 0 OR NOT EXISTS (
                        SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
                        WHERE t.segment_id = s.segment_id AND {_WANTED}) AS settled
             FROM segment s WHERE s.retired_lsn IS NULL ORDER BY s.lsn, s.segment_id"""
@@ -39,8 +42,8 @@ def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
 
 
 def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentMeta, ...]:
-    """The given segments, each with all its trajectories that count. StoreError for one the catalog
-    does not have.
+    """Return these segments, each with all its trajectories that count. Raises StoreError for an
+    unknown one.
     """
     metas = []
     for segment_id in segment_ids:
@@ -61,7 +64,9 @@ def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentM
 def segment_meta(
     segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
 ) -> SegmentMeta:
-    """A row of the segment table and rows of the trajectory table as a reader needs them."""
+    """Return rows of the tables `segment` and `trajectory` as the SegmentMeta that
+    `read_segment` needs.
+    """
     return SegmentMeta(
         segment_id=segment["segment_id"],
         path=segment["path"],
@@ -84,8 +89,9 @@ def segment_meta(
 def replace_segments(
     tx: Transaction, *, old: Collection[str], new: SegmentMeta, level: int
 ) -> None:
-    """From now on the rows of the segments `old` are read from `new`. StoreError if it does not
-    hold exactly those.
+    """Read the rows of the segments `old` from `new` from now on (compaction).
+
+    Raises StoreError if `new` does not hold exactly their trajectories.
     """
     for segment_id in old:
         _check_live(tx, segment_id)
@@ -112,7 +118,7 @@ def replace_segments(
 
 
 def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
-    """Readers no longer see these segments: 'compacted', 'expired' or 'quarantined'."""
+    """Hide segments from later snapshots. `why` is 'compacted', 'expired' or 'quarantined'."""
     for segment_id in segment_ids:
         _check_live(tx, segment_id)
         tx.run(
@@ -127,11 +133,17 @@ def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
         tx.touch("segments", "excluded")
 
 
+def expire(tx: Transaction, segment_ids: Collection[str]) -> None:
+    """Hide segments from later snapshots because retention dropped them. Rows of their groups
+    stay.
+    """
+    retire(tx, segment_ids, why="expired")
+
+
 def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:
-    """A file that counts from now on."""
-    tx.run(
-        """INSERT INTO segment (segment_id, path, digest, n_steps, n_bytes, worker, epoch, lsn, committed_us, level)
-           VALUES (:segment_id, :path, :digest, :n_steps, :n_bytes, :worker, :epoch, :lsn, :now_us, :level)""",
+    """Enter a segment. It is live from now on."""
+    tx.insert(
+        "segment",
         segment_id=segment.segment_id,
         path=segment.path,
         digest=segment.digest,
@@ -140,15 +152,15 @@ def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: 
         worker=segment.worker,
         epoch=epoch,
         lsn=tx.lsn,
-        now_us=tx.now_us,
+        committed_us=tx.now_us,
         level=level,
     )
     tx.touch("segments")
 
 
 def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None) -> dict[str, str]:
-    """Segment id → path of retired files that no snapshot within the window and no pinned reader
-    needs.
+    """Return retired files that no snapshot in the window and no pinned reader needs: segment id
+    -> path.
     """
     rows = tx.rows(
         """SELECT segment_id, path FROM segment
@@ -165,7 +177,11 @@ def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None
 
 
 def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
-    """These files are about to go: snapshots from before their retirement can no longer be read."""
+    """Record that these files are gone. Earlier snapshots can no longer be read.
+
+    Call it before the files are removed: a crash in between leaves files that nobody names, and
+    never names a file that is gone.
+    """
     for segment_id in segment_ids:
         tx.run(
             "UPDATE segment SET removed_us = :now_us WHERE segment_id = :segment_id",
@@ -173,17 +189,17 @@ def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
             segment_id=segment_id,
         )
         tx.run(
-            """UPDATE meta SET horizon_lsn =
-                   max(horizon_lsn, (SELECT retired_lsn FROM segment WHERE segment_id = :segment_id))""",
+            """UPDATE meta SET horizon_lsn = max(
+                   horizon_lsn,
+                   (SELECT retired_lsn FROM segment WHERE segment_id = :segment_id))""",
             segment_id=segment_id,
         )
 
 
 def known_paths(tx: Transaction) -> frozenset[str]:
-    """Every file that must not be swept; one that is not among them was never committed, or is
-    removed.
+    """Return the files that must stay. Other files beneath segments/ may be swept.
 
-    A removed file whose trajectories were lost is wanted again, should somebody put it back.
+    A removed file whose trajectories were lost is kept, should somebody put it back.
     """
     return frozenset(
         row["path"]
@@ -198,21 +214,23 @@ def expirable(
     below_version: int | None,
     oldest_checkpoint: int,
 ) -> tuple[str, ...]:
-    """Live segments in which no group is younger than asked, still wanted, or consumed after
-    `oldest_checkpoint`.
+    """Return the live segments that retention may drop, oldest first.
 
-    That is the learner step of the oldest kept checkpoint: a roll-back makes what was consumed
-    later available again.
+    Such a segment holds no group that is younger than asked, that may still be consumed, or that
+    was consumed after `oldest_checkpoint`. A roll-back to that learner step would make it available
+    again.
     """
     rows = tx.rows(
         f"""SELECT s.segment_id FROM segment s
             WHERE s.retired_lsn IS NULL AND NOT EXISTS (
                 SELECT 1 FROM trajectory t JOIN grp g USING (group_uid)
                 WHERE t.segment_id = s.segment_id AND ({_WANTED}
-                    OR (:before_us IS NOT NULL AND coalesce(g.completed_us, g.opened_us) >= :before_us)
+                    OR (:before_us IS NOT NULL
+                        AND coalesce(g.completed_us, g.opened_us) >= :before_us)
                     OR (:below IS NOT NULL AND (t.version_max >= :below OR g.split = 'imported'))
                     OR EXISTS (SELECT 1 FROM batch_group l JOIN batch b USING (batch_id)
-                               WHERE l.group_uid = g.group_uid AND l.live = 1 AND b.learner_step > :oldest_checkpoint)))
+                               WHERE l.group_uid = g.group_uid AND l.live = 1
+                                 AND b.learner_step > :oldest_checkpoint)))
             ORDER BY s.lsn""",
         before_us=completed_before_us,
         below=below_version,

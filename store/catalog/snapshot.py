@@ -1,32 +1,41 @@
-"""The catalog's tables as Arrow, for readers that cannot open SQLite. One query and one schema
-each.
+"""Read the catalog's tables as Arrow, now or as of an earlier lsn, for readers without SQLite.
 
-Tables that grow with the run are exported in parts: only the rows that changed since the last
-export are asked for, and small parts are asked for again together with newer ones, so that a table
-has about log2(rows) parts and a row is written as often. A row that changed later is in two parts;
-readers take the newer one (`views.sql`).
+Tables that grow with the run are exported in parts. An export asks only for the rows that changed
+since the last one, and merges small parts with newer ones. So a table has about log2(rows) parts,
+and a row is written as often. A row that changed later is in two parts: readers take the newer one
+(`views.sql`).
 """
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import pyarrow as pa
 
-from store.catalog.database import Transaction
-from store.errors import FormatError
+from store.catalog.database import Transaction, connect_read_only
+from store.errors import FormatError, StoreError
+from store.layout import SEGMENT_PATH, RunLayout, checked_name
 from store.records import UID_TYPE
 
 MERGE_RATIO = 2  # a part is merged with a newer one at least half its size
 TIME = pa.timestamp("us")  # UTC; without a zone, so that no reader needs a time zone database
+TYPES = {
+    "uid": UID_TYPE,
+    "text": pa.string(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "double": pa.float64(),
+    "bool": pa.bool_(),
+    "time": TIME,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One exported file of a table: its rows that changed after `since` and up to `until`, both
-    lsns.
-    """
+    """One exported file of a table: the rows that changed after lsn `since` and up to `until`."""
 
     path: str  # relative to the run's root
     since: int
@@ -36,9 +45,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewPart:
-    """Rows to be exported as one more part, which replaces all known parts that begin at `since` or
-    later.
-    """
+    """Rows to be exported. They replace all known parts that begin at `since` or later."""
 
     since: int
     table: pa.Table
@@ -46,9 +53,7 @@ class NewPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The catalog at one lsn: the live segments, and what the reader does not know yet of each
-    table.
-    """
+    """The catalog at one lsn: its live segments, and the rows that the reader does not have yet."""
 
     lsn: int
     segments: tuple[str, ...]  # paths relative to the run's root, oldest first
@@ -56,216 +61,228 @@ class Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Export:
-    """One exported table: its columns are those of `query`, in the order of `schema`."""
+class AsOf:
+    """The run at one lsn: the files that were live, and the exported tables that have a history."""
 
-    query: str
-    schema: pa.Schema
-    in_parts: bool  # whether `query` is bounded by :since and :until
+    segments: tuple[str, ...]
+    tables: Mapping[str, pa.Table]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """One exported table. Both queries give `columns`, in this order."""
+
+    columns: str  # "name type, name type"; types as in TYPES
+    query: str  # what is true now; with :since and :until the table is exported in parts
+    as_of: str  # what was true at :lsn; empty: the table has no history
+
+    @property
+    def in_parts(self) -> bool:
+        return ":since" in self.query
+
+    @property
+    def schema(self) -> pa.Schema:
+        columns = (column.split() for column in self.columns.split(","))
+        return pa.schema([(name, TYPES[kind]) for name, kind in columns])
 
 
 EXPORTS: Mapping[str, Export] = {
     "groups": Export(
-        query="""SELECT group_uid, split, ordinal, task_id, purpose_version, size, n_members, n_steps, n_won,
-                        return_sum, state, reason, version_min, version_max, opened_us, completed_us, changed_lsn,
-                        source
-                 FROM grp WHERE changed_lsn > :since AND changed_lsn <= :until ORDER BY opened_lsn, ordinal""",
-        schema=pa.schema(
-            [
-                ("group_uid", UID_TYPE),
-                ("split", pa.string()),
-                ("ordinal", pa.int64()),
-                ("task_id", pa.string()),
-                ("purpose_version", pa.int64()),
-                ("size", pa.int32()),
-                ("n_members", pa.int32()),
-                ("n_steps", pa.int64()),
-                ("n_won", pa.int32()),
-                ("return_sum", pa.float64()),
-                ("state", pa.string()),
-                ("reason", pa.string()),
-                ("version_min", pa.int64()),
-                ("version_max", pa.int64()),
-                ("opened_at", TIME),
-                ("completed_at", TIME),
-                ("changed_lsn", pa.int64()),
-                ("source", pa.string()),
-            ]
-        ),
-        in_parts=True,
+        columns="""group_uid uid, split text, ordinal int64, task_id text, purpose_version int64,
+            size int32, n_members int32, n_steps int64, n_won int32, return_sum double, state text,
+            reason text, version_min int64, version_max int64, opened_at time, completed_at time,
+            changed_lsn int64, source text""",
+        query="""
+            SELECT group_uid, split, ordinal, task_id, purpose_version, size, n_members, n_steps,
+                   n_won, return_sum, state, reason, version_min, version_max, opened_us,
+                   completed_us, changed_lsn, source
+            FROM grp WHERE changed_lsn > :since AND changed_lsn <= :until
+            ORDER BY opened_lsn, ordinal""",
+        as_of="""
+            SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.purpose_version, g.size,
+                   count(t.traj_uid), coalesce(sum(t.n_steps), 0), coalesce(sum(t.won), 0),
+                   coalesce(sum(t.episode_return), 0.0), s.state, s.reason, min(t.version_min),
+                   max(t.version_max), g.opened_us,
+                   CASE WHEN g.completed_lsn <= :lsn THEN g.completed_us END, s.lsn, g.source
+            FROM grp g
+            JOIN group_state s ON s.seq = (
+                SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid AND lsn <= :lsn)
+            LEFT JOIN trajectory t ON t.group_uid = g.group_uid AND t.lsn <= :lsn
+            WHERE g.opened_lsn <= :lsn GROUP BY g.group_uid ORDER BY g.opened_lsn, g.ordinal""",
     ),
     "ledger": Export(
-        query="""SELECT group_uid, state, reason, lsn, at_us FROM group_state
-                 WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
-        schema=pa.schema(
-            [
-                ("group_uid", UID_TYPE),
-                ("state", pa.string()),
-                ("reason", pa.string()),
-                ("lsn", pa.int64()),
-                ("at", TIME),
-            ]
-        ),
-        in_parts=True,
+        columns="group_uid uid, state text, reason text, lsn int64, at time",
+        query="""
+            SELECT group_uid, state, reason, lsn, at_us FROM group_state
+            WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
+        as_of="""
+            SELECT group_uid, state, reason, lsn, at_us FROM group_state
+            WHERE lsn <= :lsn ORDER BY seq""",
     ),
+    # The versions of an offline group are another run's: it has no staleness here.
     "lineage": Export(
-        query="""SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live, l.group_uid, g.task_id,
-                        l.version_min, l.version_max, coalesce(b.version_in, b.claimed_version) AS version_in,
-                        -- the versions of a stored group are another run's: their difference says nothing
-                        iif(g.source IS NULL, coalesce(b.version_in, b.claimed_version) - l.version_min, NULL) AS staleness,
-                        b.claimed_us, b.trained_us, l.changed_lsn, l.use, g.source
-                 FROM batch_group l JOIN batch b USING (batch_id) JOIN grp g USING (group_uid)
-                 WHERE l.changed_lsn > :since AND l.changed_lsn <= :until ORDER BY b.batch_id, g.ordinal""",
-        schema=pa.schema(
-            [
-                ("learner_step", pa.int64()),
-                ("batch_id", pa.int64()),
-                ("batch_state", pa.string()),
-                ("outcome", pa.string()),
-                ("live", pa.bool_()),
-                ("group_uid", UID_TYPE),
-                ("task_id", pa.string()),
-                ("version_min", pa.int64()),
-                ("version_max", pa.int64()),
-                ("version_in", pa.int64()),
-                ("staleness", pa.int64()),
-                ("claimed_at", TIME),
-                ("trained_at", TIME),
-                ("changed_lsn", pa.int64()),
-                ("use", pa.int32()),
-                ("source", pa.string()),
-            ]
-        ),
-        in_parts=True,
+        columns="""learner_step int64, batch_id int64, batch_state text, outcome text, live bool,
+            group_uid uid, task_id text, version_min int64, version_max int64, version_in int64,
+            staleness int64, claimed_at time, trained_at time, changed_lsn int64, use int32,
+            source text""",
+        query="""
+            SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live,
+                   l.group_uid, g.task_id, l.version_min, l.version_max,
+                   coalesce(b.version_in, b.claimed_version) AS version_in,
+                   iif(g.source IS NULL,
+                       coalesce(b.version_in, b.claimed_version) - l.version_min, NULL)
+                       AS staleness,
+                   b.claimed_us, b.trained_us, l.changed_lsn, l.use, g.source
+            FROM batch_group l JOIN batch b USING (batch_id) JOIN grp g USING (group_uid)
+            WHERE l.changed_lsn > :since AND l.changed_lsn <= :until
+            ORDER BY b.batch_id, g.ordinal""",
+        as_of="""
+            SELECT CASE WHEN b.trained_lsn <= :lsn THEN b.learner_step END, b.batch_id,
+                   CASE WHEN b.rolled_back_lsn <= :lsn THEN 'rolled_back'
+                        WHEN b.trained_lsn <= :lsn THEN 'trained' ELSE 'claimed' END,
+                   CASE WHEN b.trained_lsn <= :lsn THEN l.outcome ELSE 'claimed' END,
+                   coalesce(b.rolled_back_lsn > :lsn, 1), l.group_uid, g.task_id, l.version_min,
+                   l.version_max, iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version),
+                   iif(g.source IS NULL,
+                       iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version)
+                       - l.version_min, NULL),
+                   b.claimed_us, CASE WHEN b.trained_lsn <= :lsn THEN b.trained_us END,
+                   l.changed_lsn, l.use, g.source
+            FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
+            WHERE b.claimed_lsn <= :lsn ORDER BY b.batch_id, g.ordinal""",
     ),
     "versions": Export(
-        query="SELECT version, path, digest, learner_step, epoch, published_us FROM version ORDER BY version",
-        schema=pa.schema(
-            [
-                ("version", pa.int64()),
-                ("path", pa.string()),
-                ("digest", pa.string()),
-                ("learner_step", pa.int64()),
-                ("epoch", pa.int64()),
-                ("published_at", TIME),
-            ]
-        ),
-        in_parts=False,
+        columns="""version int64, path text, digest text, learner_step int64, epoch int64,
+            published_at time""",
+        query="""
+            SELECT version, path, digest, learner_step, epoch, published_us
+            FROM version ORDER BY version""",
+        as_of="""
+            SELECT version, path, digest, learner_step, epoch, published_us
+            FROM version WHERE lsn <= :lsn ORDER BY version""",
     ),
     "checkpoints": Export(
+        columns="learner_step int64, path text, version int64, live bool, saved_at time",
         query="SELECT learner_step, path, version, live, saved_us FROM checkpoint ORDER BY lsn",
-        schema=pa.schema(
-            [
-                ("learner_step", pa.int64()),
-                ("path", pa.string()),
-                ("version", pa.int64()),
-                ("live", pa.bool_()),
-                ("saved_at", TIME),
-            ]
-        ),
-        in_parts=False,
+        as_of="""
+            SELECT learner_step, path, version, live OR changed_lsn > :lsn, saved_us
+            FROM checkpoint WHERE lsn <= :lsn ORDER BY lsn""",
     ),
     "metrics": Export(
-        query="""SELECT learner_step, policy_version, name, value, live, lsn, changed_lsn FROM metric
-                 WHERE changed_lsn > :since AND changed_lsn <= :until ORDER BY learner_step, name""",
-        schema=pa.schema(
-            [
-                ("learner_step", pa.int64()),
-                ("policy_version", pa.int64()),
-                ("name", pa.string()),
-                ("value", pa.float64()),
-                ("live", pa.bool_()),
-                ("lsn", pa.int64()),
-                ("changed_lsn", pa.int64()),
-            ]
-        ),
-        in_parts=True,
+        columns="""learner_step int64, policy_version int64, name text, value double, live bool,
+            lsn int64, changed_lsn int64""",
+        query="""
+            SELECT learner_step, policy_version, name, value, live, lsn, changed_lsn FROM metric
+            WHERE changed_lsn > :since AND changed_lsn <= :until ORDER BY learner_step, name""",
+        as_of="""
+            SELECT learner_step, policy_version, name, value, live OR changed_lsn > :lsn, lsn,
+                   changed_lsn
+            FROM metric WHERE lsn <= :lsn ORDER BY learner_step, name""",
     ),
     "component": Export(
+        columns="name text, waiting_on text, last_beat_at time",
         query="SELECT name, waiting_on, beat_us FROM component ORDER BY name",
-        schema=pa.schema(
-            [("name", pa.string()), ("waiting_on", pa.string()), ("last_beat_at", TIME)]
-        ),
-        in_parts=False,
+        as_of="",
     ),
     "events": Export(
-        query="""SELECT at_us, component, what, detail, lsn FROM event
-                 WHERE lsn > :since AND lsn <= :until ORDER BY event_id""",
-        schema=pa.schema(
-            [
-                ("at", TIME),
-                ("component", pa.string()),
-                ("what", pa.string()),
-                ("detail", pa.string()),
-                ("lsn", pa.int64()),
-            ]
-        ),
-        in_parts=True,
+        columns="at time, component text, what text, detail text, lsn int64",
+        query="""
+            SELECT at_us, component, what, detail, lsn FROM event
+            WHERE lsn > :since AND lsn <= :until ORDER BY event_id""",
+        as_of="""
+            SELECT at_us, component, what, detail, lsn FROM event
+            WHERE lsn <= :lsn ORDER BY event_id""",
     ),
     "unfinished": Export(
-        query="""SELECT u.group_uid, g.split, g.task_id, u.number, u.worker, u.version, u.why, u.n_steps,
-                        u.n_response_tokens, u.begun_us, u.ended_us, u.lsn
-                 FROM unfinished u JOIN grp g USING (group_uid)
-                 WHERE u.lsn > :since AND u.lsn <= :until ORDER BY u.unfinished_id""",
-        schema=pa.schema(
-            [
-                ("group_uid", UID_TYPE),
-                ("split", pa.string()),
-                ("task_id", pa.string()),
-                ("number", pa.int32()),
-                ("worker", pa.string()),
-                ("version", pa.int64()),
-                ("why", pa.string()),
-                ("n_steps", pa.int32()),
-                ("n_response_tokens", pa.int64()),
-                ("begun_at", TIME),
-                ("ended_at", TIME),
-                ("lsn", pa.int64()),
-            ]
-        ),
-        in_parts=True,
+        columns="""group_uid uid, split text, task_id text, number int32, worker text,
+            version int64, why text, n_steps int32, n_response_tokens int64, begun_at time,
+            ended_at time, lsn int64""",
+        query="""
+            SELECT u.group_uid, g.split, g.task_id, u.number, u.worker, u.version, u.why,
+                   u.n_steps, u.n_response_tokens, u.begun_us, u.ended_us, u.lsn
+            FROM unfinished u JOIN grp g USING (group_uid)
+            WHERE u.lsn > :since AND u.lsn <= :until ORDER BY u.unfinished_id""",
+        as_of="""
+            SELECT u.group_uid, g.split, g.task_id, u.number, u.worker, u.version, u.why,
+                   u.n_steps, u.n_response_tokens, u.begun_us, u.ended_us, u.lsn
+            FROM unfinished u JOIN grp g USING (group_uid)
+            WHERE u.lsn <= :lsn ORDER BY u.unfinished_id""",
     ),
     "excluded": Export(  # rows of live segments that do not count
-        query="""SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id)
-                 WHERE s.retired_lsn IS NULL ORDER BY s.path""",
-        schema=pa.schema([("path", pa.string()), ("traj_uid", UID_TYPE)]),
-        in_parts=False,
+        columns="path text, traj_uid uid",
+        query="""
+            SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id)
+            WHERE s.retired_lsn IS NULL ORDER BY s.path""",
+        as_of="""
+            SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id)
+            WHERE s.lsn <= :lsn ORDER BY s.path""",
     ),
 }
+SEGMENTS_AS_OF = """
+    SELECT path FROM segment
+    WHERE lsn <= :lsn AND (retired_lsn IS NULL OR retired_lsn > :lsn) ORDER BY lsn"""
 
 
 def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
-    """All of it from one transaction, so that the tables and the list of segments belong
-    together.
+    """Return the catalog now: its segments, and all rows that `known` parts do not have.
+
+    Tables and segments belong together, because one transaction reads them all.
     """
-    until = tx.lsn - 1  # nothing is touched here: the last committed one
+    until = tx.lsn - 1  # the last committed lsn: this transaction changes nothing
     changed = {row["name"]: row["lsn"] for row in tx.rows("SELECT name, lsn FROM changed")}
     new_parts = {
         name: _new_part(tx, export, parts=known.get(name, ()), until=until)
         for name, export in EXPORTS.items()
-        if name not in known or changed.get(export_trigger(name), 0) > known[name][-1].until
+        if name not in known or changed.get(touched_name(name), 0) > known[name][-1].until
     }
     segments = tx.rows("SELECT path FROM segment WHERE retired_lsn IS NULL ORDER BY lsn")
     return Snapshot(lsn=until, segments=tuple(row["path"] for row in segments), new_parts=new_parts)
 
 
+def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
+    """Return the rows and files that readers would have seen at `lsn`. The owner is not disturbed.
+
+    Raises StoreError if `lsn` is in the future, or so old that its files are gone.
+    """
+    try:
+        with closing(connect_read_only(layout)) as connection:
+            connection.execute("BEGIN")  # one moment for all queries
+            newest, horizon = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()
+            if not horizon <= lsn <= newest:
+                raise StoreError(
+                    f"lsn {lsn} is not between {horizon} and {newest}; files of older snapshots "
+                    "were removed, store.snapshot_window_s says how long they are kept"
+                )
+            tables = {
+                name: arrow_table(export, connection.execute(export.as_of, {"lsn": lsn}).fetchall())
+                for name, export in EXPORTS.items()
+                if export.as_of
+            }
+            segments = connection.execute(SEGMENTS_AS_OF, {"lsn": lsn}).fetchall()
+    except sqlite3.Error as error:
+        raise FormatError(
+            f"{layout.catalog} cannot be read ({error}); leave out the lsn to read the manifest"
+        ) from error
+    paths = tuple(checked_name(row[0], SEGMENT_PATH, where=str(layout.catalog)) for row in segments)
+    return AsOf(segments=paths, tables=tables)
+
+
 def empty_tables() -> dict[str, pa.Table]:
-    """Every exported table without rows: what a run shows before its first commit."""
+    """Return every exported table without rows, as a run shows it before its first commit."""
     return {name: export.schema.empty_table() for name, export in EXPORTS.items()}
 
 
-def export_trigger(name: str) -> str:
-    """The name under which transactions `touch` an exported table: the ledger changes with its
-    groups.
-    """
-    return "groups" if name == "ledger" else name
+def touched_name(name: str) -> str:
+    """Return the name that transactions `touch` for an exported table."""
+    return "groups" if name == "ledger" else name  # the ledger changes together with its groups
 
 
 def arrow_table(export: Export, rows: Sequence[Iterable[object]]) -> pa.Table:
-    """Rows of the export's query as Arrow."""
-    columns = zip(*rows, strict=True) if rows else [()] * len(export.schema)
-    arrays = [_array(values, field) for values, field in zip(columns, export.schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=export.schema)
+    """Convert rows of the export's query to Arrow."""
+    schema = export.schema
+    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
+    arrays = [_array(values, field) for values, field in zip(columns, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _new_part(tx: Transaction, export: Export, *, parts: tuple[Part, ...], until: int) -> NewPart:

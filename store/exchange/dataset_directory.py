@@ -1,4 +1,4 @@
-"""A dataset directory: what `python -m store export` writes beside the Parquet files, and how it is
+"""A dataset directory: what `gigpo export` writes beside the Parquet files, and how it is
 read again.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.errors import DigestError, FormatError, NewerFormatError
+from store.errors import DigestError, FormatError
 from store.hashing import file_digest
-from store.layout import FORMAT_VERSION
+from store.layout import check_format
 from store.records import uid_text
 from store.storage import Storage
 from store.untrusted import json_values
@@ -31,7 +31,7 @@ From run {run_id} at lsn {lsn}; condition: {where}. One row per step, whole traj
     datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(["response_ids"]).with_format("torch")
     duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
 
-or take it into another run: `python -m store import RUN {here}`.
+or take it into another run: `gigpo import RUN {here}`.
 """
 
 
@@ -51,7 +51,7 @@ class Dataset:
     dataset.
     """
 
-    format_version: int
+    format: str
     run_id: str
     lsn: int
     where: str | None
@@ -74,12 +74,7 @@ def read_dataset(storage: Storage) -> Dataset:
         )
     try:
         content: dict[str, Any] = json_values.parse_object(storage.read(DATASET_JSON).to_pybytes())
-        version = json_values.whole(content, "format_version")
-        if version > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{name} has format version {version}, this code reads up to {FORMAT_VERSION}; "
-                "update the code"
-            )
+        check_format(content, name=name)
         parts = json_values.entries(content, "parts")
         groups = json_values.objects(content, "groups")
         dataset = Dataset(

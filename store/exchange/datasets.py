@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.imports import IMPORTED, ImportedGroup
+from store.catalog.records import IMPORTED, Group
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
 from store.exchange.dataset_directory import (
@@ -38,7 +38,7 @@ from store.exchange.dataset_directory import (
     with_text_uids,
 )
 from store.hashing import file_digest
-from store.layout import FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
+from store.layout import FORMAT, SEGMENT_PATH, RunLayout, checked_name
 from store.maintenance import segment_rows
 from store.reading.manifest import export, read_manifest
 from store.reading.mirror import mirror
@@ -108,10 +108,6 @@ def export_selection(
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
-        if reader.lsn is None:
-            raise FormatError(
-                f"{layout.root} is of format 1; python -m store compact {layout.root} upgrades it"
-            )
         selection = SELECTION.format(where="true" if where is None else where)
         query = WHOLE_GROUPS.format(selection=selection) if whole_groups else selection
         chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
@@ -130,7 +126,7 @@ def export_selection(
             f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck"
         )
     dataset = Dataset(
-        format_version=FORMAT_VERSION,
+        format=FORMAT,
         run_id=layout.info.run_id,
         lsn=reader.lsn,
         where=where,
@@ -188,8 +184,7 @@ def live_files(run: Path | str) -> tuple[Path, ...]:
     manifest = read_manifest(layout)
     if manifest is None:
         raise FormatError(
-            f"{layout.root} has no manifest of this format; python -m store compact {layout.root} "
-            "upgrades it"
+            f"{layout.root} has no manifest.json; gigpo fsck --repair {layout.root} writes it"
         )
     if sum(part.n_rows for part in manifest.tables["excluded"]):
         raise StoreError(
@@ -247,8 +242,7 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         data = layout.storage.read(path)
         if file_digest(data) != Path(path).stem:
             raise DigestError(
-                f"segment {layout.root / path} was changed on disk; python -m store fsck "
-                f"{layout.root}"
+                f"segment {layout.root / path} was changed on disk; gigpo fsck {layout.root}"
             )
         table = decode(data, path=path)
         wanted = pc.is_in(table["traj_uid"], value_set=uids)
@@ -334,9 +328,7 @@ def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
     )
 
 
-def dataset_groups(
-    dataset: Dataset, played: Sequence[segment_rows.Played]
-) -> tuple[ImportedGroup, ...]:
+def dataset_groups(dataset: Dataset, played: Sequence[segment_rows.Played]) -> tuple[Group, ...]:
     task_ids = {trajectory.meta.group_uid: trajectory.task_id for trajectory in played}
     strangers = [group_uid.hex() for group_uid in task_ids if group_uid.hex() not in dataset.groups]
     if strangers:
@@ -344,7 +336,7 @@ def dataset_groups(
             f"dataset.json does not tell the size of group {strangers[0]}; export it again"
         )
     return tuple(
-        ImportedGroup(group_uid=group_uid, task_id=task_id, size=dataset.groups[group_uid.hex()])
+        Group.imported(group_uid=group_uid, task_id=task_id, size=dataset.groups[group_uid.hex()])
         for group_uid, task_id in task_ids.items()
     )
 
@@ -361,5 +353,5 @@ def _uid(text: object) -> uuid.UUID:
         return uuid.UUID(text if isinstance(text, str) else "")
     except ValueError as error:
         raise FormatError(
-            f"the run's views show {text!r:.80} as a uid; python -m store fsck --repair RUN"
+            f"the run's views show {text!r:.80} as a uid; gigpo fsck --repair RUN"
         ) from error

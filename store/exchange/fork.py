@@ -20,10 +20,9 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import make_directory, sync_directory
-from store.catalog.database import Transaction, is_damage
-from store.catalog.group_totals import recompute
-from store.catalog.migrate import SCHEMA, migrate
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import Transaction, connect_read_only, is_damage
+from store.catalog.groups import recompute
+from store.catalog.schema_check import SCHEMA
 from store.clock import now_us
 from store.errors import FormatError, StoreError
 from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name
@@ -80,8 +79,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         )
     if not is_file(source.catalog, root=source.root):
         raise StoreError(
-            f"{source.catalog} is missing: the run has not begun, or python -m store rebuild "
-            f"{source.root}"
+            f"{source.catalog} is missing: the run has not begun, or gigpo rebuild {source.root}"
         )
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
@@ -115,8 +113,8 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, sqlite3.Error) and is_damage(error):
             raise FormatError(
-                f"{source.catalog} cannot be read ({error}); restore it from a backup, or python "
-                f"-m store rebuild {source.root}"
+                f"{source.catalog} cannot be read ({error}); restore it from a backup, or "
+                f"gigpo rebuild {source.root}"
             ) from error
         if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
             raise StoreError(
@@ -134,7 +132,7 @@ def _lsn(source: RunLayout) -> int:
     if row is None or not isinstance(row[0], int):
         raise FormatError(
             f"{source.catalog} does not say at which lsn it is; restore it from a backup, "
-            f"or python -m store rebuild {source.root}"
+            f"or gigpo rebuild {source.root}"
         )
     return row[0]
 
@@ -148,7 +146,6 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         original.backup(copy)
         copy.row_factory = sqlite3.Row
         copy.create_function("now_us", 0, now_us)
-        migrate(copy, path=layout.catalog)
         checkpoint = _checkpoint(source, copy, learner_step=learner_step)
         copy.execute("BEGIN IMMEDIATE")
         for trigger in copy.execute(
@@ -163,7 +160,7 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
             used = {name: value for name, value in values.items() if f":{name}" in statement}
             copy.execute(statement, used)
         copy.execute("COMMIT")
-        copy.executescript(SCHEMA.read_text())  # the triggers again
+        copy.executescript(SCHEMA)  # the triggers again
         copy.execute("BEGIN IMMEDIATE")
         lsn, epoch = copy.execute("SELECT lsn + 1, epoch FROM meta").fetchone()
         tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)

@@ -1,11 +1,11 @@
-"""Groups of other runs taken into a new one, to be trained on: `cli/train.py CONFIG
+"""Groups of other runs taken into a new one, to be trained on: `gigpo train CONFIG
 source=RUN[@where]`.
 
     take_sources(Path("runs/b"), [parse_source("runs/a@won AND n_steps < 8")], order="n_won DESC")
 
 Whole groups only: what a step is compared with is always its whole group, so a group is selected if
 any of its trajectories matches. A source is a run, which is only read and may go on training, or a
-directory that `export` wrote. First all rows are imported, as `python -m store import` does; then
+directory that `export` wrote. First all rows are imported, as `gigpo import` does; then
 one transaction makes the groups those that the run trains on, in their order. Killed before it, the
 same call begins anew, with what is here already; after it, there is nothing left to do.
 """
@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.imports import ImportedGroup
-from store.catalog.offline_groups import StoredGroup
+from store.catalog.records import Group
 from store.errors import FormatError, StoreError
 from store.exchange.dataset_directory import DATASET_JSON, Dataset, read_dataset, read_part
 from store.exchange.datasets import (
@@ -35,7 +34,7 @@ from store.exchange.datasets import (
     relabelled,
     selected_rows,
 )
-from store.exchange.offline_source import WHOLE_HINT, StoredSource, TakenSource
+from store.exchange.offline_source import WHOLE_HINT, OfflineSource, TakenSource
 from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.compact import in_group_order
@@ -87,7 +86,7 @@ WHERE (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Selection:
-    source: StoredSource
+    source: OfflineSource
     run_id: str
     groups: pa.Table  # COLUMNS, whole groups, in the order they were played in
     n_incomplete: int
@@ -96,7 +95,7 @@ class _Selection:
 
 
 def take_sources(
-    run: Path, sources: Sequence[StoredSource], *, order: str
+    run: Path, sources: Sequence[OfflineSource], *, order: str
 ) -> tuple[TakenSource, ...]:
     """The groups of all `sources` into the run, which nobody may own, ordered by the SQL `order`
     (as after ORDER BY, over COLUMNS, `source` and `played`; empty: as they were played, source by
@@ -108,26 +107,26 @@ def take_sources(
     layout = RunLayout.open(run)
     with Catalog.open(layout) as catalog, ExitStack() as opened:
         taken: tuple[TakenSource, ...] = ()
-        if not catalog.stored.taken():
+        if not catalog.has_offline_groups():
             selections = [_select(source, opened) for source in sources]
             _refuse_own(selections, layout)
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
             taken = tuple(_reports(selections))
-            catalog.stored.take(chosen, detail="; ".join(map(str, taken)))
+            catalog.take_offline_groups(chosen, detail="; ".join(map(str, taken)))
         export(catalog, layout)
     return taken
 
 
-def find_sources(sources: Sequence[StoredSource], *, order: str) -> None:
+def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
     """Raises what `take_sources` would raise before it takes anything."""
     with ExitStack() as opened:
         in_order([_select(source, opened) for source in sources], order=order)
 
 
-def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGroup]:
-    """Every selected group once, of the first selection that has it."""
+def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
+    """Return each selected group with its run id, once: of the first selection that has it."""
     tables = [
         one.groups.append_column("source", pa.array([one.run_id] * len(one.groups), pa.string()))
         for one in selections
@@ -142,10 +141,9 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> list[StoredGrou
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
-    groups = dict(
+    return dict(
         zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True)
     )
-    return [StoredGroup(group_uid=group_uid, source=source) for group_uid, source in groups.items()]
 
 
 def _fault(selection: _Selection) -> str:
@@ -194,12 +192,12 @@ def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
             )
 
 
-def _select(source: StoredSource, opened: ExitStack) -> _Selection:
+def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     if not RunLayout.exists(Path(source.place)):
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
-                f"source {source.place!r} is neither a run directory nor one that `python -m store "
+                f"source {source.place!r} is neither a run directory nor one that `gigpo "
                 "export` wrote"
             )
         return _select_of_dataset(source, storage)
@@ -208,10 +206,6 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
     reader = opened.enter_context(open_run(theirs.root, warn=False))
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
-    if reader.lsn is None:
-        raise FormatError(
-            f"{theirs.root} is of format 1; python -m store compact {theirs.root} upgrades it"
-        )
     try:
         check_condition(source.where or "true")
         answer = reader.sql(
@@ -238,7 +232,7 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
     )
 
 
-def _select_of_dataset(source: StoredSource, storage: Storage) -> _Selection:
+def _select_of_dataset(source: OfflineSource, storage: Storage) -> _Selection:
     if source.where is not None:
         raise StoreError(
             f"source {source.place}@{source.where}: a dataset has no SQL; select when it is "
@@ -300,7 +294,7 @@ def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
 def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
     """All rows of the selected groups that are not here yet."""
     groups = {
-        row["group_uid"]: ImportedGroup(**row)
+        row["group_uid"]: Group.imported(**row)
         for row in selection.groups.select(["group_uid", "task_id", "size"]).to_pylist()
     }
     wanted = selection.groups["group_uid"].combine_chunks()
@@ -330,11 +324,11 @@ def _import_piece(
     layout: RunLayout,
     table: pa.Table,
     *,
-    groups: Mapping[bytes, ImportedGroup],
+    groups: Mapping[bytes, Group],
     source: str,
 ) -> None:
     for _, detail in segment_rows.malformed(_as_rows(table)):
-        raise FormatError(f"{source}: {detail}; look at it with python -m store fsck")
+        raise FormatError(f"{source}: {detail}; look at it with gigpo fsck")
     played = segment_rows.trajectories(_as_rows(table))
     known = catalog.known_trajectories([one.meta.traj_uid for one in played])
     new = [one.meta for one in played if one.meta.traj_uid not in known]

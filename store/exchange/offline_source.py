@@ -1,4 +1,4 @@
-"""Name the stored groups that a run trains on, `source=RUN[@where]`, and count those that were
+"""Name the offline groups that a run trains on, `source=RUN[@where]`, and count those that were
 found.
 """
 
@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-WHOLE_HINT = "`python -m store export --groups` exports whole groups"
+WHOLE_HINT = "`gigpo export --groups` exports whole groups"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredSource:
+class OfflineSource:
     """A run directory, or a directory or URI that `export` wrote; and which of its trajectories
     choose groups, None: all.
     """
@@ -24,7 +24,7 @@ class StoredSource:
 class TakenSource:
     """Count of the groups that were found at a source."""
 
-    source: StoredSource
+    source: OfflineSource
     run_id: str
     n_groups: int  # taken
     n_incomplete: int  # selected, but not all of their trajectories are there
@@ -37,7 +37,7 @@ class TakenSource:
         return f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id}){left_out}{hint}"
 
 
-def parse_source(text: str) -> StoredSource:
+def parse_source(text: str) -> OfflineSource:
     """Split "RUN" or "RUN@where".
 
     RUN ends at the last "@", or at the end, before which there is a directory; else at the first
@@ -45,4 +45,4 @@ def parse_source(text: str) -> StoredSource:
     """
     parts = text.split("@")
     n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
-    return StoredSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)
+    return OfflineSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)

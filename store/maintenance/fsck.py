@@ -14,9 +14,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from store.catalog.database import is_damage
-from store.catalog.migrate import in_todays_format
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import connect_read_only, is_damage
 from store.errors import ForeignSchemaError, StoreError
 from store.layout import RunLayout
 from store.maintenance import fsck_manifest, fsck_segments
@@ -36,7 +34,7 @@ def check(layout: RunLayout, *, level: int) -> list[Finding]:
     """What is wrong with the run, worst first; [] if nothing is. FormatError for a run of a newer
     format.
     """
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     if status(layout.catalog, root=layout.run_directory) is None:
         return [
             error("catalog_missing", layout.catalog.name, "there is no such file", remedy=remedy)
@@ -84,13 +82,10 @@ def confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
 
 @contextmanager
 def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
-    """A connection that can only read. An older format is upgraded in memory: the file is its
-    owner's.
-    """
+    """Give a connection that can only read."""
     with closing(connect_read_only(layout)) as connection:
         connection.row_factory = sqlite3.Row
-        with in_todays_format(connection, path=layout.catalog) as catalog:
-            yield catalog
+        yield connection
 
 
 def _check_catalog(layout: RunLayout) -> list[Finding]:
@@ -112,5 +107,5 @@ def _check_catalog(layout: RunLayout) -> list[Finding]:
 
 
 def _damaged(layout: RunLayout, problem: sqlite3.Error) -> list[Finding]:
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     return [error("catalog_damaged", layout.catalog.name, str(problem), remedy=remedy)]

@@ -8,13 +8,12 @@ import re
 import sqlite3
 from dataclasses import dataclass
 
-from store.catalog.migrate import newer_format
-from store.layout import FORMAT_VERSION, RunLayout
+from store.layout import RunLayout
 from store.maintenance.finding import Finding, error
 from store.records import uid_text
 
-REBUILD = "python -m store rebuild --force {root}, or put a backup of catalog.sqlite back"
-REPAIR = "python -m store fsck --repair {root}"
+REBUILD = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+REPAIR = "gigpo fsck --repair {root}"
 MAX_LINES = 5  # of integrity_check that are shown; a torn file has thousands
 ALL_LINES = 2**31 - 1
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
@@ -110,7 +109,7 @@ RULES = (
                        coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'), coalesce(b.state, 'no batch'))
             FROM grp g LEFT JOIN (SELECT * FROM batch_group WHERE live = 1) l USING (group_uid)
             LEFT JOIN batch b USING (batch_id)
-            WHERE iif(g.source IS NULL, (g.state IN ('claimed', 'trained', 'no_signal') OR l.live = 1)
+            WHERE iif(g.source IS NULL, (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
                 AND (l.outcome IS NOT g.state OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
                 l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
         remedy=REBUILD,
@@ -162,18 +161,16 @@ RULES = (
 
 
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
-    """Whether this is a whole SQLite file, and this run's. NewerFormatError if it is of a newer
-    format.
-    """
+    """Check that this is a whole SQLite file, and this run's."""
     damage = _damage(connection)
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     if damage:
         return [
             error(
                 "catalog_damaged", layout.catalog.name, "; ".join(damage[:MAX_LINES]), remedy=remedy
             )
         ]
-    meta = connection.execute("SELECT run_id, format_version FROM meta").fetchone()
+    meta = connection.execute("SELECT run_id FROM meta").fetchone()
     if meta is None:
         return [
             error(
@@ -183,9 +180,7 @@ def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Fi
                 remedy=remedy,
             )
         ]
-    run_id, version = meta
-    if version > FORMAT_VERSION:
-        raise newer_format(layout.catalog, version)
+    (run_id,) = meta
     if run_id != layout.info.run_id:
         detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
         return [

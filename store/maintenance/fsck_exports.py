@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 import duckdb
 import pyarrow as pa
 
-from store.catalog.snapshot import EXPORTS, arrow_table, export_trigger
-from store.layout import FORMAT_VERSION, RunLayout
+from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
+from store.layout import RunLayout
 from store.maintenance.finding import Finding, error
 from store.maintenance.fsck_segments import Opener
 from store.reading.exported import KEYS, read_part
@@ -40,8 +40,7 @@ def check_exported(catalog: Opener, layout: RunLayout) -> list[Finding]:
     other error.
     """
     manifest = read_manifest(layout)
-    # the next owner exports everything anew
-    if manifest is None or manifest.format_version != FORMAT_VERSION:
+    if manifest is None:
         return []
     found = []
     with duckdb.connect() as views:
@@ -72,13 +71,13 @@ def _check_table(
                 "export_damaged",
                 part.path,
                 detail,
-                remedy=f"python -m store fsck --repair {layout.root}",
+                remedy=f"gigpo fsck --repair {layout.root}",
             )
             return
     shown = pa.concat_tables(parts)
     with catalog() as connection:
         query = """SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"""
-        newest, changed = connection.execute(query, (export_trigger(name),)).fetchone()
+        newest, changed = connection.execute(query, (touched_name(name),)).fetchone()
         bounds = {"since": 0, "until": newest} if export.in_parts else {}
         rows = connection.execute(export.query, bounds).fetchall()
     # what changed cannot be told from the rows
@@ -116,7 +115,7 @@ def _listed(columns: Iterable[str]) -> str:
 
 
 def _finding(layout: RunLayout, subject: str, detail: str) -> Finding:
-    remedy = f"put a backup of catalog.sqlite back, or, to take the exported row: python -m store rebuild --force {layout.root}"
+    remedy = f"put a backup of catalog.sqlite back, or, to take the exported row: gigpo rebuild --force {layout.root}"
     return error("exported_row", subject, detail, remedy=remedy)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import stat
 
 import pyarrow as pa
@@ -16,9 +15,8 @@ from store.maintenance.sweep import unfinished_writes
 from store.reading import open_sql
 from store.reading.exported import read_part
 from store.reading.manifest import Manifest, read_manifest
-from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, read_bytes, status
+from store.untrusted.file_access import is_file, status
 
-NAMED_FILE = re.compile(r'([^"/]+\.parquet)"')
 CODES = frozenset(
     {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"}
     | {"export_missing", "export_damaged"}
@@ -29,7 +27,7 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
     """The manifest against the catalog, and its files. It is read first: the catalog can only be
     ahead of it.
     """
-    repair = f"python -m store fsck --repair {layout.root}"
+    repair = f"gigpo fsck --repair {layout.root}"
     name = layout.relative(layout.manifest)
     seen = status(layout.manifest, root=layout.root)
     if seen is None:
@@ -46,10 +44,8 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
         # No owner opens a run with a link, so that nothing is written behind it.
         remedy = f"remove it, then: {repair}" if stat.S_ISLNK(seen.st_mode) else repair
         return [error("manifest_damaged", name, str(unsafe), remedy=remedy)]
-    if manifest is None:  # of an older format: the next owner replaces it
-        gone = _gone(layout)
-        detail = f"it is of an older format, and {len(gone)} of its files are gone, e.g. {min(gone, default='')}"
-        return [error("manifest_damaged", name, detail, remedy=repair)] if gone else []
+    if manifest is None:  # removed since
+        return []
     if manifest.run_id != layout.info.run_id:
         return [error("manifest_foreign", name, f"it is of run {manifest.run_id}", remedy=repair)]
     with catalog() as connection:
@@ -69,7 +65,7 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
         detail = (
             f"it shows lsn {manifest.lsn}, the catalog is at {lsn}: an older catalog was put back"
         )
-        newest = f"put the newest catalog back, or: python -m store rebuild --force {layout.root}"
+        newest = f"put the newest catalog back, or: gigpo rebuild --force {layout.root}"
         return [error("manifest_ahead", name, detail, remedy=newest)]
     found = [
         error(
@@ -106,24 +102,10 @@ def _check_open_sql(catalog: Opener, layout: RunLayout, *, remedy: str) -> list[
     ]
 
 
-def _gone(layout: RunLayout) -> set[str]:
-    """Files that a manifest of an older format names, whatever its fields are called, and that are
-    not there.
-    """
-    data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
-    named = set(NAMED_FILE.findall(data.decode(errors="replace")))
-    there = {
-        file.path.rpartition("/")[2]
-        for place in (layout.segments, layout.exports)
-        for file in layout.storage.files(layout.relative(place))
-    }
-    return named - there
-
-
 def check_unfinished(layout: RunLayout) -> list[Finding]:
     """What dead writers left beside the files they did not finish."""
     oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
-    remedy = "the running job or `python -m store compact` sweeps it"
+    remedy = "the running job or `gigpo compact` sweeps it"
     found = []
     for path, seen in sorted(unfinished_writes(layout), key=lambda one: one[0]):
         if seen.st_mtime_ns < oldest_ns:
@@ -132,7 +114,7 @@ def check_unfinished(layout: RunLayout) -> list[Finding]:
 
 
 def _check_exports(layout: RunLayout, manifest: Manifest, *, contents: bool) -> list[Finding]:
-    remedy = f"python -m store fsck --repair {layout.root}"
+    remedy = f"gigpo fsck --repair {layout.root}"
     listed = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
     expected = {manifest.segments[0]: 0} | {
         part.path: part.n_rows for parts in manifest.tables.values() for part in parts

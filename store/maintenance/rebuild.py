@@ -1,4 +1,4 @@
-"""`python -m store rebuild`: a new catalog for a run whose own is lost, from its segments and its
+"""`gigpo rebuild`: a new catalog for a run whose own is lost, from its segments and its
 exported tables.
 
 Nothing is deleted: the old catalog and files that cannot be used go to quarantine/. The new catalog
@@ -19,8 +19,8 @@ from pathlib import PurePosixPath
 from store.atomic_write import TEMPORARY_SUFFIX
 from store.catalog.catalog import Catalog
 from store.catalog.database import check_owner, take_lock
-from store.catalog.imports import IMPORTED
 from store.catalog.rebuild_rows import COMPONENT, Found, FoundSegment, Restored, restore
+from store.catalog.records import IMPORTED
 from store.clock import now_us
 from store.errors import StoreError, UnavailableError
 from store.hashing import file_digest, uid

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from store.catalog.imports import IMPORTED
 from store.catalog.rebuild_rows import FoundGroup
+from store.catalog.records import IMPORTED
 from store.hashing import uid
 from store.maintenance.segment_rows import Played
 from store.reading.exported import Exported, Row
@@ -135,7 +135,7 @@ def _row(
     *,
     lsn: int,
 ) -> Row:
-    # of a stored group, whose state does not change when it is used
+    # of a offline group, whose state does not change when it is used
     source = live.get("source") if live else None
     state = "complete" if source else live["outcome"] if live else lines[-1]["state"]
     completed = [row["at"] for row in lines if row["state"] == "complete"]

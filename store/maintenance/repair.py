@@ -74,11 +74,11 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     ):
         if path not in damaged:
             held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
-            n = catalog.repairs.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
+            n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
             done.append(f"{path}: {n} trajectories in it are no longer seen")
     for finding in findings:
         if finding.what == "group_sums":
-            catalog.repairs.recompute(
+            catalog.correct_group(
                 bytes.fromhex(finding.subject.removeprefix("group ").replace("-", ""))
             )
             done.append(f"{finding.subject}: its figures are those of its trajectories again")
@@ -114,11 +114,9 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
         write_atomically(
             layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root
         )
-    if open_sql.is_whole(layout):  # only its views were changed: the run's macros and bound stay
-        open_sql.upgrade(layout)
+    if open_sql.restore_views(layout):
         catalog.log(component=COMPONENT, what="open_sql", detail="its views were written again")
         return "open.sql has the views of this code again; the run's macros stay as they were"
-    open_sql.write_again(layout)
     catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
     return (
         "open.sql was written again, with the views; the next start of the run adds advantages(...)"
@@ -167,9 +165,7 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
         else quarantine(layout, path)
     )
     _write_note(layout, place, meta, finding)
-    result = catalog.repairs.set_aside(
-        path, why=f"{finding.what}: {finding.detail}", rescued=rescued
-    )
+    result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
     line = (
         f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
     )
@@ -188,7 +184,7 @@ def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
         "n_bytes": data.size,
         "n_steps": held.table.num_rows,
     }
-    catalog.repairs.correct(path, **figures, worker=held.worker, epoch=held.epoch)
+    catalog.correct_segment(path, **figures, worker=held.worker, epoch=held.epoch)
     return f"{path}: its row in the catalog is that of its file again; the file stays where it is"
 
 
@@ -198,7 +194,7 @@ def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
     held = None if data is None else open_rows(data, path=layout.root / path)
     if held is None or not layout.info.wrote(held.run_id) or malformed(held):
         return f"{path}: what was put back is not what was committed; moved to {quarantine(layout, path)}"
-    n = catalog.repairs.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
+    n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
@@ -238,7 +234,7 @@ def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMe
     wanted = {trajectory.traj_uid: trajectory for trajectory in meta.trajectories}
     tables: list[pa.Table] = []
     found = []
-    for path, excluded in catalog.repairs.retired_files().items() if wanted else ():
+    for path, excluded in catalog.replaced_files().items() if wanted else ():
         table = _intact(layout, path)
         held = (
             wanted.keys() & (set(table["traj_uid"].to_pylist()) - excluded)

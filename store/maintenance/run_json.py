@@ -1,4 +1,4 @@
-"""A lost or damaged run.json made anew, from what the rest of the run says. For `python -m store
+"""A lost or damaged run.json made anew, from what the rest of the run says. For `gigpo
 rebuild`.
 
     lines = rebuild_run_json(root)
@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.atomic_write import READ_ONLY, write_atomically
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import connect_read_only
 from store.clock import now_us
-from store.errors import FormatError, NewerFormatError, StoreError
+from store.errors import FormatError, OtherFormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
-from store.layout import FORMAT_VERSION, RUN_ID, RunInfo, RunLayout, parse_run_json
+from store.layout import FORMAT, RUN_ID, RunInfo, RunLayout, parse_run_json
 from store.maintenance.repair import quarantine
 from store.reading.exported import read_exported
 from store.untrusted import json_values
@@ -38,15 +38,15 @@ from store.untrusted.file_access import (
 )
 from store.untrusted.settings_text import parse_settings_text, setting
 
-CONFIG_FILE = "config.yaml"  # the settings of the newest start, as cli/train.py writes them
+CONFIG_FILE = "config.yaml"  # the settings of the newest start, as gigpo train writes them
 # of the event that a fork writes
 FORKED = re.compile(rf"at learner step (\d+), run ({RUN_ID.pattern}), version \d+$")
 FILES_ASKED = 100  # segments that are asked whose they are
 
 
 def is_lost(root: Path) -> bool:
-    """Return whether a run is at `root` whose run.json is missing or damaged. NewerFormatError if
-    it is of newer code.
+    """Return whether a run is at `root` whose run.json is missing or damaged. OtherFormatError if
+    it is of another format.
     """
     try:
         info = parse_run_json(_read(root, "run.json"), name=str(root / "run.json"))
@@ -55,7 +55,7 @@ def is_lost(root: Path) -> bool:
         return is_directory(root / "segments", root=root) or any(
             is_file(root / name, root=root) for name in files
         )
-    except NewerFormatError:
+    except OtherFormatError:
         raise
     except FormatError:
         return True
@@ -123,7 +123,7 @@ def _provisional(root: Path, run_id: str) -> RunLayout:
     """Return the layout of a run of which only the id is known."""
     info = RunInfo(
         run_id=run_id,
-        format_version=FORMAT_VERSION,
+        format=FORMAT,
         canonicaliser_version=CANONICALISER_VERSION,
         config_yaml="",
         created_us=0,

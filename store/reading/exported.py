@@ -1,4 +1,4 @@
-"""The exported tables read back: what is left of the catalog when the catalog is gone."""
+"""Read the exported tables back, to rebuild a lost catalog."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from store.reading.manifest import Manifest, read_manifest
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 Row = Mapping[str, Any]  # one row of an exported table by column; times are UTC epoch microseconds
-# format 1 had no `since`
-PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?:(?P<since>\d+)-)?(?P<until>\d+)\.parquet")
+PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?P<since>\d+)-(?P<until>\d+)\.parquet")
 # of tables in which a row that changed later is in two parts
 KEYS: Mapping[str, tuple[str, ...]] = {
     "groups": ("group_uid",),
@@ -38,8 +37,9 @@ class Exported:
 
 
 def read_exported(layout: RunLayout) -> Exported:
-    """As the manifest says; without a readable one, from whatever parts are there. UnavailableError
-    in an outage.
+    """Return the exported tables that the manifest names, or all that are there without a manifest.
+
+    Raises UnavailableError in an outage.
     """
     unreadable: list[str] = []
     manifest: Manifest | None = None
@@ -81,7 +81,7 @@ def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
         match = PART_NAME.fullmatch(file.path.rpartition("/")[2])
         if match is not None and match["table"] in EXPORTS:
             found.setdefault(match["table"], []).append(
-                (int(match["until"]), int(match["since"] or 0), file.path)
+                (int(match["until"]), int(match["since"]), file.path)
             )
     paths = {
         name: [path for _, _, path in sorted(parts)] if EXPORTS[name].in_parts else [max(parts)[2]]
@@ -91,7 +91,9 @@ def _all_parts(layout: RunLayout) -> tuple[int, dict[str, list[str]]]:
 
 
 def read_part(layout: RunLayout, path: str) -> pa.Table:
-    """Read one exported file, with the checksums of its pages. Arrow's errors are the caller's."""
+    """Return one exported file. The checksums of its pages are compared. Arrow's errors pass
+    through.
+    """
     data = layout.storage.read(path)
     source = pa.BufferReader(data)
     file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
@@ -107,7 +109,7 @@ def _rows(layout: RunLayout, path: str) -> list[dict[str, Any]]:
 
 
 def _newest(name: str, rows: list[dict[str, Any]]) -> Sequence[Row]:
-    """Parts overlap where a row changed, and where old parts were read for want of a manifest."""
+    """Return each row once, in its newest version: parts overlap where a row changed."""
     if name not in KEYS:
         return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -1,10 +1,9 @@
-"""Landlock: from here on the kernel refuses this thread, and all it starts, every file except what
-is read below some paths.
+"""Restrict this process with Landlock: the kernel refuses every file but those below some paths.
 
-Linux 5.13 and newer, no privileges needed, also for root; there is no way back. Only what the
-running kernel knows is asked of it: truncation since ABI 3, TCP since 4, device ioctls since 5,
-signals and abstract sockets to others since 6. Not covered by any ABI: changing modes and times of
-files, UDP. SQL has no statement for these.
+Linux 5.13 and newer, without privileges, also for root. The restriction cannot be undone. Only
+rights that the running kernel knows are restricted: truncation since ABI 3, TCP since 4, device
+ioctls since 5, signals and abstract sockets since 6. No ABI covers changing modes and times of
+files, and UDP. SQL has no statement for these.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def abi() -> int:
-    """The Landlock ABI of the running kernel, 0 where there is none."""
+    """Return the Landlock ABI of the running kernel, 0 if it has none."""
     if sys.platform != "linux":
         return 0
     return max(
@@ -40,11 +39,10 @@ def abi() -> int:
 
 
 def restrict(readable: Sequence[Path]) -> None:
-    """Take every right over files from this process but reading below `readable`, and TCP.
-    StoreError if the kernel refuses.
+    """Take all rights over files and TCP from this process, but reading below `readable`.
 
-    A restriction holds for the thread that asks for it and for threads started later, so there must
-    be no other yet.
+    Raises StoreError if the kernel refuses. The restriction holds for the calling thread and for
+    threads started later, so there must be no other thread yet.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -83,7 +81,7 @@ def restrict(readable: Sequence[Path]) -> None:
 
 
 def _no_new_privileges() -> None:
-    """Without it the kernel takes restrictions only from root."""
+    """Renounce new privileges. Without this the kernel accepts a restriction only from root."""
     one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
     if (
         ctypes.CDLL(None, use_errno=True).prctl(

@@ -1,5 +1,4 @@
-"""What each learner step was trained on, and what came of it. Read from the catalog beside its
-owner, who notices nothing.
+"""Read from the catalog what each learner step was trained on, beside the catalog's owner.
 
     start = restart_points(layout)[0]                 # the newest checkpoint that counts
     step = trained_step(layout, start.learner_step + 1)
@@ -7,8 +6,7 @@ owner, who notices nothing.
 
     changes = metrics_since(layout, 0)                # all metrics; later those since changes.lsn
 
-Roll-backs are history: a learner step that was trained again is the last one, on the groups that it
-had then.
+A learner step that was rolled back and trained again is shown as it was trained last.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from store.catalog.batches import segments_of_batch
-from store.catalog.database import Transaction
-from store.catalog.records import Batch, CheckpointRecord, ClaimedGroup, VersionRecord
+from store.catalog.database import Transaction, connect_read_only
+from store.catalog.groups import as_group
+from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
 from store.catalog.run_records import live_checkpoints
-from store.catalog.time_travel import connect_read_only
 from store.errors import FormatError, StoreError
 from store.layout import VERSION_PATH, RunLayout, checked_name
 from store.records import uid_text
@@ -64,12 +62,13 @@ class MetricChanges:
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
-    """Raises StoreError for a step that was not trained, or whose rows are not all there any more;
-    FormatError for a catalog that cannot be read.
+    """Return the last training of a learner step.
+
+    Raises StoreError if the step was not trained, or if some of its rows are gone.
     """
     with _reading(layout) as tx:
         batch = tx.row(
-            """SELECT batch_id, version_in, claimed_us FROM batch
+            """SELECT batch_id, version_in, claimed_us, epoch FROM batch
                WHERE state = 'trained' AND learner_step = :learner_step""",
             learner_step=learner_step,
         )
@@ -93,7 +92,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
             version_in=batch["version_in"],
             batch=Batch(
                 batch_id=batch["batch_id"],
-                groups=_groups(tx, batch["batch_id"]),
+                groups=_groups(tx, batch["batch_id"], epoch=batch["epoch"]),
                 segments=segments_of_batch(tx, batch["batch_id"]),
                 claimed_us=batch["claimed_us"],
             ),
@@ -104,17 +103,15 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
 
 
 def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
-    """Every checkpoint that no roll-back went behind, whether or not its directory is still there;
-    newest first.
+    """Return every checkpoint that no roll-back went behind, newest first. Its directory may be
+    gone.
     """
     with _reading(layout) as tx:
         return live_checkpoints(tx)[::-1]
 
 
 def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
-    """Return the metrics that changed after `lsn`, each row once. Raises FormatError for an
-    unreadable catalog.
-    """
+    """Return the metrics that changed after `lsn`, each row once."""
     with _reading(layout) as tx:
         meta = tx.row("SELECT lsn FROM meta")
         assert meta is not None
@@ -138,19 +135,19 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
 
 
 def published_version(layout: RunLayout, version: int) -> VersionRecord:
-    """StoreError if it was never published."""
+    """Return a published version. Raises StoreError if there is none of this number."""
     with _reading(layout) as tx:
         return _version(tx, version)
 
 
 @contextmanager
 def _reading(layout: RunLayout) -> Iterator[Transaction]:
-    """One moment for all questions."""
+    """Give a transaction that reads one moment of the catalog."""
     if not is_file(layout.catalog, root=layout.root):
         raise StoreError(
             f"{layout.root} has no {layout.catalog.name}, which says what was trained on what; use "
             "the run directory that "
-            f"cli/train.py wrote, or, if it was lost: python -m store rebuild {layout.root}"
+            f"gigpo train wrote, or, if it was lost: gigpo rebuild {layout.root}"
         )
     try:
         with closing(connect_read_only(layout)) as connection:
@@ -159,26 +156,29 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
             yield Transaction(connection, run_id=layout.info.run_id, epoch=0, lsn=0)
     except sqlite3.Error as error:
         raise FormatError(
-            f"{layout.catalog} cannot be read ({error}); if the run is of an older format, "
-            f"python -m store compact {layout.root} upgrades it"
+            f"{layout.catalog} cannot be read ({error}); gigpo fsck {layout.root} says what is "
+            "wrong with it"
         ) from error
 
 
-def _groups(tx: Transaction, batch_id: int) -> tuple[ClaimedGroup, ...]:
-    """In the order of `batches.claim`: the run's own by age, then stored ones by how often they had
-    been used.
+def _groups(tx: Transaction, batch_id: int, *, epoch: int) -> tuple[Group, ...]:
+    """Return the groups of a batch as they were claimed, and in the order of the claim.
+
+    The run's own groups come by age, then the offline ones by the number of their uses.
     """
     rows = tx.rows(
-        """SELECT l.group_uid, g.task_id, g.ordinal, l.version_min, l.version_max, g.source
+        """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version, g.state,
+                  l.version_min, l.version_max, g.source
            FROM batch_group l JOIN grp g USING (group_uid)
            WHERE l.batch_id = :batch_id
            ORDER BY g.source IS NOT NULL, iif(g.source IS NULL, l.version_min, l.use), g.ordinal""",
         batch_id=batch_id,
     )
-    return tuple(ClaimedGroup(**row) for row in rows)
+    return tuple(replace(as_group(tx, row), state="claimed", epoch=epoch) for row in rows)
 
 
 def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) -> None:
+    """Raise StoreError if rows of the batch were removed or lost."""
     removed = tx.rows(
         """SELECT DISTINCT s.path, s.retired_why FROM batch_group l JOIN trajectory t USING (group_uid)
                JOIN segment s USING (segment_id)
@@ -214,8 +214,7 @@ def _version(tx: Transaction, number: int) -> VersionRecord:
     )
     if row is None:
         raise StoreError(
-            f"version {number} is not in the catalog; python -m store fsck says what is wrong with "
-            "it"
+            f"version {number} is not in the catalog; gigpo fsck says what is wrong with it"
         )
     checked_name(row["path"], VERSION_PATH, where="the catalog")
     return VersionRecord(**row)

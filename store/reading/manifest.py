@@ -1,8 +1,7 @@
-"""The manifest: what outside readers may read. One file, replaced in one step, naming whole files
-only.
+"""Write and read manifest.json: the segments and exported tables that outside readers may read.
 
-Whoever reads manifest.json once has one consistent snapshot: the live segments and the exported
-tables of one lsn.
+The file is replaced in one rename and names whole files only. So a reader that reads it once has
+one consistent snapshot: the live segments and the tables of one lsn.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from store.catalog.catalog import Catalog
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError
-from store.layout import EXPORT_PATH, FORMAT_VERSION, SEGMENT_PATH, RunLayout, checked_name
-from store.reading import open_sql
+from store.layout import EXPORT_PATH, FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
-# of manifests as they are today; later formats have other columns in the tables they name
-FIRST_FORMAT = 2
 # a shell opens the exports right after the manifest; Python readers are pinned and need no grace
 GRACE_S = 60.0
 WRITTEN_AT = re.compile(r"-(\d{1,19})\.parquet$")  # the lsn in the name of an exported file
@@ -48,11 +44,11 @@ class Superseded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The content of manifest.json; paths are relative to the run's root."""
+    """The content of manifest.json. Paths are relative to the run's root."""
 
     run_id: str
     lsn: int
-    format_version: int
+    format: str
     segments: tuple[str, ...]  # the first has no rows, only the columns
     tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
     # by path; removed after GRACE_S, and when no pinned reader shows it
@@ -60,9 +56,7 @@ class Manifest:
 
 
 def read_manifest(layout: RunLayout) -> Manifest | None:
-    """The current manifest; None before the first export and where one of format 1 is still to be
-    replaced.
-    """
+    """Return the current manifest, None before the first export. Raises FormatError."""
     try:
         data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
         return parse_manifest(data, name=str(layout.manifest))
@@ -70,13 +64,11 @@ def read_manifest(layout: RunLayout) -> Manifest | None:
         return None
 
 
-def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
-    """The manifest in `data`; None if it is of format 1. Raises FormatError naming the file."""
+def parse_manifest(data: bytes, *, name: str) -> Manifest:
+    """Return the manifest in `data`. Raises FormatError naming the file."""
     try:
         content = json_values.parse_object(data)
-        version = json_values.whole(content, "format_version")
-        if version < FIRST_FORMAT:
-            return None
+        check_format(content, name=name)
         segments = json_values.texts(content, "segments")
         if not segments:
             raise ValueError("segments is empty; the first of them gives the columns")
@@ -85,7 +77,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
         return Manifest(
             run_id=json_values.text(content, "run_id"),
             lsn=json_values.whole(content, "lsn"),
-            format_version=version,
+            format=FORMAT,
             segments=_segments(segments, name=name),
             tables={
                 table: _parse_parts(table, parts, name=name) for table, parts in tables.items()
@@ -103,7 +95,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest | None:
 
 
 def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """The first has no rows, only the columns, and is an export."""
+    """Check the paths. The first one is an exported file without rows, which has the columns."""
     first, *others = paths
     return (
         checked_name(first, EXPORT_PATH, where=name),
@@ -135,15 +127,12 @@ def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
-    """Bring manifest.json up to the catalog's lsn, which is returned. Costs what changed, nothing
-    if nothing did.
+    """Bring manifest.json up to the catalog's lsn, and return the lsn.
 
-    Meant to be called at most once a second by the owner of the catalog.
+    The cost is that of the changes since the last call. The owner calls it at most once a second.
     """
     previous = read_manifest(layout)
-    if previous is not None and (
-        previous.format_version < FORMAT_VERSION or not _is_whole(layout, previous)
-    ):
+    if previous is not None and not _is_whole(layout, previous):
         previous = None
     known = previous.tables if previous is not None else {}
     snapshot = catalog.snapshot(known)
@@ -159,7 +148,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     manifest = Manifest(
         run_id=layout.info.run_id,
         lsn=snapshot.lsn,
-        format_version=FORMAT_VERSION,
+        format=FORMAT,
         segments=(
             _empty_steps(layout) if previous is None else previous.segments[0],
             *snapshot.segments,
@@ -172,16 +161,12 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
             lsn=snapshot.lsn,
         ),
     )
-    if previous is None:
-        open_sql.upgrade(layout)  # before the manifest: after a crash in between it is done again
     _write_manifest(layout, manifest)
     return snapshot.lsn
 
 
 def export_nothing(layout: RunLayout) -> None:
-    """A manifest of a run without any commit, so that readers find typed, empty views from the
-    start.
-    """
+    """Write the manifest of a run without commits, so that readers find typed, empty views."""
     tables = {
         name: (_write_part(layout, name, NewPart(since=0, table=table), until=0),)
         for name, table in empty_tables().items()
@@ -191,7 +176,7 @@ def export_nothing(layout: RunLayout) -> None:
         Manifest(
             run_id=layout.info.run_id,
             lsn=0,
-            format_version=FORMAT_VERSION,
+            format=FORMAT,
             segments=(_empty_steps(layout),),
             tables=tables,
             superseded={},
@@ -241,7 +226,7 @@ def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> P
 
 def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
     sink = pa.BufferOutputStream()
-    labelled = table.replace_schema_metadata({"format_version": str(FORMAT_VERSION)})
+    labelled = table.replace_schema_metadata({"format": FORMAT})
     pq.write_table(labelled, sink, compression="zstd", write_page_checksum=True)
     path = layout.relative(layout.exports / name)
     layout.storage.write(path, sink.getvalue())
@@ -249,7 +234,7 @@ def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
 
 
 def _empty_steps(layout: RunLayout) -> str:
-    path = layout.exports / f"{FORMAT_VERSION}-{EMPTY_STEPS}"
+    path = layout.exports / EMPTY_STEPS
     relative = layout.relative(path)
     if layout.storage.exists(relative):
         return relative
@@ -263,8 +248,8 @@ def _sweep(
     superseded: Mapping[str, Superseded],
     lsn: int,
 ) -> dict[str, Superseded]:
-    """Remove the exported files that nobody can still be reading; the others, with when they were
-    superseded.
+    """Remove exported files that nobody can still be reading. Return the others that no table
+    names.
     """
     now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}

@@ -1,11 +1,11 @@
-"""Copies of a run whose storage is elsewhere, for DuckDB: views, sandbox and bare shell then work
-as on any run.
+"""Copy a run from a remote storage to this machine, so that DuckDB reads it like any run.
 
-A reader's copy is in the reader's own cache, never in the run: CACHE/async-gigpo/runs/<run
-id>-<digest of the URI>, where CACHE is $XDG_CACHE_HOME or ~/.cache. It is safe to remove. The files
-never change, so each is fetched once. The manifest of a copy is replaced only after all it names is
-here. A file goes when the storage no longer has it and no reader here is pinned to an older
-manifest. Readers of one copy take turns. Nothing is ever written to the storage here.
+A reader's copy is in the reader's cache and never in the run: CACHE/async-gigpo/runs/<run
+id>-<digest of the URI>, where CACHE is $XDG_CACHE_HOME or ~/.cache. It may be removed. Files never
+change, so each is fetched once. The manifest of a copy is replaced after all files it names are
+here. A file is removed when the storage no longer has it and no reader here is pinned to an older
+manifest. A lock keeps two readers from changing one copy at a time. Nothing is ever written to the
+storage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.catalog.database import check_consent
-from store.catalog.time_travel import read_as_of
+from store.catalog.snapshot import read_as_of
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunLayout, parse_run_json
@@ -34,6 +34,7 @@ from store.reading.open_sql import placed
 from store.reading.pins import oldest_pinned_lsn
 from store.storage import Storage, open_storage
 from store.untrusted.file_access import is_directory, is_file, open_file, read_text, status
+from store.untrusted.signatures import user_directory
 
 PARALLEL = 8  # requests; each waits mostly for the network
 TRIES = 3  # a manifest may be replaced, and what it named be removed, while its files are fetched
@@ -41,11 +42,11 @@ URI_DIGEST_BYTES = 8
 
 
 def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
-    """Return the run as files here, up to date now or with what the lsn `as_of` needs. A run with
-    local storage is that.
+    """Return the run as files on this machine, up to date, or with the files that the lsn `as_of`
+    needs.
 
-    Raises StoreError if the storage does not answer, or if a run of somebody else would have this
-    user ask the network; DigestError if a file is not what was committed.
+    A run with local storage is returned as it is. Raises StoreError if the storage does not answer,
+    or if reading a stranger's run would ask the network. Raises DigestError for changed files.
     """
     uri = layout.info.storage_uri
     if uri is None:
@@ -54,7 +55,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     info = dataclasses.replace(layout.info, storage_uri=None)
     copy = RunLayout(root=_cache(info.run_id, uri), info=info, home=layout.root)
     _make_copy(copy)
-    with _turn(copy):
+    with _locked(copy):
         if is_file(layout.open_sql, root=layout.root):
             views = placed(copy, read_text(layout.open_sql, root=layout.root, errors="replace"))
             write_atomically(copy.open_sql, views.encode(), mode=READ_WRITE, beneath=copy.root)
@@ -65,10 +66,9 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
 
 
 def fetch(uri: str, dest: Path) -> RunLayout:
-    """A readable copy of the run whose storage is at `uri`; called again, it catches up. It has no
-    catalog: it is not the run.
+    """Make or update a readable copy of the run whose storage is at `uri`. It has no catalog.
 
-    Raises StoreError if `dest` is something else, or the run itself.
+    Raises StoreError if `dest` holds something else, or the run itself.
     """
     storage = open_storage(uri)
     try:
@@ -91,38 +91,36 @@ def fetch(uri: str, dest: Path) -> RunLayout:
         )
     views = placed(layout, storage.read("open.sql").to_pybytes().decode(errors="replace"))
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
-    with _turn(layout):
+    with _locked(layout):
         _bring(storage, layout)
     return layout
 
 
 def _cache(run_id: str, uri: str) -> Path:
-    """Return the directory of this user's copy, made now if it is not there. Raises StoreError."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
-    ours = home / "async-gigpo"
-    place = (
-        ours
-        / "runs"
-        / f"{run_id}-{blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()}"
-    )
+    """Return the directory of this user's copy, made if it is not there. Raises StoreError."""
+    ours = user_directory("XDG_CACHE_HOME", default=".cache")
+    digest = blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()
+    copy = ours / "runs" / f"{run_id}-{digest}"
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        for directory in (ours, ours / "runs", place):
+        ours.parent.mkdir(parents=True, exist_ok=True)
+        for directory in (ours, ours / "runs", copy):
             directory.mkdir(mode=0o700, exist_ok=True)
-            if not is_directory(directory, root=home) or directory.stat().st_uid != os.geteuid():
+            if (
+                not is_directory(directory, root=ours.parent)
+                or directory.stat().st_uid != os.geteuid()
+            ):
                 raise StoreError(
                     f"{directory} is a link or another user's; remove it, or set XDG_CACHE_HOME"
                 )
     except OSError as error:
         raise StoreError(
-            f"cannot make {place}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
+            f"cannot make {copy}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
         ) from error
-    return place
+    return copy
 
 
 def _make_copy(copy: RunLayout) -> None:
-    """Make the directories and run.json of a copy that is begun."""
+    """Make the directories and run.json of a copy."""
     for directory in (copy.exports, copy.segments):
         make_directory(directory, beneath=copy.root)
     content = json.dumps(dataclasses.asdict(copy.info), indent=1).encode()
@@ -131,9 +129,9 @@ def _make_copy(copy: RunLayout) -> None:
 
 
 @contextmanager
-def _turn(copy: RunLayout) -> Iterator[None]:
-    """One at a time: nobody puts back an older manifest, or forgets a file that another has just
-    fetched for a newer one.
+def _locked(copy: RunLayout) -> Iterator[None]:
+    """Lock a copy. Otherwise an older manifest could replace a newer one, or its files be
+    removed.
     """
     try:
         lock = open_file(copy.mirror_lock, root=copy.root, flags=os.O_RDWR | os.O_CREAT)
@@ -152,7 +150,7 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
     for tries_left in reversed(range(TRIES)):
         data = storage.read(MANIFEST_NAME).to_pybytes()
         manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
-        if manifest is None or manifest.run_id != copy.info.run_id:
+        if manifest.run_id != copy.info.run_id:
             raise FormatError(
                 f"{storage.locate(MANIFEST_NAME)} is not of run {copy.info.run_id}; check the URI"
             )
@@ -178,7 +176,7 @@ def _lsn_here(copy: RunLayout) -> int:
 
 
 def _named(manifest: Manifest) -> dict[str, int | None]:
-    """Every file of a manifest, with its rows where it says how many."""
+    """Return every file of a manifest, with its number of rows where the manifest says it."""
     parts = {part.path: part.n_rows for parts in manifest.tables.values() for part in parts}
     return {**dict.fromkeys(manifest.segments), **parts}
 

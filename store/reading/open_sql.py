@@ -1,6 +1,4 @@
-"""The text of `<run>/open.sql`: where the data is (sources.sql), the views over it (views.sql),
-then the run's macros.
-"""
+"""Write and check the text of `<run>/open.sql`: sources.sql, views.sql, and the run's macros."""
 
 from __future__ import annotations
 
@@ -13,23 +11,26 @@ import duckdb
 from store.atomic_write import READ_WRITE, write_atomically
 from store.errors import FormatError
 from store.layout import RUN_ID, RunLayout
+from store.reading.manifest import export_nothing
 from store.untrusted.file_access import is_file, read_text
 
 SOURCES = Path(__file__).with_name("sources.sql")
 VIEWS = Path(__file__).with_name("views.sql")
-RUN_LINE = "SET VARIABLE run = '.';"  # of sources.sql, and of runs that an older code started
-# The directory where duckdb was started, if it is this run, which may have been moved there; else
-# where the run was started.
+RUN_LINE = "SET VARIABLE run = '.';"  # of sources.sql, before a run's directory is filled in
+# The directory where duckdb was started if it is this run, which may have been moved there.
+# Otherwise the directory where the run was started.
 PLACED = """SET VARIABLE here = (SELECT list(file) FROM glob('./run.json'));
-SET VARIABLE run = coalesce((SELECT if(getvariable('here') IS NOT NULL AND contains(content, '"run_id": "{run_id}"'), '.', NULL)
+SET VARIABLE run = coalesce((
+    SELECT if(getvariable('here') IS NOT NULL AND contains(content, '"run_id": "{run_id}"'), '.', NULL)
     FROM read_text(coalesce(getvariable('here'), [{run_json}]))), {root});
 """
 PLACE = re.compile(
-    rf"{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n    FROM read_text\(.*;\n",
+    rf"{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n"
+    r"    SELECT .*\n    FROM read_text\(.*;\n",
     re.MULTILINE,
 )
-_LITERAL = r"'(?:[^'\n]|'')*'"  # of SQL, in one line
-# The same lines as they are in an unchanged file, whatever directory they name.
+_LITERAL = r"'(?:[^'\n]|'')*'"  # an SQL string in one line
+# The same lines as in an unchanged file, for any directory.
 PLACE_UNCHANGED = re.compile(
     rf"{re.escape(RUN_LINE)}\n|"
     + re.escape(PLACED.format(run_id="RUN_ID", run_json="LITERAL", root="LITERAL"))
@@ -41,21 +42,27 @@ BOUND = re.compile(r"SET VARIABLE max_staleness = (\d+);")
 CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d+)$", re.MULTILINE)
 VIEWS_MARK = "-- The views."
 MACROS_MARK = "-- The macros."
-# A comment in front of a statement ends with its line: DuckDB takes a carriage return for the end
-# too.
+# A comment before a statement ends with its line. DuckDB ends a line at a carriage return too.
 ALLOWED_STATEMENT = re.compile(
     r"(?:\s|--[^\r\n]*[\r\n])*"
     r"(?:SET\s+VARIABLE|CREATE\s+(?:OR\s+REPLACE\s+)?(?:VIEW|MACRO|FUNCTION|SCHEMA))\s",
     re.IGNORECASE | re.ASCII,
 )
-SHOWN_CHARACTERS = 60  # of a statement that is refused
-FORMAT_1_VIEWS_END = "GROUP BY t.learner_step, t.begin_us, t.end_us;\n"
+SHOWN_CHARACTERS = 60  # of a refused statement
+
+
+def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
+    """Write `<run>/open.sql`, and an empty manifest for it to read until the first commit.
+
+    `macros` are statements, among them advantages(...). This package knows nothing of them.
+    """
+    if not is_file(layout.manifest, root=layout.root):
+        export_nothing(layout)
+    write(layout, compose(layout, macros=macros, max_staleness=max_staleness))
 
 
 def compose(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> str:
-    """The whole text. `macros` are statements, among them advantages(...), which this package knows
-    nothing of.
-    """
+    """Return the whole text of an open.sql."""
     sources = SOURCES.read_text().replace(
         STALENESS_LINE, f"SET VARIABLE max_staleness = {max_staleness};"
     )
@@ -64,7 +71,7 @@ def compose(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> 
 
 
 def write(layout: RunLayout, text: str) -> None:
-    """Write `<run>/open.sql`, and beside the segments if they are elsewhere."""
+    """Write `<run>/open.sql`, and a copy of it into a remote storage."""
     write_atomically(layout.open_sql, text.encode(), mode=READ_WRITE, beneath=layout.root)
     if layout.info.storage_uri is not None:
         layout.storage.write(layout.open_sql.name, text.encode())
@@ -80,19 +87,15 @@ def placed(layout: RunLayout, text: str) -> str:
 
 
 def fixed(text: str, root: Path | str) -> str:
-    """Return the text for a connection of ours, which reads this directory wherever it was
-    started.
-    """
+    """Return the text for a connection of ours, which reads this directory from anywhere."""
     return PLACE.sub(lambda _: f"SET VARIABLE run = {sql_literal(root)};\n", text, count=1)
 
 
 def check_statements(text: str) -> None:
-    """Refuse any statement that a run's own SQL has no use for. Raises FormatError naming the
-    first.
+    """Raise FormatError naming the first statement that a run's own SQL does not need.
 
-    The sandbox is the guard, whatever a statement does. This check gives the reader a reason, and
-    leaves the sandbox less to guard: no database, file, extension, secret or setting is touched
-    while a run is opened.
+    The sandbox guards against every statement. This check gives the reader a reason, and leaves the
+    sandbox less to guard: opening a run touches no database, file, extension, secret or setting.
     """
     for statement in duckdb.extract_statements(text):
         if not ALLOWED_STATEMENT.match(statement.query):
@@ -117,27 +120,28 @@ def sql_literal(text: object) -> str:
 
 
 def sql_identifier(name: str) -> str:
-    """Return the name of a column or field as SQL takes any name."""
+    """Return any name of a column or field as SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
-def upgrade(layout: RunLayout) -> None:
-    """Give a run of an older code today's views, with its own macros and bound; the catalog was
-    upgraded already.
+def restore_views(layout: RunLayout) -> bool:
+    """Write the views of this code into open.sql. Return whether the run's macros could be kept.
+
+    The staleness bound is that of the old text, or of the run's settings.
     """
-    if not is_file(layout.open_sql, root=layout.root):
-        return
-    text = read_text(layout.open_sql, root=layout.root, errors="replace")
-    macros = text.partition(MACROS_MARK if MACROS_MARK in text else FORMAT_1_VIEWS_END)[2]
-    staleness = BOUND.search(text)
-    new = compose(
-        layout, macros=[macros.strip("\n")], max_staleness=int(staleness[1]) if staleness else 0
-    )
-    write(layout, new)
+    left = ""
+    if is_file(layout.open_sql, root=layout.root):
+        left = read_text(layout.open_sql, root=layout.root, errors="replace")
+    has_macros = is_whole(layout)
+    macros = [left.partition(MACROS_MARK)[2].strip("\n")] if has_macros else []
+    staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
+    max_staleness = int(staleness[1]) if staleness else 0
+    write(layout, compose(layout, macros=macros, max_staleness=max_staleness))
+    return has_macros
 
 
 def is_whole(layout: RunLayout) -> bool:
-    """Whether it is there with all its parts."""
+    """Return whether open.sql is there with its sources, views and macros."""
     if not is_file(layout.open_sql, root=layout.root):
         return False
     text = read_text(layout.open_sql, root=layout.root, errors="replace")
@@ -145,24 +149,11 @@ def is_whole(layout: RunLayout) -> bool:
 
 
 def is_unchanged(layout: RunLayout) -> bool:
-    """Return whether its sources and views are the text that this code writes. The macros are the
-    run's own.
-    """
+    """Return whether its sources and views are those of this code. The macros are the run's own."""
     text = read_text(layout.open_sql, root=layout.root, errors="replace")
     return _comparable(text) == _comparable(compose(layout, macros=(), max_staleness=0))
 
 
 def _comparable(text: str) -> str:
-    """Return the text up to the macros, without what differs between runs."""
+    """Return the text up to the macros, without the parts that differ between runs."""
     return BOUND.sub("", PLACE_UNCHANGED.sub("", text.partition(MACROS_MARK)[0], count=1), count=1)
-
-
-def write_again(layout: RunLayout) -> None:
-    """The views without macros, which only the run's next start knows; the bound is that of the
-    run, if anything tells it.
-    """
-    left = ""
-    if is_file(layout.open_sql, root=layout.root):
-        left = read_text(layout.open_sql, root=layout.root, errors="replace")
-    staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
-    write(layout, compose(layout, macros=(), max_staleness=int(staleness[1]) if staleness else 0))

@@ -1,9 +1,9 @@
-"""Pins: a reader says which snapshot it reads, so that no file of it is removed while it does.
+"""Pin a snapshot while somebody reads it, so that none of its files is removed.
 
-A pin is a file in `<run>/readers/` that its process holds locked. The lock goes with the process,
-however it ends. Its name has the oldest lsn that the reader may show. Once the reader knows which
-one it shows, the file says so: exports that were written and replaced later then need not wait for
-it.
+A pin is a file in `<run>/readers/` that the reading process holds locked. The lock ends with the
+process, however that ends. The name has the oldest lsn that the reader may show. Once the reader
+knows which lsn it shows, the file says so. Exports that were written and replaced later then need
+not wait for it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NO_PIN = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pinned:
-    """What a living reader needs: the files of one lsn, or of any from that one on while it is
-    opening.
+    """The files that a live reader needs: of lsn `shown`, or while it opens, of any from `since`
+    on.
     """
 
     since: int
     shown: int | None  # None: not known yet
 
     def needs(self, *, written: int, replaced: int) -> bool:
-        """Return whether a file is needed that snapshots from lsn `written` until before `replaced`
-        name.
+        """Return whether the reader needs a file of the snapshots from lsn `written` until
+        before `replaced`.
         """
         if self.shown is None:
             return replaced > self.since
@@ -53,9 +53,9 @@ class Pinned:
 class Pin:
     """One reader's pin.
 
-    There is none where this user may not write: on read-only media, and in another user's run. That
-    run's owner may be training and does not wait for this reader: it removes files when their grace
-    and the snapshot window have passed.
+    There is none if this user may not write: on read-only media, and in another user's run. The
+    owner of that run does not wait for this reader. It removes files after their grace and the
+    snapshot window.
     """
 
     def __init__(self, layout: RunLayout, lsn: int) -> None:
@@ -92,7 +92,7 @@ class Pin:
                 os.pwrite(self._descriptor, b"%d\n" % lsn, 0)
 
     def close(self) -> None:
-        """Let go. Idempotent."""
+        """Remove the pin. May be called twice."""
         if self._descriptor >= 0:
             with suppress(OSError):  # whoever asks for pins removes it, as it is no longer locked
                 remove(self._path, root=self._root)
@@ -101,14 +101,15 @@ class Pin:
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:
-    """Return the oldest lsn that a living reader may read, None if there is no reader."""
+    """Return the oldest lsn that a live reader may read, None without a reader."""
     return min((pin.since for pin in pinned(layout)), default=None)
 
 
 def pinned(layout: RunLayout) -> Sequence[Pinned]:
-    """Return what living readers need. Pins of dead readers are removed.
+    """Return the needs of live readers. Remove the pins of dead readers.
 
-    Never raises OSError: readers may be other users. What cannot be looked at counts as held.
+    Never raises OSError, because readers may be other users. A pin that cannot be read counts as
+    held.
     """
     try:
         found = names(layout.readers, root=layout.root)
@@ -137,7 +138,7 @@ def make_readers(layout: RunLayout) -> None:
 
 
 def _look(path: Path, *, root: Path) -> tuple[bool, bytes]:
-    """Return whether a living reader holds the pin, and what it says."""
+    """Return whether a live reader holds the pin, and the pin's content."""
     try:
         descriptor = open_file(path, root=root)
     except UnsafePathError:  # no reader of ours made it

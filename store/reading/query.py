@@ -1,6 +1,4 @@
-"""SQL over a run, also while it is being written. The same text serves a bare DuckDB shell:
-`<run>/open.sql`.
-"""
+"""Execute a run's open.sql on a DuckDB connection, also while the run is being written."""
 
 from __future__ import annotations
 
@@ -14,14 +12,11 @@ from pathlib import Path
 import duckdb
 
 from printable import printable
-from store.catalog.snapshot import EXPORTS
-from store.catalog.time_travel import read_as_of
+from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
-from store.reading import open_sql
-from store.reading.manifest import export_nothing
 from store.reading.mirror import mirror
-from store.reading.open_sql import VIEWS_MARK, check_statements, compose, fixed, sql_literal
+from store.reading.open_sql import VIEWS_MARK, check_statements, fixed, sql_literal
 from store.untrusted.file_access import is_file, open_directory, open_file_in, read_text
 
 PARQUET_MAGIC = b"PAR1"
@@ -33,21 +28,12 @@ FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
 FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
 
 
-def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: int) -> None:
-    """Writes `<run>/open.sql`, the views and then `macros`, and an empty manifest for it to read
-    until the first commit.
-    """
-    if not is_file(layout.manifest, root=layout.root):
-        export_nothing(layout)
-    open_sql.write(layout, compose(layout, macros=macros, max_staleness=max_staleness))
-
-
 def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
     """Return a DuckDB connection with the run's views as of now, or of the lsn `as_of`.
 
-    It may do anything, and so may the run's open.sql: for a run of our own in tests. Readers open
-    runs in the sandbox. Damaged segments that cannot be opened are left out, with one warning;
-    `left_out` has its text. Raises as `show`.
+    Nothing limits the connection or the run's open.sql: use it for our own runs in tests. Readers
+    open runs in the sandbox. Segments that cannot be opened are left out, with one warning. Raises
+    the errors of `show`.
     """
     layout = mirror(layout, as_of=as_of)
     connection = duckdb.connect()
@@ -66,27 +52,17 @@ def show(
 ) -> None:
     """Execute the run's open.sql, which makes its views as of now, or of the lsn `as_of`.
 
-    `prefix` leads its paths through a file system of the connection. What open.sql may do is
-    settled before: the caller gives `connection` its limits and locks them. Raises FormatError if
-    the run has no views yet, if open.sql has other statements than views need, or if the views
-    cannot be made. Raises StoreError for files that `as_of` needs and that were removed, and if the
-    memory limit is too low.
+    `prefix` leads its paths through a file system of the connection. The caller limits `connection`
+    first. Raises FormatError if the run has no views, or has statements that views do not need.
+    Raises StoreError if files of `as_of` are gone, or if memory does not suffice.
     """
     if not is_file(layout.open_sql, root=layout.root):
         raise FormatError(
             f"{layout.run_directory} has no open.sql; it was made by an incomplete start, start "
             "the run again"
         )
-    # A run that no owner of today's format has opened yet brings its own, whole SQL: no mark, and
-    # all of it is `sources`.
-    sources, mark, views = read_text(layout.open_sql, root=layout.root, errors="replace").partition(
-        VIEWS_MARK
-    )
-    if as_of is not None and not mark:
-        raise FormatError(
-            f"{layout.root} is of format 1, without snapshots; python -m store compact "
-            f"{layout.root} upgrades it"
-        )
+    text = read_text(layout.open_sql, root=layout.root, errors="replace")
+    sources, _, views = text.partition(VIEWS_MARK)
     root = f"{prefix}{layout.root}"
     try:
         for text in (sources, views):
@@ -97,13 +73,7 @@ def show(
         _leave_out(
             connection, lambda paths: _not_whole(paths, layout.root, prefix=prefix), prefix=prefix
         )
-        try:
-            connection.execute(views)
-        # views of older code open every file; one that fails, and there would be no view
-        except duckdb.Error as error:
-            if not leave_out_unreadable(connection, error, prefix=prefix):
-                raise
-            connection.execute(views)
+        connection.execute(views)
     except duckdb.OutOfMemoryException as error:
         limit = connection.execute("SELECT current_setting('memory_limit')").fetchall()[0][0]
         raise StoreError(
@@ -113,15 +83,13 @@ def show(
     except (duckdb.Error, FormatError) as error:
         why = " ".join(str(error).split())
         raise FormatError(
-            f"the views of {layout.run_directory} cannot be made ({why}); python -m store fsck "
+            f"the views of {layout.run_directory} cannot be made ({why}); gigpo fsck "
             f"--repair {layout.run_directory}"
         ) from error
 
 
 def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
-    """In one line, which segments `connect` could not open, so that the views lack their rows;
-    empty if none.
-    """
+    """Say in one line which segments could not be opened, so that the views lack their rows."""
     broken, n_whole = connection.execute(
         "SELECT getvariable('left_out'), len(getvariable('segments'))"
     ).fetchall()[0]
@@ -129,16 +97,16 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
         return ""
     n_files = n_whole - 1 + len(broken)  # the first has no rows, only the columns
     some = f"{len(broken)} of {n_files} files cannot be read and are left out"
-    return f"{some}: first {broken[0]}; python -m store fsck {layout.run_directory}"
+    return f"{some}: first {broken[0]}; gigpo fsck {layout.run_directory}"
 
 
 def leave_out_unreadable(
     connection: duckdb.DuckDBPyConnection, error: duckdb.Error, *, prefix: str
 ) -> bool:
-    """Leave out the segments that DuckDB cannot open, after a statement failed with `error`. Return
-    whether there are any.
+    """Leave out the segments that DuckDB cannot open, after a statement failed with `error`.
 
-    Slow with many files, so errors that no file causes are not looked into.
+    Return whether there are any. This is slow with many files, so only errors that a file can cause
+    are examined.
     """
     if not isinstance(error, FILE_ERRORS) and type(error) is not duckdb.Error:
         return False
@@ -161,6 +129,7 @@ def _leave_out(
     *,
     prefix: str,
 ) -> bool:
+    """Remove the segments that `broken_of` returns from the views. Return whether there are any."""
     known, paths = connection.execute(
         "SELECT getvariable('left_out'), getvariable('segments')"
     ).fetchall()[0]
@@ -176,10 +145,9 @@ def _leave_out(
 
 
 def _not_whole(paths: Sequence[str], root: Path, *, prefix: str) -> set[str]:
-    """Return the files that are not there or do not end as Parquet does: much cheaper than reading
-    their footers.
+    """Return the files that are missing or do not end as Parquet does. Their footers are not read.
 
-    DuckDB refuses paths that are not in the run, so they are not looked at here.
+    DuckDB refuses paths outside the run, so they are not examined here.
     """
     directories: dict[str, list[str]] = defaultdict(list)
     for path in paths:
@@ -225,16 +193,15 @@ def _looks_whole(name: str, directory: int, path: Path) -> bool:
 def _show_as_of(
     connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int, *, root: str
 ) -> None:
-    """Replace what sources.sql took from the manifest by what the catalog says of `lsn`."""
+    """Replace the files and tables of the manifest by those that the catalog had at `lsn`."""
     snapshot = read_as_of(layout, lsn)
     empty = connection.execute("SELECT getvariable('segments')[1]").fetchall()[0][0]
     files = [sql_literal(empty), *(sql_literal(f"{root}/{path}") for path in snapshot.segments)]
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
     for name, table in snapshot.tables.items():
         connection.register("arriving", table)
-        # A run that only older code has opened has no view of a newer table.
         connection.execute(
-            f"DROP VIEW IF EXISTS exported.{name}; CREATE TABLE exported.{name} AS FROM arriving"
+            f"DROP VIEW exported.{name}; CREATE TABLE exported.{name} AS FROM arriving"
         )
         connection.unregister("arriving")
     # as they are now: the files that have them may go

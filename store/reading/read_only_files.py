@@ -1,8 +1,6 @@
-"""A file system for DuckDB that can only read, and only below one directory: the protection where
-there is no Landlock.
+"""Give DuckDB a file system that reads below one directory only: the protection without Landlock.
 
-DuckDB's own file system is switched off beside it, so that every path of every statement comes
-through here.
+DuckDB's own file system is switched off beside it, so every path of every statement comes here.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ PREFIX = "readonly://"
 
 
 class ReadOnlyFiles(AbstractFileSystem):
-    """Paths are PREFIX and an absolute path. Whatever leads out of `root`, also through a symbolic
-    link, does not exist.
+    """Read files named PREFIX and an absolute path. Files outside `root`, also behind a link, do
+    not exist.
     """
 
     protocol = PREFIX.removesuffix("://")

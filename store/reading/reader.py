@@ -1,12 +1,9 @@
-"""The Python reader: SQL over one snapshot of a run, in a child process that can do no harm (see
-sandbox.py).
-"""
+"""Query one snapshot of a run with SQL, in a child process that can do no harm (see sandbox.py)."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -39,8 +36,6 @@ MAX_ROWS = 100_000_000
 MAX_SMALL_ROWS = 1_000_000
 MAX_SMALL_BYTES = 256 << 20
 MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
-# of a view or a column
-UNKNOWN_NAME = re.compile(r"(Catalog|Binder) Error.*(not exist|not found|not have)")
 _BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from store.reading.sandbox import serve
@@ -56,13 +51,11 @@ _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters do no
 
 
 class SqlTimeout(StoreError):
-    """A query gave no result within its time; it was stopped."""
+    """A query gave no result in time and was stopped."""
 
 
 class _FilesLeftOut(Exception):
-    """DuckDB could not read some files. They are left out of the next answer, which this one has to
-    be replaced by.
-    """
+    """DuckDB could not read some files. The query has to be asked again, without them."""
 
 
 def open_run(
@@ -73,12 +66,12 @@ def open_run(
     memory_limit: str | None = None,
     warn: bool = True,
 ) -> Reader:
-    """A reader of the run as it is now, or as it was at the lsn `as_of`.
+    """Return a reader of the run as it is now, or as it was at the lsn `as_of`.
 
     `protection` is "landlock" where the kernel has it, else "filesystem". `memory_limit` is
     DuckDB's, as in "2GB"; by default about half the machine. Files that cannot be read are left
-    out, which `Reader.left_out` and, if `warn`, a UserWarning say. Raises FormatError if `run` is
-    no run this code can read, StoreError if `as_of` is too old.
+    out: `Reader.left_out` says so, and with `warn` also a UserWarning. Raises FormatError if `run`
+    is no run that this code can read, StoreError if `as_of` is too old.
     """
     layout = mirror(RunLayout.open(Path(run)), as_of=as_of)
     if protection is None:
@@ -92,15 +85,14 @@ def open_run(
 
 
 class Reader:
-    """One snapshot of a run, fixed when it was opened, in a child process that is kept for the next
-    query.
+    """One snapshot of a run. Its child process is kept for the next query.
 
-    with store.open_run("runs/a") as reader:
-        table = reader.sql("SELECT task_id, avg(won::INT) FROM trajectories GROUP BY ALL")
+        with store.open_run("runs/a") as reader:
+            table = reader.sql("SELECT task_id, avg(won::INT) FROM trajectories GROUP BY ALL")
 
-    After a time-out or a crash the next query starts a fresh child on the same snapshot. Threads
-    may share a reader; they take turns. Files of the snapshot stay on disk until `close`, as long
-    as the run directory is writable.
+    After a time-out or a crash the next query starts a new child on the same snapshot. Threads may
+    share a reader; their queries wait for one another. The files of the snapshot stay on disk until
+    `close`, as long as the run directory is writable.
     """
 
     def __init__(
@@ -120,21 +112,19 @@ class Reader:
         self._lock = threading.Lock()
         self._child: _Child | None = None
         manifest = read_manifest(layout) if as_of is None else None
-        self._pin = Pin(
-            layout, as_of if as_of is not None else manifest.lsn if manifest is not None else 0
-        )
+        newest = 0 if manifest is None else manifest.lsn
+        self.lsn = newest if as_of is None else as_of  # of the snapshot
+        self._pin = Pin(layout, self.lsn)
         weakref.finalize(self, self._pin.close)  # also of a reader that nobody closes
         self._closed = False
-        self.lsn = as_of  # of the snapshot; None stays None for a run of an older format
         # says, in one line, which files cannot be read and are missing from every answer
         self.left_out = ""
         try:
-            self._ready_child()
+            self._ready_child(as_of)
         except BaseException:
             self.close()
             raise
-        if self.lsn is not None:
-            self._pin.settle(self.lsn)
+        self._pin.settle(self.lsn)
 
     def sql(
         self,
@@ -148,9 +138,9 @@ class Reader:
         """Return the whole result of one SELECT.
 
         Values of types that Arrow does not have (UHUGEINT, BIT, TIMETZ, VARIANT, ...) come as text.
-        `times_as_text` also gives dates and times as DuckDB writes them: Python's own types have no
-        infinity and no year 10000. Raises SqlTimeout after `timeout_s`, StoreError with DuckDB's
-        reason or the limit passed.
+        With `times_as_text` dates and times do too: Python's types have no infinity and no year
+        10000. Raises SqlTimeout after `timeout_s`, and StoreError with DuckDB's reason or the limit
+        that was exceeded.
         """
         asked = {
             "sql": query,
@@ -162,11 +152,10 @@ class Reader:
         return self._ask(asked, timeout_s=timeout_s)[0]
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        """Return a small result as Python values, for a program that knows what its own SELECT
-        gives.
+        """Return a small result as Python values, for a SELECT of our own.
 
-        The run's views may be a stranger's: the result is bounded where the query is not. Raises as
-        `sql`, and FormatError for values that Python does not have.
+        The run's views may be a stranger's, so the result is bounded. Raises the errors of `sql`,
+        and FormatError for values that Python does not have.
         """
         table = self.sql(query, max_rows=MAX_SMALL_ROWS, max_bytes=MAX_SMALL_BYTES)
         try:
@@ -179,9 +168,7 @@ class Reader:
     def first(
         self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S, times_as_text: bool = False
     ) -> tuple[pa.Table, bool]:
-        """Return at most the first `n_rows` rows, and whether there are more. Types and errors as
-        in `sql`.
-        """
+        """Return at most the first `n_rows` rows, and whether there are more. See `sql`."""
         asked = {
             "sql": query,
             "max_rows": n_rows,
@@ -192,7 +179,7 @@ class Reader:
         return self._ask(asked, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """End the child and let go of the snapshot's files. Idempotent."""
+        """End the child and unpin the snapshot. May be called twice."""
         self._discard()
         self._pin.close()
         self._closed = True
@@ -217,7 +204,7 @@ class Reader:
             if self._closed:
                 raise StoreError("this reader is closed; open another")
             self._check_still_there()
-            child = self._ready_child()
+            child = self._ready_child(self.lsn)
             deadline = time.monotonic() + timeout_s
             try:
                 while True:
@@ -234,10 +221,7 @@ class Reader:
                     f"SQL: no result within {timeout_s:g} s; ask for less, or give it more time "
                     "(timeout_s, --timeout)"
                 ) from error
-            except StoreError as error:  # the child's answer; an UnsafePathError is an OSError too
-                if self.lsn is None and UNKNOWN_NAME.search(str(error)):
-                    upgrade = f"this run is of format 1; python -m store compact {self.layout.root} upgrades it"
-                    raise StoreError(f"{error}; {upgrade}") from error
+            except StoreError:  # the child's answer; an UnsafePathError is an OSError too
                 raise
             except (EOFError, OSError) as error:
                 why = child.why_it_died()
@@ -260,13 +244,13 @@ class Reader:
                 "again where it is now"
             )
 
-    def _ready_child(self) -> _Child:
+    def _ready_child(self, lsn: int | None) -> _Child:
         if self._child is None or self._child.process.poll() is not None:
             self._discard()
             order = {
                 "run": str(self.layout.root),
                 "home": None if self.layout.home is None else str(self.layout.home),
-                "lsn": self.lsn,
+                "lsn": lsn,
                 "protection": self.protection,
                 "memory_limit": self._memory_limit,
                 "parent": os.getpid(),
@@ -289,9 +273,7 @@ class Reader:
 
 
 class _Child:
-    """The process and the channel to it. A socket and not pipes: no path in /proc opens a
-    socket.
-    """
+    """The process and the channel to it: a socket, because no path in /proc opens a socket."""
 
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair()
@@ -311,9 +293,11 @@ class _Child:
             )
         self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
 
-    def start(self, order: dict) -> tuple[int | None, str]:
-        """Tell it what to open; the lsn it shows, if it has one, and what it cannot read.
-        StoreError if it cannot at all.
+    def start(self, order: dict) -> tuple[int, str]:
+        """Tell the child which run to open. Return the lsn that it shows, and which files it cannot
+        read.
+
+        Raises StoreError if it cannot open the run.
         """
         try:
             deadline = time.monotonic() + START_S
@@ -337,8 +321,9 @@ class _Child:
         return ready["lsn"], ready["left_out"]
 
     def table(self, deadline: float) -> tuple[pa.Table, bool]:
-        """The answer to the question that was sent, and whether it was cut. EOFError, TimeoutError,
-        the child's StoreError.
+        """Return the answer to the question that was sent, and whether it was cut.
+
+        Raises EOFError, TimeoutError, and the child's StoreError.
         """
         parts: list[pa.Table] = []
         while True:
@@ -355,7 +340,7 @@ class _Child:
         self._finalizer()
 
     def why_it_died(self) -> str:
-        """After the channel broke: what became of the process."""
+        """Say how the process ended, after the channel broke."""
         try:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

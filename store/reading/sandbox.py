@@ -1,21 +1,19 @@
-"""The child process in which users' SQL runs: it first gives up the right to do harm, then takes
-queries one by one.
+"""Run users' SQL in a child process that first gives up the right to do harm.
 
-What a statement does is never guessed from its text: a COPY may hide in a CTE. Two protections, the
-first where there is one:
+The text of a statement is never trusted: a COPY may hide in a CTE. There are two protections:
 
-landlock    the kernel refuses this process every write, every read outside the run directory (but a
-few facts about the
-            machine that DuckDB needs, see MACHINE) and TCP. It holds whatever DuckDB does, so also against its faults.
-filesystem  DuckDB's file system is switched off; it reads through a Python one that has no write
-and does not leave the run.
-            Other systems and old kernels. It holds as long as DuckDB keeps to it. Scans are slower.
+landlock    The kernel refuses this process every write, every read outside the run directory (but
+            a few facts about the machine that DuckDB needs, see MACHINE) and TCP. It holds whatever
+            DuckDB does, so also against its defects.
+filesystem  DuckDB's file system is switched off. It reads through a Python one that cannot write
+            and does not leave the run. For other systems and old kernels. It holds as long as
+            DuckDB keeps to it. Scans are slower.
 
-In both: no environment, no files of size, no core dumps, an end with the parent's, a memory limit,
-and DuckDB set to neither load extensions nor spill nor let its settings be changed. All of it holds
-before the run's own open.sql is executed, which is a stranger's text as a query is: a run that came
-from a stranger can be opened. The parent ends a child that does not open in time. The first lines
-of a statement are looked at only for a clearer error.
+With both, the process has no environment, writes no large file and no core dump, ends with its
+parent, and has a memory limit. DuckDB neither loads extensions nor spills, and its settings are
+locked. All of this holds before the run's open.sql is executed, because that is a stranger's text
+as much as a query is. The parent ends a child that does not open the run in time. The beginning of
+a statement is looked at only for a clearer error.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ import pyarrow as pa
 from duckdb.sqltypes import DuckDBPyType
 
 from printable import SHOWN_CHARACTERS
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
-from store.reading.manifest import read_manifest
+from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier, sql_literal
 from store.reading.query import leave_out_unreadable, left_out, show
 
@@ -87,8 +85,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(descriptor: int) -> None:
-    """The life of the child: `descriptor` is a socket, its first message says what to open, each
-    further one is a query.
+    """Serve queries until the parent ends. `descriptor` is a socket.
+
+    The first message says which run to open, and each further message is a query.
     """
     channel = socket.socket(fileno=descriptor)
     try:
@@ -112,8 +111,8 @@ def serve(descriptor: int) -> None:
 
 
 def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
-    """Consumes the parent's messages; unblocked by each, and by the parent's end, which also ends a
-    query that runs.
+    """Consume the parent's messages. The parent's end ends this process, and so a query that
+    runs.
     """
     try:
         while True:
@@ -128,12 +127,12 @@ class _Opened:
 
     connection: duckdb.DuckDBPyConnection
     layout: RunLayout
-    lsn: int | None  # None: the run is of an older format
+    lsn: int
     prefix: str  # of every path, where it leads through the read-only file system
 
 
 def _open(order: dict) -> _Opened:
-    """Open the run within all limits: no text of the run is executed before they hold and are
+    """Open the run within all limits. No text of the run is executed before they hold and are
     locked.
     """
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
@@ -174,10 +173,10 @@ def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
 
 
 def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
-    """No files, no core dumps, first to go when memory runs out, and no life after the parent's.
+    """Forbid large files and core dumps, be killed first without memory, and end with the parent.
 
-    The kernel's signal comes at the end of the *thread* that started the child, so only a main
-    thread asks for it; the end of the channel tells the rest.
+    The kernel sends its signal at the end of the *thread* that started the child, so only a main
+    thread asks for it. The end of the channel covers the other cases.
     """
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -197,16 +196,15 @@ def _connect(
     limited: Callable[[], duckdb.DuckDBPyConnection],
     *,
     prefix: str,
-) -> tuple[duckdb.DuckDBPyConnection, int | None]:
-    """Return the run's views at `lsn`, by default now, and the lsn they show; None for a run of an
-    older format.
+) -> tuple[duckdb.DuckDBPyConnection, int]:
+    """Return the run's views at `lsn`, by default now, and the lsn that they show.
 
-    The manifest serves if it is the same before and after; where it changes faster than it is read,
-    the catalog does.
+    Read the manifest if it is the same before and after. Where it changes faster than it is read,
+    read the catalog.
     """
     for _ in range(CONNECT_TRIES):
-        before = read_manifest(layout)
-        if before is None or lsn not in (None, before.lsn):
+        before = _manifest_of(layout)
+        if lsn not in (None, before.lsn):
             break
         connection = limited()
         show(connection, layout, as_of=None, prefix=prefix)
@@ -214,11 +212,20 @@ def _connect(
         if after is not None and before.lsn == after.lsn:
             return connection, before.lsn
         connection.close()
-    if lsn is None and before is not None:
-        lsn = before.lsn
+    shown = before.lsn if lsn is None else lsn
     connection = limited()
-    show(connection, layout, as_of=lsn, prefix=prefix)
-    return connection, lsn
+    show(connection, layout, as_of=shown, prefix=prefix)
+    return connection, shown
+
+
+def _manifest_of(layout: RunLayout) -> Manifest:
+    manifest = read_manifest(layout)
+    if manifest is None:
+        raise FormatError(
+            f"{layout.run_directory} has no manifest.json; "
+            f"gigpo fsck --repair {layout.run_directory} writes it"
+        )
+    return manifest
 
 
 def _lock_settings(
@@ -237,8 +244,7 @@ def _lock_settings(
     if files is not None:
         connection.register_filesystem(files)
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    manifest = read_manifest(layout)
-    few = manifest is not None and len(manifest.segments) <= MAX_CACHED_FILES
+    few = len(_manifest_of(layout).segments) <= MAX_CACHED_FILES
     settings = [
         *SETTINGS,
         # files never change; saves much of a small query over many
@@ -274,8 +280,9 @@ def _bytes(text: str) -> int:
 
 
 def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked: dict) -> None:
-    """Sends the rows and END. StoreError for what is not one query, and if there are more than
-    `max_rows` or `max_bytes`.
+    """Send the rows, then END.
+
+    Raises StoreError for anything but one query, and for more than `max_rows` or `max_bytes`.
     """
     sql = asked["sql"]
     _check_one_query(sql)
@@ -361,8 +368,8 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:
-    """Each batch as a small Arrow stream of its own, the first without rows. Whether there are more
-    than were sent.
+    """Send each batch as a small Arrow stream, the first one without rows. Return whether there
+    are more.
     """
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
     _send_batch(channel, batches.schema, None)
@@ -396,9 +403,7 @@ def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch
 
 
 def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
-    """Say why there is no answer: an error, or files that were left out since, so that asking again
-    helps.
-    """
+    """Send the error, or the files that were left out because of it, so that asking again helps."""
     if isinstance(error, duckdb.Error) and leave_out_unreadable(
         run.connection, error, prefix=run.prefix
     ):
@@ -408,9 +413,7 @@ def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
 
 
 def _send_error(channel: socket.socket, error: Exception) -> None:
-    """Send it in one line; of an error inside the read-only file system only the last of its
-    traceback.
-    """
+    """Send an error in one line. Of a Python traceback send only the last line."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
     # DuckDB's advice is settings that are locked

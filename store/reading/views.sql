@@ -1,16 +1,22 @@
--- One row per step of every committed trajectory. A segment may hold trajectories that another committed first: excluded.
+-- One row per step of every committed trajectory. A segment may hold trajectories that another
+-- segment committed first: those rows are excluded.
 CREATE OR REPLACE VIEW steps AS
 SELECT s.* EXCLUDE (filename)
-       REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.state_hash::UUID AS state_hash,
-                make_timestamp(epoch_us(s.t_start)) AS t_start) -- UTC without a zone, as in the exports
-FROM read_parquet(getvariable('segments'), schema = getvariable('columns'), filename = true) AS s
-ANTI JOIN (SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
+       REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid,
+                s.state_hash::UUID AS state_hash,
+                -- UTC without a zone, as in the exported tables
+                make_timestamp(epoch_us(s.t_start)) AS t_start)
+FROM read_parquet(
+    getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
+ANTI JOIN (
+    SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
     ON s.filename = e.filename AND s.traj_uid = e.traj_uid;
 
 CREATE OR REPLACE VIEW trajectories AS
-SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_name, any_value(task_id) AS task_id,
-       any_value(split) AS split, any_value(seed) AS seed, any_value(member) AS member, any_value(won) AS won,
-       any_value(task_score) AS task_score, count(*) AS n_steps, sum(reward) AS episode_return,
+SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_name,
+       any_value(task_id) AS task_id, any_value(split) AS split, any_value(seed) AS seed,
+       any_value(member) AS member, any_value(won) AS won, any_value(task_score) AS task_score,
+       count(*) AS n_steps, sum(reward) AS episode_return,
        count(*) FILTER (NOT is_action_valid) AS invalid_steps, bool_or(truncated) AS truncated,
        min(version_min) AS version_min, max(version_max) AS version_max,
        min(t_start) AS started_at, sum(gen_us) AS gen_us, sum(env_us) AS env_us,
@@ -21,18 +27,20 @@ CREATE OR REPLACE VIEW groups AS
 SELECT * EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.groups
 QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY changed_lsn DESC) = 1;
 
--- Every state each group was ever in: when, since which lsn, and why.
+-- Each state that a group was in: when, since which lsn, and why.
 CREATE OR REPLACE VIEW ledger AS
 SELECT group_uid::UUID AS group_uid, state, reason, lsn, "at" AS entered_at FROM exported.ledger;
 
--- Episodes that were begun and gave no trajectory: how far they got and why they ended. One row for each attempt.
+-- Attempts at an episode that gave no trajectory: how far they got, and why they ended.
 CREATE OR REPLACE VIEW unfinished AS
 SELECT * EXCLUDE (lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.unfinished;
 
--- Steps of one group taken in the same state: GiGPO's anchor groups. Steps without an anchor are in none.
+-- GiGPO's anchor groups: the steps of one group that were taken in the same state. A step without
+-- an anchor is in none.
 CREATE OR REPLACE VIEW anchor_groups AS
-SELECT group_uid, state_hash, any_value(anchor_text) AS anchor_text, any_value(task_id) AS task_id,
-       any_value(split) AS split, count(*) AS n_steps, count(DISTINCT traj_uid) AS n_trajectories,
+SELECT group_uid, state_hash, any_value(anchor_text) AS anchor_text,
+       any_value(task_id) AS task_id, any_value(split) AS split, count(*) AS n_steps,
+       count(DISTINCT traj_uid) AS n_trajectories,
        min(version_min) AS version_min, max(version_max) AS version_max
 FROM steps WHERE state_hash IS NOT NULL GROUP BY group_uid, state_hash;
 
@@ -41,49 +49,65 @@ CREATE OR REPLACE VIEW checkpoints AS FROM exported.checkpoints;
 CREATE OR REPLACE VIEW components AS FROM exported.component;
 CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM exported.events;
 
--- Which groups each learner step consumed, what became of them, and the digests of the weights that wrote them. A stored group
--- names the run that played it as its source: its versions are that run's, so it has no staleness here, and no digests.
+-- The groups that each learner step consumed, what became of them, and the digests of the weights
+-- that wrote them. The source of an offline group is the run that played it. Its versions are that
+-- run's, so it has no staleness and no digests here.
 CREATE OR REPLACE VIEW lineage AS
-SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid), o.digest AS oldest_weights_digest,
-       n.digest AS newest_weights_digest
-FROM (FROM exported.lineage QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1) AS l
+SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid),
+       o.digest AS oldest_weights_digest, n.digest AS newest_weights_digest
+FROM (
+    FROM exported.lineage
+    QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1
+) AS l
 LEFT JOIN versions AS o ON o.version = l.version_min AND l.source IS NULL
 LEFT JOIN versions AS n ON n.version = l.version_max AND l.source IS NULL;
 
 CREATE OR REPLACE VIEW metrics AS
 SELECT * EXCLUDE (live, lsn, changed_lsn)
-FROM (FROM exported.metrics
-      QUALIFY row_number() OVER (PARTITION BY learner_step, policy_version, name, lsn ORDER BY changed_lsn DESC) = 1)
-WHERE live QUALIFY row_number() OVER (PARTITION BY learner_step, policy_version, name ORDER BY lsn DESC) = 1;
+FROM (
+    FROM exported.metrics
+    QUALIFY row_number() OVER (
+        PARTITION BY learner_step, policy_version, name, lsn ORDER BY changed_lsn DESC) = 1)
+WHERE live
+QUALIFY row_number() OVER (PARTITION BY learner_step, policy_version, name ORDER BY lsn DESC) = 1;
 
--- Must be empty: trained on although older than the run allows.
+-- Must be empty: groups that were trained on although they were staler than the run allows.
 CREATE OR REPLACE VIEW staleness_violations AS
-SELECT * FROM lineage WHERE batch_state = 'trained' AND staleness > getvariable('max_staleness');
+SELECT * FROM lineage
+WHERE batch_state = 'trained' AND staleness > getvariable('max_staleness');
 
 -- Must be empty: tasks that were both trained on and held out.
 CREATE OR REPLACE VIEW task_overlap AS
 SELECT task_id FROM groups WHERE split IN ('train', 'heldout') OR source IS NOT NULL
 GROUP BY task_id HAVING count(DISTINCT split = 'heldout') > 1;
 
--- Per learner step: the part of the time from claim to settlement in which some request was being generated.
+-- For each learner step, the fraction of the time from claim to settlement in which at least one
+-- request was being generated.
 CREATE OR REPLACE VIEW generation_overlap AS
 WITH requests AS (
-    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us FROM steps WHERE split <> 'imported'
+    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
+    FROM steps WHERE split <> 'imported'
 ),
 ordered AS (
-    SELECT *, max(end_us) OVER (ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
+    SELECT *, max(end_us) OVER (
+        ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
     FROM requests
 ),
 numbered AS (
-    SELECT *, count(*) FILTER (before_us IS NULL OR begin_us > before_us) OVER (ORDER BY begin_us, end_us) AS busy_number
+    SELECT *, count(*) FILTER (before_us IS NULL OR begin_us > before_us)
+        OVER (ORDER BY begin_us, end_us) AS busy_number
     FROM ordered
 ),
-busy AS (SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
+busy AS (
+    SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number
+),
 training AS (
     SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
     FROM lineage WHERE batch_state = 'trained'
 )
 SELECT t.learner_step, (t.end_us - t.begin_us) / 1e6 AS training_s,
-       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us)) FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
+       coalesce(
+           sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us))
+               FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
 FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
 GROUP BY t.learner_step, t.begin_us, t.end_us;

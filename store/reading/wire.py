@@ -1,7 +1,7 @@
-"""Messages between a reader and its child process: one byte of kind, eight of length, the content.
+"""Send messages between a reader and its child process: one byte of kind, eight of length, content.
 
-Nothing that comes from a query is ever taken for a kind or a length, so no result can pretend to be
-another message.
+No text of a query is ever taken for a kind or a length, so no result can pretend to be another
+message.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def send(
     *,
     deadline: float | None = None,
 ) -> None:
-    """OSError if the other side is gone; TimeoutError after `deadline`, a time.monotonic()."""
+    """Send a message. Raises OSError if the other side is gone, TimeoutError after `deadline`."""
     for part in (_HEAD.pack(kind, len(content)), content):
         _allow_until(connection, deadline)
         connection.sendall(part)
 
 
 def receive(connection: socket.socket, *, deadline: float | None = None) -> tuple[bytes, bytearray]:
-    """The next message. EOFError or OSError if the other side is gone; TimeoutError after
-    `deadline`.
+    """Return the next message. Raises EOFError or OSError if the other side is gone,
+    TimeoutError.
     """
     kind, length = _HEAD.unpack(_receive_bytes(connection, _HEAD.size, deadline))
     return kind, _receive_bytes(connection, length, deadline)

@@ -1,9 +1,9 @@
-"""Parquet decoded within bounds. A small file can stand for any number of bytes: a text stored
-once, and repeated.
+"""Decode Parquet within bounds. A small file can stand for any number of bytes: a text stored once,
+and repeated.
 
     table = read_table(pa.BufferReader(data), n_bytes=data.size, name=path)
 
-The footer is not believed: rows are decoded a few at a time, and counted as they come.
+The footer is not trusted. Rows are decoded a few at a time, and counted as they come.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import pyarrow.parquet as pq
 
 from store.errors import FormatError
 
-# A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images take a hundred times their bytes. No
-# merge makes more than 1 GiB of rows.
+# A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images decode to a hundred times their bytes.
+# No merge makes more than 1 GiB of rows.
 MAX_DECODED_BYTES = 1 << 30
 MAX_RATIO = 100
-# A step has log-probabilities and times, which no encoding makes smaller than a byte. Small tables
-# may repeat one row.
+# A step has log-probabilities and times, which take a byte at least. Small tables may repeat a row.
 MAX_ROWS = 1 << 20
 BATCH_ROWS = 1024  # measured: as fast as all rows at once, within the noise
 BATCH_BYTES = 1 << 27  # of values that one batch may repeat
-# Of a footer. Arrow makes objects of hundreds of bytes out of a list's elements, which take 8 bytes
-# at least in the file.
+# Elements of a footer's lists. Arrow makes objects of hundreds of bytes of them, and each takes
+# 8 bytes at least in the file.
 MIN_ELEMENTS, ELEMENT_BYTES = 1000, 8
 MAX_ELEMENTS = 1_000_000  # Arrow's own limit
 # Every page begins with its type and its size, as numbers of Thrift's compact protocol.
@@ -37,7 +36,7 @@ DICTIONARY_PAGE, DATA_PAGES = b"\x15\x04", (b"\x15\x00", b"\x15\x06")
 def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq.ParquetFile:
     """Open a file of `n_bytes`. Raises FormatError if its footer says more rows than any run wrote.
 
-    `verify`: the checksum of each page is compared as it is read. Arrow's errors are the caller's.
+    With `verify`, the checksum of each page is compared as it is read. Arrow's errors pass through.
     """
     file = pq.ParquetFile(
         source,
@@ -45,7 +44,7 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
         thrift_string_size_limit=max(n_bytes, 1),
         thrift_container_size_limit=min(MIN_ELEMENTS + n_bytes // ELEMENT_BYTES, MAX_ELEMENTS),
     )
-    # would be repeated only after it was counted
+    # Arrow would repeat its values only after they were counted.
     if any("dictionary<" in str(kind) for kind in file.schema_arrow.types):
         raise FormatError(
             f"{name} has a column of coded values: no run wrote it; restore it from a backup"
@@ -64,7 +63,7 @@ def read_table(
 ) -> pa.Table:
     """Decode the columns (all if None) of a file that `open_parquet` opened from `source`.
 
-    Raises FormatError if they are larger than any run wrote. Arrow's errors are the caller's.
+    Raises FormatError if they are larger than any run wrote. Arrow's errors pass through.
     """
     at_most = MAX_DECODED_BYTES + MAX_RATIO * n_bytes
     n_rows = min(
@@ -81,13 +80,13 @@ def read_table(
         batches.append(batch)
     if batches:
         return pa.Table.from_batches(batches)
-    # of no rows
+    # A file without rows gives no batch.
     return file.read(columns=None if columns is None else list(columns), use_threads=False)
 
 
 def _repeatable_bytes(file: pq.ParquetFile, source: Any, *, name: object) -> int:
-    """Return the size of the largest row group's dictionaries, by their pages: a row may repeat all
-    of it.
+    """Return the size of the dictionaries in the largest row group. One row may repeat all of
+    it.
     """
     metadata = file.metadata
     largest = 0
@@ -111,7 +110,7 @@ def _dictionary_sizes(group: Any, source: Any, *, name: object) -> Iterator[int]
 
 
 def _page_bytes(header: bytes, *, name: object) -> int:
-    """Return the decompressed size of a page, which is the second number of its header."""
+    """Return the decompressed size of a page: the second number of its header."""
     value = 0
     for position, byte in enumerate(header[3:]):
         value |= (byte & 0x7F) << (7 * position)

@@ -1,14 +1,13 @@
-"""Files beneath one directory, reached without following a link: no path that a run names leads out
-of the run.
+"""Open files beneath one directory without following a link, so that no path leads out of a run.
 
     with opened_parent(layout.manifest, root=layout.root) as (directory, name): ...
     data = read_bytes(layout.run_json, root=layout.root, at_most=MAX_TEXT_BYTES)
     remove_tree(layout.quarantine, root=layout.root)
 
 The root itself may be given through links: `runs` may be a link to a larger disk. Beneath it every
-directory is opened by its name in the directory above, with O_NOFOLLOW. Files are regular files: a
-FIFO would block, a device would never end. All functions raise UnsafePathError for a path that
-leads elsewhere, and OSError as the system calls do.
+directory is opened by its name in the directory above, with O_NOFOLLOW. Files must be regular
+files: a FIFO would block, and a device would never end. All functions raise UnsafePathError for a
+path that leads elsewhere, and OSError as the system calls do.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from pathlib import Path
 from store.errors import UnsafePathError
 from store.hashing import HASH_BYTES
 
-# of run.json, config.yaml, open.sql, driver.json: far above what any run has
+# of run.json, config.yaml, open.sql, driver.json: far more than in any run
 MAX_TEXT_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 1 << 30  # a manifest names every file of a run
-# directories below one that is walked; a run has three, and a user's own files in logs/ may have
-# some more
+# Levels below a directory that is walked. A run has three, and a user's files in logs/ may have
+# more.
 MAX_DEPTH = 16
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def open_directory(path: Path, *, root: Path) -> int:
-    """Open a directory, `root` or one beneath it. The caller closes the descriptor."""
+    """Open a directory: `root`, or one beneath it. The caller closes the descriptor."""
     names = _names(path, root)
     descriptor = os.open(root, _DIRECTORY)
     try:
@@ -52,7 +51,7 @@ def open_directory(path: Path, *, root: Path) -> int:
 
 @contextmanager
 def opened_parent(path: Path, *, root: Path) -> Iterator[tuple[int, str]]:
-    """Give the descriptor of the directory that `path` is in, and the name in it."""
+    """Give the descriptor of the directory that holds `path`, and the name in it."""
     names = _names(path, root)
     if not names:
         raise UnsafePathError(
@@ -74,8 +73,8 @@ def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0
 def open_file_in(
     directory: int, name: str, *, path: Path, flags: int = os.O_RDONLY, mode: int = 0o666
 ) -> int:
-    """Open a regular file of an open directory. `path` is its name in errors. The caller closes the
-    descriptor.
+    """Open a regular file of an open directory. `path` is its name in errors. The caller closes
+    the descriptor.
     """
     if "\0" in name:
         raise UnsafePathError(
@@ -109,9 +108,7 @@ def read_bytes(path: Path, *, root: Path, at_most: int | None = None) -> bytes:
 
 
 def digest(path: Path, *, root: Path, at_most: int) -> str:
-    """Return the digest of a regular file without holding it in memory. Its errors are those of
-    `read_bytes`.
-    """
+    """Return the digest of a regular file that may be larger than memory."""
     with open(open_file(path, root=root), "rb") as file:
         _check_size(file.fileno(), path, at_most=at_most)
         return hashlib.file_digest(
@@ -125,9 +122,7 @@ def read_text(path: Path, *, root: Path, errors: str = "strict") -> str:
 
 
 def status(path: Path, *, root: Path) -> os.stat_result | None:
-    """Return the status of a file or directory, of a link that of the link. Return None if nothing
-    is there.
-    """
+    """Return the status of a file, a directory or a link, None if nothing is there."""
     try:
         if not _names(path, root):
             return os.stat(root)
@@ -142,17 +137,17 @@ def status(path: Path, *, root: Path) -> os.stat_result | None:
 
 
 def is_file(path: Path, *, root: Path) -> bool:
-    """Whether a regular file is there. False for what lies behind a link."""
+    """Return whether a regular file is there. False for one behind a link."""
     return _has_kind(path, root, stat.S_ISREG)
 
 
 def is_directory(path: Path, *, root: Path) -> bool:
-    """Whether a directory is there. False for what lies behind a link."""
+    """Return whether a directory is there. False for one behind a link."""
     return _has_kind(path, root, stat.S_ISDIR)
 
 
 def remove(path: Path, *, root: Path) -> None:
-    """Remove a file, or a link and not what it leads to; do nothing if it is not there."""
+    """Remove a file or a link. Do nothing if it is not there."""
     try:
         with opened_parent(path, root=root) as (directory, name):
             os.unlink(name, dir_fd=directory)
@@ -161,8 +156,7 @@ def remove(path: Path, *, root: Path) -> None:
 
 
 def remove_tree(path: Path, *, root: Path) -> None:
-    """Remove a directory with all that is in it, or a link and not what it leads to; do nothing if
-    it is not there.
+    """Remove a directory with its content, or a link. Do nothing if it is not there.
 
     Raises UnsafePathError, before anything is removed, for a tree deeper than MAX_DEPTH.
     """
@@ -170,7 +164,7 @@ def remove_tree(path: Path, *, root: Path) -> None:
         with opened_parent(path, root=root) as (directory, name):
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
-                for _ in walk(path, root=root):  # its depth: rmtree calls itself for each level
+                for _ in walk(path, root=root):  # checks the depth, because rmtree is recursive
                     pass
                 shutil.rmtree(name, dir_fd=directory)
             else:
@@ -180,9 +174,7 @@ def remove_tree(path: Path, *, root: Path) -> None:
 
 
 def rename(path: Path, target: Path, *, root: Path) -> None:
-    """Give a file or directory another name beneath the same root, replacing a file of that
-    name.
-    """
+    """Rename a file or directory beneath the same root, replacing a file of the new name."""
     with (
         opened_parent(path, root=root) as (source, name),
         opened_parent(target, root=root) as (dest, new),
@@ -191,7 +183,7 @@ def rename(path: Path, target: Path, *, root: Path) -> None:
 
 
 def names(path: Path, *, root: Path) -> list[str]:
-    """Return the names in a directory, sorted; none if it is not there."""
+    """Return the names in a directory, sorted. Return none if it is not there."""
     try:
         descriptor = open_directory(path, root=root)
     except (FileNotFoundError, NotADirectoryError):
@@ -203,8 +195,7 @@ def names(path: Path, *, root: Path) -> list[str]:
 
 
 def walk(path: Path, *, root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Give all that is beneath a directory but directories, with its status. Links are given and
-    not followed.
+    """Give every file and link beneath a directory, with its status. Links are not followed.
 
     Raises UnsafePathError naming a directory that is more than MAX_DEPTH levels below `path`.
     """
@@ -216,7 +207,9 @@ def walk(path: Path, *, root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _walk(descriptor: int, path: Path, *, n_levels: int) -> Iterator[tuple[Path, os.stat_result]]:
-    """Give what is beneath an open directory, and close it. Each level has one descriptor open."""
+    """Give the files beneath an open directory, and close it. Each level has one descriptor
+    open.
+    """
     try:
         with os.scandir(descriptor) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -247,7 +240,7 @@ def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
     except OSError as error:
         is_link = error.errno == errno.ELOOP
-        if error.errno == errno.ENOTDIR:  # what Linux says of a link too
+        if error.errno == errno.ENOTDIR:  # Linux says this for a link too
             is_link = _is_link(name, directory)
         if is_link:
             raise _a_link(path) from error
@@ -257,13 +250,16 @@ def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
 def _check_size(descriptor: int, path: Path, *, at_most: int) -> None:
     n_bytes = os.fstat(descriptor).st_size
     if n_bytes > at_most:
-        text = f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; restore it from a backup"
-        raise UnsafePathError(errno.EFBIG, text)
+        raise UnsafePathError(
+            errno.EFBIG,
+            f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; "
+            "restore it from a backup",
+        )
 
 
 def _names(path: Path, root: Path) -> tuple[str, ...]:
-    """Return the names from `root` down to `path`. Raises UnsafePathError if the path does not stay
-    beneath the root.
+    """Return the names from `root` down to `path`. Raises UnsafePathError if it is not beneath
+    the root.
     """
     if "\0" in str(path):
         raise UnsafePathError(

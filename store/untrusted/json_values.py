@@ -1,4 +1,4 @@
-"""Values of JSON files that others may have written or damaged, checked before they are used."""
+"""Check values of JSON files that others may have written or damaged. Each raises ValueError."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ INT64_MAX = 2**63 - 1  # SQLite, Parquet and DuckDB take no larger number
 
 
 def parse_object(data: bytes | str) -> dict[str, object]:
-    """Return the JSON object in `data`. Raises ValueError if it is none, or nested too deeply to be
-    parsed.
+    """Return the JSON object in `data`. Raises ValueError for another value, or for deep
+    nesting.
     """
     try:
         content = json.loads(data)

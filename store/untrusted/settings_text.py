@@ -1,12 +1,11 @@
-"""Settings of a run as they are written in its config.yaml or run.json. The text may be a
-stranger's.
+"""Parse the settings in a run's config.yaml or run.json. A stranger may have written the text.
 
     settings = parse_settings_text(text)
     uri = setting(settings, "store.uri")
 
-Nothing in the text is resolved: scalars stay text, so no number, date or object is made of them.
-The whole work is bounded. `configs/` reads the settings that a run is started with; this package
-must not import it, and needs single values only.
+Nothing in the text is resolved: scalars stay text, so it makes no number, date or object. The work
+is bounded. `configs/` parses the settings that a run is started with. This package must not import
+it, and needs single values only.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ NULLS = ("", "~", "null", "Null", "NULL")
 def parse_settings_text(text: object) -> dict[str, object]:
     """Return the settings in a YAML text: mappings, lists, texts and None.
 
-    Raises ValueError for what a run's settings never have: aliases, merge keys, tags, keys given
-    twice, or too much of it.
+    Raises ValueError for aliases, merge keys, tags, repeated keys, and too long texts, which no run
+    writes.
     """
     if not isinstance(text, str):
         raise ValueError(f"they are no text but a {type(text).__name__}")
@@ -62,8 +61,9 @@ def setting(settings: dict[str, object], key: str) -> object:
 
 
 def _content(events: Iterable[Event]) -> object:
-    """Return the value that the events describe. Keep the open collections in a list: deep nesting
-    is no recursion.
+    """Return the value that the events describe.
+
+    Open collections are kept in a list, so that deep nesting needs no recursion.
     """
     whole: list[object] = []
     open_collections: list[dict[str, object] | list[object]] = [whole]

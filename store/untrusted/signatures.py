@@ -1,13 +1,13 @@
-"""Which runs this user made: what they name may be run and asked for. Of all other runs files are
-read, and no more.
+"""Sign the runs that this user made. Settings are followed in signed runs only; other runs are
+read.
 
-    sign_run(run, config=None)         # by who makes a run, and by who trusts one
+    sign_run(run, config=None)         # by the process that makes a run, or trusts one
     made_by_this_user(run)             # True, also for a copy, and after a move
 
-A run that was unpacked belongs to whoever unpacked it, so the owner of a file says nothing. Each
-user has a key of 32 random bytes in KEY_DIRECTORY, which nobody else can read. RUN/signed.json
-holds an HMAC-SHA256 with that key of run.json, and of each config.yaml that the run was started
-with. Somebody else can copy a signature only together with the very text it signs.
+The owner of a file proves nothing, because a run that was unpacked belongs to the user who unpacked
+it. So each user has a key of 32 random bytes that nobody else can read. RUN/signed.json holds an
+HMAC-SHA256 with that key of run.json, and of each config.yaml that the run was started with.
+Somebody else can copy a signature only together with the very text that it signs.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ KEY_NAME = "key"
 MAX_SIGNATURES = 1000  # of config.yaml: the newest starts
 
 
-def state_directory() -> Path:
-    """Return the directory of this user's key: $XDG_STATE_HOME/async-gigpo, by default
-    ~/.local/state/async-gigpo.
-    """
-    given = os.environ.get("XDG_STATE_HOME", "")
-    home = (
-        Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".local" / "state"
-    )
+def user_directory(variable: str, *, default: str) -> Path:
+    """Return this user's directory for our state or cache: $VARIABLE, by default ~/`default`."""
+    given = os.environ.get(variable, "")
+    home = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / default
     return home / "async-gigpo"
 
 
-def made_by_this_user(run: Path) -> bool:
-    """Whether this user made the run, or said once that it is trusted, and its run.json and
-    config.yaml are as they were then.
+def state_directory() -> Path:
+    """Return the directory of this user's key."""
+    return user_directory("XDG_STATE_HOME", default=".local/state")
 
-    Raises StoreError if the user's key is not the user's alone.
+
+def made_by_this_user(run: Path) -> bool:
+    """Return whether this user made or trusted the run, and its run.json and config.yaml are
+    unchanged.
+
+    Raises StoreError if others can read the user's key.
     """
     key = _key()
     if key is None:
@@ -58,16 +59,15 @@ def made_by_this_user(run: Path) -> bool:
         texts = {RUN_JSON: read_bytes(run / RUN_JSON, root=run, at_most=MAX_TEXT_BYTES)}
         if status(run / CONFIG, root=run) is not None:
             texts[CONFIG] = read_bytes(run / CONFIG, root=run, at_most=MAX_TEXT_BYTES)
-    except OSError:  # also one that is or lies behind a link
+    except OSError:  # also for a link
         return False
     return all(_signature(key, name, text) in signed for name, text in texts.items())
 
 
 def sign_run(run: Path, *, config: bytes | None) -> bool:
-    """Sign run.json, config.yaml, and the text `config` that is about to be its config.yaml.
+    """Sign run.json, config.yaml, and the text `config` that is about to become config.yaml.
 
-    Return False where this user can have no key: such a run is asked about when it goes on. Raises
-    StoreError.
+    Return False if this user can have no key. Raises StoreError.
     """
     key = _key() or _new_key()
     if key is None:
@@ -107,9 +107,7 @@ def _signed(run: Path) -> list[str]:
 
 
 def _key() -> bytes | None:
-    """Return this user's key, None if there is none. Raises StoreError if others may read or may
-    have put it there.
-    """
+    """Return this user's key, None if there is none. Raises StoreError if others may know it."""
     path = state_directory() / KEY_NAME
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -126,8 +124,9 @@ def _key() -> bytes | None:
 
 
 def _new_key() -> bytes | None:
-    """Make this user's key, and return it or the one that another process made meanwhile. Return
-    None if it cannot be kept.
+    """Make this user's key. Return it, or the key that another process made meanwhile.
+
+    Return None if no key can be kept.
     """
     directory = state_directory()
     aside = directory / f".{KEY_NAME}.{os.getpid()}-{secrets.token_hex(4)}"

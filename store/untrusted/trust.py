@@ -1,6 +1,6 @@
-"""Runs that this user did not make: their settings are not followed until the user says so.
+"""Follow the settings of a run only if this user made or trusts it.
 
-    check_trusted(run)      # before anything that its settings name is imported, loaded or asked for
+    check_trusted(run)      # before a class, model or server that its settings name is used
     trust(run)              # for --trust: from now on the run counts as one of this user's
 
 The settings of a run name Python classes, directories, servers and storage. A program that only
@@ -20,7 +20,7 @@ from store.untrusted.file_access import is_file, read_text
 from store.untrusted.settings_text import parse_settings_text, setting
 from store.untrusted.signatures import CONFIG, RUN_JSON, made_by_this_user, sign_run
 
-# Settings that name something outside of the run, and what is done with it.
+# Settings that name something outside the run, and what the program does with it.
 FOLLOWED = {
     "env.name": "imports the environment",
     "env.options": "gives it the options",
@@ -33,14 +33,12 @@ FOLLOWED = {
 }
 SHOWN_CHARACTERS, SHOWN_ITEMS = 200, 8  # of one setting
 
-# runs that the user trusts and that cannot be signed: on read-only media, for example
+# Trusted runs that cannot be signed, for example because they are on read-only media.
 _trusted_now: set[Path] = set()
 
 
 def trust(run: Path) -> None:
-    """Count the run as one of this user's, whose settings may be followed. Raises StoreError for
-    what is no run.
-    """
+    """Count the run as one of this user's. Raises StoreError if there is no run."""
     root = run.absolute()
     if not is_file(root / RUN_JSON, root=root):
         raise FormatError(
@@ -50,22 +48,22 @@ def trust(run: Path) -> None:
         is_signed = sign_run(run, config=None)
     except UnsafePathError:
         raise
-    except OSError:  # of read-only media, or of another user's run
+    except OSError:  # on read-only media, or in another user's run
         is_signed = False
     if not is_signed:
         _trusted_now.add(run.resolve())
 
 
 def is_trusted(run: Path) -> bool:
-    """Return whether this user made the run or trusts it. Raises StoreError if the user's key is
-    not the user's alone.
+    """Return whether this user made or trusts the run. Raises StoreError if others can read the
+    key.
     """
     return run.resolve() in _trusted_now or made_by_this_user(run)
 
 
 def check_trusted(run: Path) -> None:
     """Raise StoreError for a run that this user neither made nor trusts. Name what its settings
-    would have done.
+    would do.
     """
     if is_trusted(run):
         return
@@ -78,8 +76,8 @@ def check_trusted(run: Path) -> None:
 
 
 def _values(run: Path, key: str) -> list[str]:
-    """Return what the newest settings and those of the first start say, each once, as text that a
-    terminal can show.
+    """Return the values of a setting in config.yaml and run.json, each once, as text for a
+    terminal.
     """
     found: list[str] = []
     for settings in _settings(run):
@@ -90,7 +88,7 @@ def _values(run: Path, key: str) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """Return a setting in ASCII, cut. No collection in a collection is shown."""
+    """Return a setting in ASCII, cut. Collections within a collection are not shown."""
     if isinstance(value, Mapping):
         items = [
             f"{_shown_one(key)}: {_shown_one(one)}"
@@ -108,7 +106,7 @@ def _shown_one(value: object) -> str:
 
 
 def _settings(run: Path) -> list[dict[str, object]]:
-    """Return both sets of settings as far as they can be read. Nothing in them is resolved."""
+    """Return the settings of config.yaml and of run.json, as far as they can be read."""
     root = run.absolute()
     texts: list[str] = []
     with suppress(OSError, ValueError):

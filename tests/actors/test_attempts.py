@@ -50,7 +50,7 @@ def test_stragglers_are_recorded_with_how_far_they_got(tmp_path: Path) -> None:
     check(tmp_path, body, spare_members=2)
 
 
-def test_surplus_is_a_trajectory_and_not_unfinished(tmp_path: Path) -> None:
+def test_extra_is_a_trajectory_and_not_unfinished(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         stage.end(0, 1, 2)
         await asyncio.sleep(1.0)

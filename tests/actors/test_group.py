@@ -13,7 +13,7 @@ from actors.rollout.episode import EpisodeOverdue
 from actors.rollout.group import (
     MAX_BYSTANDER_ATTEMPTS,
     EpisodeFailed,
-    as_surplus,
+    as_extra,
     play_group,
     with_attempts,
 )
@@ -47,7 +47,7 @@ class Table:
     ends: dict[int, asyncio.Future[Trajectory]] = field(default_factory=dict)
     commits: list[list[int]] = field(default_factory=list)
     committed: list[Trajectory] = field(default_factory=list)
-    surplus: list[Trajectory] = field(default_factory=list)
+    extra: list[Trajectory] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)  # numbers of episodes that were kept
 
     async def play(self, member: int) -> Trajectory:
@@ -59,8 +59,8 @@ class Table:
         self.commits.append([trajectory.member for trajectory in trajectories])
         self.committed += trajectories
 
-    async def keep_surplus(self, trajectories: Sequence[Trajectory]) -> None:
-        self.surplus += trajectories
+    async def keep_extra(self, trajectories: Sequence[Trajectory]) -> None:
+        self.extra += trajectories
 
     def end(self, *members: int) -> None:
         for member in members:
@@ -74,7 +74,7 @@ async def begun(table: Table, n: int, *, spares: Sequence[int] = ()) -> asyncio.
             spares=spares,
             play=table.play,
             commit=table.commit,
-            keep_surplus=table.keep_surplus,
+            keep_extra=table.keep_extra,
             ended=table.ended.append,
         )
     )
@@ -174,7 +174,7 @@ def test_a_spare_takes_the_place_of_the_slowest_which_is_given_up() -> None:
     assert [one.traj_uid for one in table.committed] == [
         uid(b"g" * 16, member) for member in range(3)
     ]
-    assert table.surplus == []
+    assert table.extra == []
 
 
 def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_when_more_fail_than_there_are_spares_the_group_does(
     assert asyncio.run(play()).commits == [[1]]
 
 
-def test_what_ends_together_with_the_last_member_is_surplus_and_kept() -> None:
+def test_what_ends_together_with_the_last_member_is_extra_and_kept() -> None:
     async def play() -> Table:
         table = Table()
         task = await begun(table, 2, spares=(2, 3))
@@ -242,11 +242,11 @@ def test_what_ends_together_with_the_last_member_is_surplus_and_kept() -> None:
 
     table = asyncio.run(play())
     assert table.commits == [[0, 1]]
-    assert [one.member for one in table.surplus] == [3]
-    alone = as_surplus(table.surplus[0])
+    assert [one.member for one in table.extra] == [3]
+    alone = as_extra(table.extra[0])
     assert (alone.split, alone.member) == ("imported", 0)
     assert alone.traj_uid == uid(alone.group_uid, 0)
-    assert alone.group_uid not in (b"g" * 16, as_surplus(trajectory(4)).group_uid)
+    assert alone.group_uid not in (b"g" * 16, as_extra(trajectory(4)).group_uid)
 
 
 def attempts(errors: Sequence[Exception], *, allowed: int) -> tuple[list[str], int]:

@@ -155,7 +155,7 @@ def test_with_a_spare_a_group_does_not_wait_for_its_slowest(tmp_path: Path) -> N
     on_stage(tmp_path, body, spare_members=1)
 
 
-def test_surplus_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> None:
+def test_extra_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         (group_uid,) = {group_uid for group_uid, _ in stage.playing}
         stage.end(0, 1, 2)
@@ -167,7 +167,7 @@ def test_surplus_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> N
         ((state, reason),) = stage.sql("SELECT state, reason FROM groups WHERE split = 'imported'")
         assert (state, reason) == (
             "complete",
-            f"imported from surplus of group {uid_text(group_uid)}",
+            f"imported from extra of group {uid_text(group_uid)}",
         )
         assert stage.coordinator.claim(0) is None  # one group of two is complete
         assert stage.coordinator.status().counts.trajectories == 2

@@ -43,7 +43,7 @@ class Run:
                 version=self.step, path=f"weights/v{self.step}", digest="d", learner_step=self.step
             )
             self.catalog.settle(
-                batch.batch_id, learner_step=self.step, no_signal={}, version_in=self.step - 1
+                batch.batch_id, learner_step=self.step, filtered={}, version_in=self.step - 1
             )
         self.catalog.record_metrics(
             learner_step=self.step, policy_version=self.step - 1, values={"train/success": success}

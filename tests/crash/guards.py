@@ -82,7 +82,7 @@ def run_with_everything(
         catalog.record_version(version=5, path="weights/v5", digest="", learner_step=None)
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=5)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=5)
         catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=5)
         catalog.record_metrics(learner_step=1, policy_version=5, values={"loss": 1.0})
         export(catalog, layout)

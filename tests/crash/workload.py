@@ -15,7 +15,7 @@ from pathlib import Path
 
 from store import (
     Catalog,
-    GroupRecord,
+    Group,
     RunLayout,
     export,
     now_us,
@@ -101,7 +101,7 @@ def own(layout: RunLayout, diary: Diary, *, rounds: int) -> None:
 def play(layout: RunLayout, catalog: Catalog, diary: Diary, *, number: int) -> None:
     """The groups of one learner step and one evaluation; some of it in two files, some twice."""
     diary.phase("open")
-    with catalog.at_once():  # no promise yet: it is one when readers are shown it
+    with catalog.unsynced():  # no promise yet: it is one when readers are shown it
         large, small = (
             catalog.open_group(
                 ordinal=ordinal,
@@ -138,7 +138,7 @@ def write_and_commit(
     catalog: Catalog,
     diary: Diary,
     *,
-    members: list[tuple[GroupRecord, int]],
+    members: list[tuple[Group, int]],
     version: int,
     worker: str,
 ) -> None:
@@ -152,7 +152,7 @@ def write_and_commit(
     diary.phase("commit")
     # as of several workers at once
     with catalog.synced_together() if worker == "w0" else nullcontext():
-        with catalog.at_once():
+        with catalog.unsynced():
             catalog.heartbeats({worker: None})
         catalog.commit(segment, epoch=catalog.epoch)
         catalog.log(component=worker, what="wrote", detail=segment.path)
@@ -176,10 +176,8 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     diary.phase("settle")
     latest = catalog.latest_version()
     assert latest is not None
-    no_signal = {batch.groups[0].group_uid: "alike"} if step % 2 else {}
-    catalog.settle(
-        batch.batch_id, learner_step=step, no_signal=no_signal, version_in=latest.version
-    )
+    filtered = {batch.groups[0].group_uid: "alike"} if step % 2 else {}
+    catalog.settle(batch.batch_id, learner_step=step, filtered=filtered, version_in=latest.version)
     diary.done("settle", batch=batch.batch_id, step=step)
     diary.phase("ledger")
     publish(catalog, diary, learner_step=step)

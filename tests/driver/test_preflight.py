@@ -269,7 +269,7 @@ def status(*, heldout_open: int, learner_step: int = 60) -> Status:
             claimed=0,
             trained=0,
             stale=0,
-            no_signal=0,
+            filtered=0,
             trajectories=7,
             steps=9,
         ),

@@ -242,7 +242,7 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
         ["sql", str(moved.run), "SELECT count(*) AS n FROM trajectories"],
     ):
         answer = subprocess.run(
-            [sys.executable, "-m", "store", *command],
+            [sys.executable, "-m", "cli", *command],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -41,7 +41,7 @@ class Run:
                 learner_step=self.step,
             )
             self.catalog.settle(
-                batch.batch_id, learner_step=self.step, no_signal={}, version_in=self.version - 1
+                batch.batch_id, learner_step=self.step, filtered={}, version_in=self.version - 1
             )
             self.record(
                 {"loss/loss": loss + self.step, "train/success": 0.1 * self.step},

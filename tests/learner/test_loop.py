@@ -104,7 +104,7 @@ def test_batches_without_a_signal_are_settled_without_an_update(
     loop = Loop(monkeypatch, config, alike=True)
     assert loop.learner.run() == 2
     loop.coordinator.close()
-    assert metrics(tmp_path / "run", "groups/no_signal") == [GROUPS_PER_STEP] * 2
+    assert metrics(tmp_path / "run", "groups/filtered") == [GROUPS_PER_STEP] * 2
 
 
 @pytest.mark.parametrize(

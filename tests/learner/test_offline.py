@@ -17,7 +17,7 @@ from configs import Config, ConfigError
 from coordinator import Coordinator
 from learner import Learner, check_train_on
 from learner.data.batch_loader import (
-    STORED_STALENESS,
+    OFFLINE_STALENESS,
     PreparedBatch,
     ready_batch,
     source_of,
@@ -134,10 +134,10 @@ def test_what_is_left_out_of_training_is_still_compared_with(tmp_path: Path, pla
     assert all(row["advantage"] > 0 for row in expected), (
         "a winner alone would have nothing to be better than"
     )
-    assert (winners.n_rows, winners.success, winners.no_signal) == (8, 0.5, {})
+    assert (winners.n_rows, winners.success, winners.filtered) == (8, 0.5, {})
     (update,) = winners.updates
     assert {int(value) for batch in update.micro_batches for value in batch.staleness_N} == {
-        STORED_STALENESS
+        OFFLINE_STALENESS
     }
 
 
@@ -145,8 +145,8 @@ def test_a_group_of_which_nothing_is_wanted_says_so(tmp_path: Path, played: Path
     first = "group_uid = (SELECT min(group_uid) FROM steps)"
     ready = next_ready(make_run(stored_config(tmp_path / "run", played, train_on=first)))
     kept = set(ready.rows["group_uid"].to_pylist())
-    (why,) = ready.no_signal.values()
-    assert len(kept) == 1 and not kept & ready.no_signal.keys() and "offline.train_on" in why
+    (why,) = ready.filtered.values()
+    assert len(kept) == 1 and not kept & ready.filtered.keys() and "offline.train_on" in why
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_batches_that_train_on_empties_end_the_run_with_its_name(
         StarvationError,
         match="no step of it is one of offline.train_on=false. Use another offline.train_on",
     ):
-        check_batches(11, success=1.0, no_signal=ready.no_signal)
-    check_batches(11, success=1.0, no_signal={b"g": "all returned 1"})
+        check_batches(11, success=1.0, filtered=ready.filtered)
+    check_batches(11, success=1.0, filtered={b"g": "all returned 1"})
 
 
 def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
@@ -207,8 +207,8 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     times = Times(began_at_s=0.0, step_s=2.0)
     figures = step_metrics(mixed, [], times)
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
-    assert mixed.live is not None and mixed.stored is not None
-    assert (mixed.live.success, mixed.stored.success) == (0.5, 0.5)
+    assert mixed.live is not None and mixed.offline is not None
+    assert (mixed.live.success, mixed.offline.success) == (0.5, 0.5)
     assert (figures["train/success"], figures["offline/success"]) == (0.5, 0.5)
     of_split = rows(
         config.run_dir,
@@ -224,7 +224,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     staleness = with_staleness(mixed.rows, version=7).select(["split", "staleness"]).to_pylist()
     assert {(row["split"], row["staleness"]) for row in staleness} == {
         ("train", 0),
-        ("imported", STORED_STALENESS),
+        ("imported", OFFLINE_STALENESS),
     }
 
 
@@ -244,7 +244,7 @@ def test_a_stored_group_is_explained_without_a_staleness(
     )  # type: ignore[arg-type]
     assert [group.staleness for group in explanation.groups] == [None, None]
     assert list(table(explanation).columns[4].cells) == ["-", "-"]
-    assert seen == [{STORED_STALENESS}, {STORED_STALENESS}]
+    assert seen == [{OFFLINE_STALENESS}, {OFFLINE_STALENESS}]
 
 
 def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_uses(
@@ -304,7 +304,7 @@ def test_a_crash_unuses_what_no_checkpoint_has(
 def test_live_and_stored_groups_together(
     tmp_path: Path, played: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    """Half of each batch is played meanwhile, within the bound; the stored half is of no version of
+    """Half of each batch is played meanwhile, within the bound; the offline half is of no version of
     this run.
     """
     config = make_run(

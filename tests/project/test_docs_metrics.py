@@ -63,14 +63,14 @@ def of_an_update() -> UpdateStats:
 
 
 def of_a_learner_step() -> set[str]:
-    """Return the names of a batch with played and with stored groups."""
+    """Return the names of a batch with played and with offline groups."""
     groups = [
-        SimpleNamespace(source=None, version_min=0),
-        SimpleNamespace(source="run", version_min=0),
+        SimpleNamespace(source=None, oldest_version=0),
+        SimpleNamespace(source="run", oldest_version=0),
     ]
     episodes = Episodes(success=0.5, mean_return=1.0, mean_steps=3.0)
     ready = SimpleNamespace(
-        batch=SimpleNamespace(groups=groups), version=1, live=episodes, stored=episodes, no_signal={},
+        batch=SimpleNamespace(groups=groups), version=1, live=episodes, offline=episodes, filtered={},
         rows=pa.table({"anchor_size": [1], "advantage": [0.0], "episode_advantage": [0.0], "step_advantage": [0.0]}),
         n_rows=1, n_response_tokens=7, n_live_tokens=7,
         read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,

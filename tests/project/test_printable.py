@@ -26,7 +26,7 @@ from configs import Config
 from driver.progress import Progress, said_with_spinner
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
 from printable import plain_console, printable, printable_json
-from store import Catalog, GroupRecord, RunLayout, export, write_open_sql, write_segment
+from store import Catalog, Group, RunLayout, export, write_open_sql, write_segment
 from store.maintenance.finding import Finding
 from tests.support.store_samples import make_step, make_trajectory
 
@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     with Catalog.open(layout) as catalog:
 
-        def commit(group: GroupRecord) -> None:
+        def commit(group: Group) -> None:
             texts = {
                 "action_text": ALL,
                 "obs_text": ALL,
@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=1)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=0)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0)
         catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=1)
         catalog.heartbeats({"worker-0": f"reset of task {ALL}", f"worker {ALL}": None})
         export(catalog, layout)

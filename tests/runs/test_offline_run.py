@@ -80,7 +80,7 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
     output, _ = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, output
     assert "continues at learner step" in output
-    assert f"stored rollouts are used up after learner step {LAST_STEP}" in output and "python cli/evaluate.py" in output
+    assert f"offline rollouts are used up after learner step {LAST_STEP}" in output and "python cli/evaluate.py" in output
     per_step = "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live GROUP BY 1 ORDER BY 1"
     assert rows(run, per_step) == [(step, 2) for step in range(1, LAST_STEP + 1)]
     uses = "SELECT list(DISTINCT n) FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"

@@ -168,7 +168,7 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Fi
     output = finished[0].output
     assert "success on training tasks" in output
     assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
-    assert "python -m store sql" in output
+    assert "gigpo sql" in output
     assert re.search(r"6 learner steps took \d+ (s|min), one of them \d+\.\d\d s \(median\)", output)
     assert "advantages" not in output
     assert "cloning  step " in output and "training  step " in output and "evaluating  held-out tasks " in output
@@ -216,7 +216,7 @@ def test_enough_questions_are_documented() -> None:
 
 
 def test_fsck_finds_nothing_in_a_finished_run(finished: tuple[Finished, list[str]]) -> None:
-    command = [sys.executable, "-m", "store", "fsck", str(finished[0].run)]
+    command = [sys.executable, "-m", "cli", "fsck", str(finished[0].run)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 

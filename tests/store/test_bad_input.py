@@ -95,7 +95,7 @@ def test_a_bad_segment_is_named_and_the_rest_of_the_run_stays_readable(
                 0
             ] == 15 - len(bad.trajectories)
             assert [
-                str(path) in str(line.message) and "python -m store fsck" in str(line.message)
+                str(path) in str(line.message) and "gigpo fsck" in str(line.message)
                 for line in said
             ] == [True]
             with pytest.warns(UserWarning, match=path.name), open_run(layout.root) as reader:
@@ -153,7 +153,7 @@ def test_a_lost_catalog_is_never_begun_anew(layout: RunLayout, content: bytes | 
     before = fingerprint(layout.root, but=("catalog.lock",))
     with pytest.raises(StoreError) as problem:
         Catalog.open(layout)
-    one_line(problem, names=layout.catalog, remedy="python -m store rebuild")
+    one_line(problem, names=layout.catalog, remedy="gigpo rebuild")
     assert {finding.what for finding in check(layout, level=CONTENTS)} <= {
         "catalog_missing",
         "catalog_damaged",
@@ -317,7 +317,7 @@ def test_a_clock_that_goes_back_changes_no_order_and_frees_no_lease(
         clock_us[0] -= HOUR_US
         batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
         assert batch is not None and [group.ordinal for group in batch.groups] == [2, 3, 5]
-        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         catalog.record_checkpoint(learner_step=2, path="checkpoints/step000002", version=2)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 2

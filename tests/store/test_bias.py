@@ -1,4 +1,4 @@
-"""python -m store bias: what was dropped against what was trained on, and the permutation test
+"""gigpo bias: what was dropped against what was trained on, and the permutation test
 underneath.
 """
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,7 @@ import pytest
 from cli.store_main import main
 from store import (
     Catalog,
-    GroupRecord,
-    ImportedGroup,
+    Group,
     RunLayout,
     Trajectory,
     export,
@@ -43,7 +41,7 @@ TRAINED = ((2, 3), (3, 3), (2, 2), (3, 2), (3, 3), (2, 3), (2, 2), (3, 3))
 # all longer; the last was given up with one member of two
 STALE = ((5, 6), (6, 6), (5, 5), (6, 5), (6, 6), (5,))
 NO_SIGNAL = ((2, 2), (3, 3), (2, 2), (3, 3), (2, 3))
-SURPLUS = (4, 4, 4, 3, 4)  # of the first trained groups
+EXTRA = (4, 4, 4, 3, 4)  # of the first trained groups
 
 
 def units(
@@ -64,9 +62,7 @@ def units(
     ).comparable()
 
 
-def played(
-    group: GroupRecord, member: int, *, n_steps: int, paid: float, version: int = 1
-) -> Trajectory:
+def played(group: Group, member: int, *, n_steps: int, paid: float, version: int = 1) -> Trajectory:
     steps = tuple(
         make_step(i, n_steps=n_steps, version=version, reward=paid * (i == n_steps - 1))
         for i in range(n_steps)
@@ -83,7 +79,7 @@ class Run:
         self.layout = RunLayout.create(root, config_yaml="a: 1\n")
         write_open_sql(self.layout, macros=(), max_staleness=1)
 
-    def open(self, catalog: Catalog, task: str, *, size: int, split: str = "train") -> GroupRecord:
+    def open(self, catalog: Catalog, task: str, *, size: int, split: str = "train") -> Group:
         version = 0 if split == "heldout" else None
         ordinal = catalog.next_ordinal(split) if version is None else 0
         return catalog.open_group(
@@ -91,7 +87,7 @@ class Run:
         )
 
     def commit(
-        self, catalog: Catalog, groups: Sequence[tuple[GroupRecord, Sequence[int]]], *, paid: float
+        self, catalog: Catalog, groups: Sequence[tuple[Group, Sequence[int]]], *, paid: float
     ) -> None:
         rows = [
             played(group, member, n_steps=n_steps, paid=paid, version=self.version)
@@ -127,24 +123,24 @@ class Run:
         groups: Sequence[Sequence[int]],
         *,
         tasks: Sequence[str],
-        no_signal: bool = False,
-    ) -> list[GroupRecord]:
+        filtered: bool = False,
+    ) -> list[Group]:
         opened = [
             (self.open(catalog, task, size=len(lengths)), lengths)
             for task, lengths in zip(tasks, groups, strict=True)
         ]
-        self.commit(catalog, opened, paid=0.0 if no_signal else 1.0)
+        self.commit(catalog, opened, paid=0.0 if filtered else 1.0)
         batch = catalog.claim(n_groups=len(groups), current_version=self.version, max_staleness=1)
         assert batch is not None
-        silent = {group.group_uid: "alike" for group, _ in opened} if no_signal else {}
+        silent = {group.group_uid: "alike" for group, _ in opened} if filtered else {}
         catalog.settle(
-            batch.batch_id, learner_step=batch.batch_id, no_signal=silent, version_in=self.version
+            batch.batch_id, learner_step=batch.batch_id, filtered=silent, version_in=self.version
         )
         return [group for group, _ in opened]
 
-    def surplus(self, catalog: Catalog, group: GroupRecord, n_steps: int) -> None:
+    def extra(self, catalog: Catalog, group: Group, n_steps: int) -> None:
         """As the coordinator enters it."""
-        alone = uid(group.traj_uids[0], "surplus", n_steps)
+        alone = uid(group.traj_uids[0], "extra", n_steps)
         one = replace(
             played(group, 0, n_steps=n_steps, paid=1.0),
             group_uid=alone,
@@ -153,11 +149,11 @@ class Run:
             split="imported",
         )
         segment = write_segment(self.layout, [one], worker="w0", epoch=catalog.epoch)
-        known = [ImportedGroup(group_uid=alone, task_id=group.task_id, size=1)]
+        known = [Group.imported(group_uid=alone, task_id=group.task_id, size=1)]
         catalog.import_groups(
             segment=segment,
             groups=known,
-            source=f"surplus of group {uid_text(group.group_uid)}",
+            source=f"extra of group {uid_text(group.group_uid)}",
             own=False,
         )
 
@@ -169,17 +165,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trained = run.train(
             catalog, TRAINED, tasks=[f"task-{number % 2}" for number in range(len(TRAINED))]
         )
-        run.train(catalog, NO_SIGNAL, tasks=["task-0", "task-1"] * 2 + ["task-1"], no_signal=True)
+        run.train(catalog, NO_SIGNAL, tasks=["task-0", "task-1"] * 2 + ["task-1"], filtered=True)
         run.drop(catalog, STALE, task="task-2", state="stale", size=3, paid=1.0)
         run.drop(catalog, [(4,), ()], task="task-0", state="abandoned", size=2, paid=1.0)
-        for group, n_steps in zip(trained, SURPLUS, strict=False):
-            run.surplus(catalog, group, n_steps)
+        for group, n_steps in zip(trained, EXTRA, strict=False):
+            run.extra(catalog, group, n_steps)
         # None of these counts: held out, still to be trained on, still to be played, another run's.
         run.commit(
             catalog, [(run.open(catalog, "held", size=2, split="heldout"), (40, 40))], paid=0.0
         )
         waits = run.open(catalog, "task-0", size=2)
-        run.surplus(catalog, waits, 30)  # surplus, but of a group that was not trained on
+        run.extra(catalog, waits, 30)  # extra, but of a group that was not trained on
         run.commit(
             catalog, [(waits, (40, 40)), (run.open(catalog, "task-0", size=2), (40,))], paid=0.0
         )
@@ -192,7 +188,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         catalog.import_groups(
             segment=write_segment(run.layout, [other], worker="w0", epoch=catalog.epoch),
-            groups=[ImportedGroup(group_uid=alone, task_id="task-0", size=2)],
+            groups=[Group.imported(group_uid=alone, task_id="task-0", size=2)],
             source="run another",
             own=False,
         )
@@ -211,9 +207,9 @@ def test_the_means_of_each_kind_are_those_of_its_trajectories(report: BiasReport
     for name, lengths, paid, n_tasks, n_groups in (
         ("trained", list(itertools.chain(*TRAINED)), 1.0, 2, 8),
         ("stale", list(itertools.chain(*STALE)), 1.0, 1, 6),
-        ("no_signal", list(itertools.chain(*NO_SIGNAL)), 0.0, 2, 5),
+        ("filtered", list(itertools.chain(*NO_SIGNAL)), 0.0, 2, 5),
         ("abandoned", [4], 1.0, 1, 1),
-        ("surplus", [*SURPLUS, 30], 1.0, 2, 6),
+        ("extra", [*EXTRA, 30], 1.0, 2, 6),
     ):
         kind, mean = kinds[name], np.mean(lengths)
         assert (kind.n_groups, kind.n_trajectories, kind.n_tasks) == (
@@ -240,13 +236,13 @@ def test_planted_length_and_task_biases_are_found_and_nothing_else(report: BiasR
     }
     assert found == {("stale", "n_steps"), ("stale", "n_response_tokens"), ("stale", TASKS)}
     assert {key for key, row in rows.items() if row.p_corrected is None} == {
-        ("no_signal", "episode_return"),
-        ("no_signal", "won"),
+        ("filtered", "episode_return"),
+        ("filtered", "won"),
     }
     # 4 - 2.5, 4 - 3, 4 - 2, 3 - 2.5, 4 - 3: each beside its own group, which is of three with it.
-    surplus = rows["surplus", "n_steps"].difference
-    assert surplus.dropped - surplus.kept == pytest.approx(1.2)
-    assert surplus.p == pytest.approx((1 / 3) ** 5, abs=0.01), (
+    extra = rows["extra", "n_steps"].difference
+    assert extra.dropped - extra.kept == pytest.approx(1.2)
+    assert extra.p == pytest.approx((1 / 3) ** 5, abs=0.01), (
         "the longest of three in each of five groups"
     )
 
@@ -261,13 +257,12 @@ def test_the_command_says_it_in_words(root: Path, capsys: pytest.CaptureFixture[
         "the trained ones" in lines[-1]
     )
     assert any(
-        line.split()[:2] == ["no_signal", "won"] and line.endswith("by definition")
-        for line in lines
+        line.split()[:2] == ["filtered", "won"] and line.endswith("by definition") for line in lines
     )
     assert "groups of which no trajectory is stored, or no longer: 1 abandoned" in lines
     assert main(["bias", str(root), "--where", "state <> 'stale' AND split <> 'imported'"]) == 0
     said = capsys.readouterr().out
-    assert "stale: none" in said and "surplus: none" in said and "no_signal" in said
+    assert "stale: none" in said and "extra: none" in said and "filtered" in said
     assert said.splitlines()[-1] == "no difference beyond chance"
     assert main(["bias", str(root), "--where", "false"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to compare"
@@ -354,19 +349,6 @@ def test_stragglers_that_got_further_than_the_members_of_their_groups_are_found(
         "straggler: 3 trained groups have straggler episodes, too few to compare"
         in capsys.readouterr().out
     )
-
-
-def test_a_run_of_format_3_has_no_unfinished_episodes_to_compare(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "data" / "format-3.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    report = bias_report(tmp_path / "format-3", as_of=None, where=None)
-    assert [kind.name for kind in report.kinds] == [
-        "trained",
-        "stale",
-        "no_signal",
-        "abandoned",
-        "surplus",
-    ]
 
 
 def test_as_of_an_earlier_moment(root: Path, tmp_path: Path, report: BiasReport) -> None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from store import (
+    FORMAT,
     Catalog,
     FormatError,
     RunLayout,
@@ -58,9 +59,9 @@ def repeated(row: pa.Table, *, n_rows: int) -> pa.Table:
     return pa.table(columns, names=SEGMENT_SCHEMA.names)
 
 
-def encoded(table: pa.Table, layout: RunLayout, *, format_version: int = 4) -> pa.Buffer:
+def encoded(table: pa.Table, layout: RunLayout, *, format: str = FORMAT) -> pa.Buffer:
     metadata = {
-        "format_version": str(format_version),
+        "format": format,
         "run_id": layout.info.run_id,
         "worker": "w0",
         "epoch": "1",
@@ -123,7 +124,7 @@ def sparse(path: Path) -> None:
 
 
 def limited(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m store` with little memory."""
+    """Run `gigpo` with little memory."""
     command = [sys.executable, "-c", LIMITED, *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=TIME_LIMIT_S, cwd=Path(__file__).parents[2]

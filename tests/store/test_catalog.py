@@ -76,7 +76,7 @@ def test_commits_together_wait_for_the_disk_once_and_leases_not_at_all(
     with Catalog.open(layout) as catalog:
         with catalog.synced_together():
             for worker in "ab":
-                with catalog.at_once():
+                with catalog.unsynced():
                     open_train_group(catalog, None)
                     catalog.lease_open_group(worker=worker, lease_s=60.0)
         assert synced == []
@@ -189,18 +189,18 @@ def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> N
             catalog.settle(
                 one.batch_id,
                 learner_step=1,
-                no_signal={two.groups[0].group_uid: "alike"},
+                filtered={two.groups[0].group_uid: "alike"},
                 version_in=0,
             )
         catalog.settle(
-            one.batch_id, learner_step=1, no_signal={one.groups[0].group_uid: "alike"}, version_in=0
+            one.batch_id, learner_step=1, filtered={one.groups[0].group_uid: "alike"}, version_in=0
         )
         with pytest.raises(StoreError, match="is trained"):
-            catalog.settle(one.batch_id, learner_step=2, no_signal={}, version_in=0)
+            catalog.settle(one.batch_id, learner_step=2, filtered={}, version_in=0)
         with pytest.raises(StoreError, match="learner step 1 is not after"):
-            catalog.settle(two.batch_id, learner_step=1, no_signal={}, version_in=0)
+            catalog.settle(two.batch_id, learner_step=1, filtered={}, version_in=0)
         assert (
-            catalog.counts().no_signal,
+            catalog.counts().filtered,
             catalog.counts().claimed,
             catalog.counts().outstanding,
         ) == (1, 1, 1)
@@ -311,7 +311,7 @@ def test_lineage_keeps_what_was_claimed_when_members_are_played_anew(layout: Run
         play(layout, catalog, open_train_group(catalog, 0), version=1)
         batch = catalog.claim(n_groups=1, current_version=2, max_staleness=2)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=2)
         with catalog._database.transaction() as tx:
             tx.run("UPDATE grp SET version_min = 7, version_max = 8")
             tx.touch("groups", "lineage")

@@ -78,7 +78,7 @@ def file(name: str, *, level: int = 0, n_bytes: int = 10, settled: bool = True) 
 def train(catalog: Catalog, learner_step: int, *, n_groups: int = 1) -> Batch:
     batch = catalog.claim(n_groups=n_groups, current_version=5, max_staleness=9)
     assert batch is not None
-    catalog.settle(batch.batch_id, learner_step=learner_step, no_signal={}, version_in=5)
+    catalog.settle(batch.batch_id, learner_step=learner_step, filtered={}, version_in=5)
     return batch
 
 
@@ -314,7 +314,7 @@ def test_a_claim_reads_the_same_rows_before_and_after_and_so_does_one_after_a_ro
         make_trajectory(open_train_group(catalog, n), m) for n in (2, 3) for m in (0, 1)
     }
     for step, claimed in enumerate((batch, after), start=1):
-        catalog.settle(claimed.batch_id, learner_step=step, no_signal={}, version_in=1)
+        catalog.settle(claimed.batch_id, learner_step=step, filtered={}, version_in=1)
     assert catalog.roll_back(0).groups == 4
     export(catalog, layout)
     assert len(sweep_retired(catalog, layout, window_s=0.0)) == 6
@@ -746,7 +746,7 @@ def test_a_full_disk_is_said_once_and_waited_for(
 def test_the_command_compacts_a_run_that_nobody_owns(layout: RunLayout) -> None:
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "store", "compact", str(layout.root), *arguments],
+            [sys.executable, "-m", "cli", "compact", str(layout.root), *arguments],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,

@@ -16,7 +16,7 @@ import pytest
 
 from cli.store_main import main
 from store import (
-    FORMAT_VERSION,
+    FORMAT,
     SEGMENT_SCHEMA,
     Catalog,
     DigestError,
@@ -78,7 +78,7 @@ def test_an_export_is_the_stored_rows_of_whole_trajectories(tmp_path: Path) -> N
     assert (dataset.n_trajectories, dataset.n_steps, len(dataset.groups)) == (2, 6, 2)
     metadata = pq.read_schema(tmp_path / "out" / dataset.parts[0].path).metadata
     assert metadata[b"run_id"].decode() == layout.info.run_id
-    assert metadata[b"format_version"] == str(FORMAT_VERSION).encode()
+    assert metadata[b"format"] == FORMAT.encode()
     written = json.loads((tmp_path / "out/dataset.json").read_text())
     assert written["run_id"] == layout.info.run_id
     assert written["where"] == "won AND version_min >= 1"
@@ -255,7 +255,7 @@ def test_a_dataset_that_was_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=part.name):
         import_selection(target.root, tmp_path / "out")
     (tmp_path / "out/dataset.json").chmod(0o644)
-    (tmp_path / "out/dataset.json").write_text('{"format_version": 99}')
+    (tmp_path / "out/dataset.json").write_text('{"format": "async-gigpo/99"}')
     with pytest.raises(FormatError, match="99"):
         import_selection(target.root, tmp_path / "out")
     assert states(target) == whole

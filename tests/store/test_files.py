@@ -131,15 +131,15 @@ def test_different_parts_make_different_uids(parts: list, data: st.DataObject) -
     assert len(uid(*parts)) == 16
 
 
-def test_run_json_is_written_once_and_a_newer_one_refused(layout: RunLayout) -> None:
+def test_run_json_is_written_once_and_one_of_another_format_refused(layout: RunLayout) -> None:
     assert RunLayout.open(layout.root) == layout
     with pytest.raises(StoreError, match="already holds a run"):
         RunLayout.create(layout.root, config_yaml="b: 2\n")
     assert RunLayout.open(layout.root).info.config_yaml == "a: 1\n"
     content = json.loads(layout.run_json.read_text())
     layout.run_json.unlink()
-    layout.run_json.write_text(json.dumps({**content, "format_version": 99}))
-    with pytest.raises(FormatError, match="format version 99"):
+    layout.run_json.write_text(json.dumps({**content, "format": "async-gigpo/99"}))
+    with pytest.raises(FormatError, match="format 'async-gigpo/99'"):
         RunLayout.open(layout.root)
     layout.run_json.write_text("{")
     with pytest.raises(FormatError, match="run.json"):

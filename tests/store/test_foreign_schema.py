@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from store import FORMAT_VERSION, Catalog, RunLayout
-from store.catalog.time_travel import connect_read_only, read_as_of
+from store import Catalog, RunLayout
+from store.catalog.database import connect_read_only
+from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.maintenance.fsck import CONTENTS, FATAL, check
 from tests.support.store_runs import copy_run, make_run
@@ -80,7 +81,7 @@ UNREADABLE = {
 INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
-from store.catalog.time_travel import connect_read_only
+from store.catalog.database import connect_read_only
 connection = connect_read_only(RunLayout.open(pathlib.Path(sys.argv[1])))
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()
@@ -105,7 +106,7 @@ def forge(layout: RunLayout, script: str) -> None:
 
 def command(layout: RunLayout, name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "store", name, str(layout.root), *options],
+        [sys.executable, "-m", "cli", name, str(layout.root), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -148,8 +149,7 @@ def test_a_foreign_schema_is_one_line_that_names_the_object(schema: str, layout:
     assert finding.what == "catalog_schema" and finding.what in FATAL
     assert (
         named in finding.detail
-        and finding.remedy
-        == f"make a new catalog without it: python -m store rebuild --force {layout.root}"
+        and finding.remedy == f"make a new catalog without it: gigpo rebuild --force {layout.root}"
     )
     assert layout.catalog.read_bytes() == before
 
@@ -185,17 +185,14 @@ def test_a_missing_object_is_not_a_foreign_one(layout: RunLayout) -> None:
 def test_a_catalog_of_newer_code_is_told_from_a_foreign_one(layout: RunLayout) -> None:
     forge(
         layout,
-        "CREATE TABLE later (x); ALTER TABLE meta ADD COLUMN more TEXT; UPDATE meta SET "
-        f"format_version = {FORMAT_VERSION + 1}",
+        "CREATE TABLE later (x); ALTER TABLE meta ADD COLUMN more TEXT; PRAGMA application_id = 7",
     )
     for attempt in (
         lambda: Catalog.open(layout),
         lambda: connect_read_only(layout),
         lambda: check(layout, level=CONTENTS),
     ):
-        with pytest.raises(
-            FormatError, match=f"format version {FORMAT_VERSION + 1}.*update the code"
-        ):
+        with pytest.raises(FormatError, match="has format application_id 7, .* use the version"):
             attempt()
 
 

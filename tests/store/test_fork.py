@@ -91,7 +91,7 @@ class Life:
         self.publish(self.version + 1)
         signal = {batch.groups[0].group_uid: "alike"} if self.random.random() < 0.3 else {}
         self.catalog.settle(
-            batch.batch_id, learner_step=self.step, no_signal=signal, version_in=self.version - 1
+            batch.batch_id, learner_step=self.step, filtered=signal, version_in=self.version - 1
         )
         self.catalog.record_metrics(
             learner_step=self.step,
@@ -190,7 +190,7 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_other_run_alone(run: Life, tmp_
         play(made, catalog, open_train_group(catalog, None), version=1)
         batch = catalog.claim(n_groups=2, current_version=1, max_staleness=1)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=1)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=1)
         write_open_sql(made, macros=(), max_staleness=1)
         export(catalog, made)
     with connect(made) as connection:
@@ -203,8 +203,8 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_other_run_alone(run: Life, tmp_
             (1,)
         ]
     open_now = run.catalog.counts()
-    assert (open_now.trained + open_now.no_signal, run.catalog.latest_version()) == (
-        before[0].trained + before[0].no_signal,
+    assert (open_now.trained + open_now.filtered, run.catalog.latest_version()) == (
+        before[0].trained + before[0].filtered,
         before[1],
     )
 

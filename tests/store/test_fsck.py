@@ -187,7 +187,7 @@ def test_a_claimed_batch_with_a_lost_group_is_rolled_back(layout: RunLayout) -> 
         (line,) = repair(catalog, layout, check(layout, level=CONTENTS))
         assert f"batch {batch.batch_id} was rolled back" in line
         with pytest.raises(StoreError, match="is rolled_back"):
-            catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
+            catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         assert (catalog.counts().open, catalog.counts().complete) == (2, 2)
         play_what_is_open(layout, catalog)
         again = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
@@ -229,7 +229,7 @@ def test_fsck_beside_a_busy_owner_reports_nothing(tmp_path: Path) -> None:
                 batch = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
                 assert batch is not None
                 catalog.settle(
-                    batch.batch_id, learner_step=batch.batch_id, no_signal={}, version_in=0
+                    batch.batch_id, learner_step=batch.batch_id, filtered={}, version_in=0
                 )
                 compact_once(catalog, layout, policy=MERGE_TWO, skip=())
                 export(catalog, layout)

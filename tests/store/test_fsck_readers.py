@@ -90,13 +90,13 @@ def test_open_sql_that_is_gone_or_garbage_is_written_again(
 PART = {"path": "export/groups-0-9.parquet", "since": 0, "until": 9, "n_rows": 1}
 BAD_MANIFESTS: dict[str, object] = {
     "deep": "[" * 100_000,
-    "deep inside": '{"format_version": 4, "lsn": ' + '{"a":' * 100_000,
+    "deep inside": '{"format": "async-gigpo/1", "lsn": ' + '{"a":' * 100_000,
     "a long number": '{"lsn": ' + "9" * 5_000 + "}",
     "not utf-8": "\udcff",
     "an lsn beyond int64": {"lsn": 2**63},
     "an lsn below zero": {"lsn": -1},
     "an lsn that is no number": {"lsn": float("nan")},
-    "a version that is no number": {"format_version": "4"},
+    "a format that is no text": {"format": ["async-gigpo/1"]},
     "segments that are no texts": {"segments": [["a"]]},
     "no segments": {"segments": []},
     "tables that are no object": {"tables": []},

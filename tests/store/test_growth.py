@@ -169,7 +169,7 @@ def test_the_counts_are_those_of_the_groups_after_every_change_and_after_one_tha
         batch = catalog.claim(n_groups=3, current_version=0, max_staleness=1)
         assert batch is not None
         check(catalog)
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=0)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0)
         catalog.roll_back(0)
         check(catalog)
         before = catalog.counts()

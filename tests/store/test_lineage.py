@@ -35,7 +35,7 @@ def settle(
     catalog.record_version(
         version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=learner_step
     )
-    catalog.settle(batch.batch_id, learner_step=learner_step, no_signal={}, version_in=version_in)
+    catalog.settle(batch.batch_id, learner_step=learner_step, filtered={}, version_in=version_in)
     catalog.record_metrics(
         learner_step=learner_step, policy_version=version_in, values={"loss": loss}
     )
@@ -108,7 +108,7 @@ def test_lost_rows_are_named(tmp_path: Path) -> None:
             play(layout, catalog, open_train_group(catalog, ordinal), version=0)
         batch = claim(catalog, version=0)
         settle(catalog, batch, learner_step=1, version_in=0, loss=0.5)
-        catalog.repairs.set_aside(batch.segments[0].path, why="damaged", rescued=None)
+        catalog.set_aside(batch.segments[0].path, why="damaged", rescued=None)
         with pytest.raises(
             StoreError,
             match=r"learner step 1 has 0 of its 2 trajectories; put the damaged file back",

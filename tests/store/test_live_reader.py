@@ -208,7 +208,7 @@ def learn(layout: RunLayout, catalog: Catalog, stop: threading.Event) -> None:
         )
         assert read_segments(layout, batch.segments).num_rows == expected
         step += 1
-        catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=0)
+        catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)
 
 
 def own(root: Path) -> None:

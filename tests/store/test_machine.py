@@ -241,11 +241,11 @@ class StoreMachine(RuleBasedStateMachine):
         disk.
         """
         batch_id, step = min(self.model.claimed), self.model.step + 1
-        no_signal = dict.fromkeys(self.model.claimed[batch_id][:1], "alike") if silent else {}
+        filtered = dict.fromkeys(self.model.claimed[batch_id][:1], "alike") if silent else {}
         self.catalog.settle(
-            batch_id, learner_step=step, no_signal=no_signal, version_in=self.model.version
+            batch_id, learner_step=step, filtered=filtered, version_in=self.model.version
         )
-        self.model.settle(batch_id, step=step, no_signal=no_signal)
+        self.model.settle(batch_id, step=step, filtered=filtered)
         version = self.model.version
         self.catalog.record_version(
             version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=step
@@ -313,7 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
             elif what == "settle" and self.model.claimed:
                 batch_id, step = min(self.model.claimed), self.model.step + 1
                 self.catalog.settle(
-                    batch_id, learner_step=step, no_signal={}, version_in=self.model.version
+                    batch_id, learner_step=step, filtered={}, version_in=self.model.version
                 )
             elif what == "compact":
                 compact_once(self.catalog, self.layout, policy=POLICY, skip=())

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from store import (
 )
 from store.catalog.batches import release
 from store.catalog.groups import insert_trajectories
-from store.catalog.offline_groups import is_taken, rounds
+from store.catalog.imported_groups import has_offline_groups, rounds
 from store.exchange.datasets import export_selection, import_selection
 from store.exchange.offline_import import take_sources
 from store.exchange.offline_source import TakenSource, parse_source
@@ -90,10 +89,12 @@ def taken_from(target: RunLayout, *sources: str, order: str = "") -> tuple[Taken
     return take_sources(target.root, [parse_source(text) for text in sources], order=order)
 
 
-def claim(catalog: Catalog, *, n_stored: int = 2, uses: int = 2, n_live: int = 0) -> Batch | None:
-    return catalog.stored.claim(
-        n_live=n_live,
-        n_stored=n_stored,
+def claim(
+    catalog: Catalog, *, n_offline: int = 2, uses: int = 2, n_groups: int = 0
+) -> Batch | None:
+    return catalog.claim(
+        n_groups=n_groups,
+        n_offline=n_offline,
         uses=uses,
         current_version=VERSION_HERE,
         max_staleness=BOUND,
@@ -104,7 +105,7 @@ def learn(catalog: Catalog, step: int, **how: int) -> list[str]:
     """The tasks of one learner step."""
     batch = claim(catalog, **how)
     assert batch is not None
-    catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=VERSION_HERE)
+    catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=VERSION_HERE)
     return [group.task_id for group in batch.groups]
 
 
@@ -189,7 +190,7 @@ def test_the_order_is_sql_over_what_the_source_says_of_its_groups(
 ) -> None:
     taken_from(target, str(source.root), order=order)
     with Catalog.open(target) as catalog:
-        assert learn(catalog, 1, n_stored=3) == tasks
+        assert learn(catalog, 1, n_offline=3) == tasks
 
 
 def test_several_sources_a_dataset_among_them(
@@ -241,7 +242,7 @@ def test_what_cannot_be_taken_is_refused_and_nothing_is_imported(
     with pytest.raises(StoreError, match=message):
         taken_from(target, text.format(run=source.root, target=target.root), order=order)
     with Catalog.open(target) as catalog:
-        assert catalog.live_segments() == () and not catalog.stored.taken()
+        assert catalog.live_segments() == () and not catalog.has_offline_groups()
 
 
 def test_a_dataset_of_incomplete_groups_says_how_many_and_how_to_export_whole_ones(
@@ -253,7 +254,7 @@ def test_a_dataset_of_incomplete_groups_says_how_many_and_how_to_export_whole_on
         )
         return str(tmp_path / name)
 
-    hint = "`python -m store export --groups` exports whole groups"
+    hint = "`gigpo export --groups` exports whole groups"
     with pytest.raises(
         StoreError, match=f"all: 3 groups, of which each lacks trajectories; {hint}"
     ):
@@ -335,8 +336,11 @@ def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., obj
     ("function", "n"),
     [
         # within a transaction, after another
-        (("store.catalog.imports.insert_trajectories", insert_trajectories), 1),
-        (("store.catalog.offline_groups.is_taken", is_taken), 1),  # all is imported
+        (("store.catalog.imported_groups.insert_trajectories", insert_trajectories), 1),
+        (
+            ("store.catalog.imported_groups.has_offline_groups", has_offline_groups),
+            0,
+        ),  # all is imported
         (("store.exchange.offline_import.export", export), 0),  # all is taken, readers do not know
     ],
 )
@@ -409,13 +413,13 @@ def test_killed_at_its_file_operations_the_same_call_goes_on(
 def test_the_least_used_come_first_each_so_often_and_then_there_are_none(
     catalog: Catalog, target: RunLayout
 ) -> None:
-    assert catalog.stored.batches_left(2, uses=2) == 3
+    assert catalog.offline_batches_left(2, uses=2) == 3
     assert learn(catalog, 1) == ["task-0", "task-1"]
     assert learn(catalog, 2) == ["task-2", "task-0"]
-    assert catalog.stored.batches_left(2, uses=2) == 1
+    assert catalog.offline_batches_left(2, uses=2) == 1
     assert learn(catalog, 3) == ["task-1", "task-2"]
-    assert claim(catalog) is None and catalog.stored.batches_left(2, uses=2) == 0
-    assert catalog.stored.batches_left(2, uses=3) == 1, "uses may be raised"
+    assert claim(catalog) is None and catalog.offline_batches_left(2, uses=2) == 0
+    assert catalog.offline_batches_left(2, uses=3) == 1, "uses may be raised"
     assert learn(catalog, 4, uses=3) == ["task-0", "task-1"]
     counts = catalog.counts()
     assert (counts.outstanding, counts.trained, counts.complete, catalog.outstanding()) == (
@@ -433,13 +437,13 @@ def test_the_least_used_come_first_each_so_often_and_then_there_are_none(
 
 
 def test_a_use_that_was_released_gives_its_number_back(catalog: Catalog) -> None:
-    first, second = claim(catalog, n_stored=3, uses=3), claim(catalog, n_stored=3, uses=3)
+    first, second = claim(catalog, n_offline=3, uses=3), claim(catalog, n_offline=3, uses=3)
     assert first is not None and second is not None
     with catalog._database.transaction() as tx:
         assert release(tx, first.batch_id, why="released") == 3
     for _ in range(2):
-        assert claim(catalog, n_stored=3, uses=3) is not None
-    assert claim(catalog, n_stored=3, uses=3) is None
+        assert claim(catalog, n_offline=3, uses=3) is not None
+    assert claim(catalog, n_offline=3, uses=3) is None
     with catalog._database.transaction() as tx:
         uses = [
             row["use"] for row in tx.rows("SELECT use FROM batch_group WHERE live = 1 ORDER BY use")
@@ -451,10 +455,10 @@ def test_stored_groups_are_not_looked_for_while_live_ones_are_too_few(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "store.catalog.offline_groups.least_used",
+        "store.catalog.imported_groups.least_used",
         lambda *given, **named: pytest.fail("it takes long"),
     )
-    assert claim(catalog, n_live=1) is None
+    assert claim(catalog, n_groups=1) is None
 
 
 def test_a_roll_back_unuses_them(catalog: Catalog, target: RunLayout) -> None:
@@ -463,7 +467,7 @@ def test_a_roll_back_unuses_them(catalog: Catalog, target: RunLayout) -> None:
     claim(catalog)
     again = catalog.roll_back(1)
     assert (again.batches, again.groups) == (2, 4)
-    assert catalog.stored.batches_left(2, uses=2) == 2
+    assert catalog.offline_batches_left(2, uses=2) == 2
     assert learn(catalog, 2) == ["task-2", "task-0"], "as if never asked"
     export(catalog, target)
     assert ask(target, "SELECT count(*), count(*) FILTER (live) FROM lineage") == [(8, 4)]
@@ -471,25 +475,27 @@ def test_a_roll_back_unuses_them(catalog: Catalog, target: RunLayout) -> None:
 
 
 def test_live_and_stored_groups_in_one_batch(catalog: Catalog, target: RunLayout) -> None:
-    assert claim(catalog, n_live=1) is None, "nobody has played yet"
+    assert claim(catalog, n_groups=1) is None, "nobody has played yet"
     for version in (VERSION_HERE, 0):
         play(target, catalog, open_train_group(catalog, None), version=version)
-    batch = claim(catalog, n_live=1)
+    batch = claim(catalog, n_groups=1)
     assert batch is not None
     assert [(group.task_id, group.source is None) for group in batch.groups] == [
         ("task-0", True), ("task-0", False), ("task-1", False),
     ]  # fmt: skip
     assert read_segments(target, batch.segments).num_rows == 6 + 6 + 8
-    assert claim(catalog, n_live=1) is None, "the second live one is too old, stored ones never are"
+    assert claim(catalog, n_groups=1) is None, (
+        "the second live one is too old, offline ones never are"
+    )
     catalog.settle(
         batch.batch_id,
         learner_step=1,
-        no_signal={batch.groups[1].group_uid: "alike"},
+        filtered={batch.groups[1].group_uid: "alike"},
         version_in=VERSION_HERE,
     )
     export(catalog, target)
     assert ask(target, "SELECT outcome, staleness, source IS NULL FROM lineage ORDER BY ALL") == [
-        ("no_signal", None, False), ("trained", 0, True), ("trained", None, False),
+        ("filtered", None, False), ("trained", 0, True), ("trained", None, False),
     ]  # fmt: skip
     assert ask(target, "SELECT count(*) FROM staleness_violations") == [(0,)]
     assert ask(target, "SELECT state, count(*) FROM groups GROUP BY ALL ORDER BY ALL") == [
@@ -507,8 +513,8 @@ def test_what_is_merely_imported_is_never_claimed(
     import_selection(target.root, tmp_path / "dataset")
     taken_from(target, str(source.root))
     with Catalog.open(target) as catalog:
-        assert catalog.stored.batches_left(1, uses=1) == 3
-        batch = claim(catalog, n_stored=3, uses=1)
+        assert catalog.offline_batches_left(1, uses=1) == 3
+        batch = claim(catalog, n_offline=3, uses=1)
         assert batch is not None and {group.source for group in batch.groups} == {
             source.info.run_id
         }
@@ -547,20 +553,20 @@ def test_half_a_group_is_not_trained_on(
     taken_from(target, str(source.root))
     with Catalog.open(target) as catalog:
         learn(catalog, 1)
-        batch = claim(catalog, n_stored=1)
+        batch = claim(catalog, n_offline=1)
         assert batch is not None and [group.task_id for group in batch.groups] == ["task-2"]
         lost = target.root / batch.segments[0].path
         content = lost.read_bytes()
         lost.unlink()
         repair(catalog, target, check(target, level=CONTENTS))
-        assert catalog.stored.batches_left(1, uses=2) == 2, (
+        assert catalog.offline_batches_left(1, uses=2) == 2, (
             "task-0 and task-1 once more; the claim is released"
         )
         assert check(target, level=CONTENTS) == []
         assert learn(catalog, 2) == ["task-0", "task-1"]
         lost.write_bytes(content)
         repair(catalog, target, check(target, level=CONTENTS))
-        assert catalog.stored.batches_left(1, uses=2) == 2
+        assert catalog.offline_batches_left(1, uses=2) == 2
         assert check(target, level=CONTENTS) == []
 
 
@@ -578,38 +584,10 @@ def test_a_rebuilt_catalog_knows_them_and_their_uses(source: RunLayout, target: 
     rebuild(target)
     assert ask(target, f"SELECT {columns} FROM groups ORDER BY ordinal") == before
     with Catalog.open(target) as catalog:
-        assert catalog.stored.taken()
-        assert catalog.stored.batches_left(2, uses=2) == 2, "the claim is released"
+        assert catalog.has_offline_groups()
+        assert catalog.offline_batches_left(2, uses=2) == 2, "the claim is released"
         assert learn(catalog, 2) == ["task-2", "task-0"]
     assert check(target, level=CONTENTS) == []
-
-
-def test_a_run_of_format_2_is_a_source_as_it_is_and_goes_on_as_today(
-    tmp_path: Path, target: RunLayout
-) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "data" / "format-2.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    old = RunLayout.open(tmp_path / "format-2")
-    assert old.info.format_version == 2
-    # a warning: older views
-    assert [finding.what for finding in check(old, level=CONTENTS)] == ["open_sql_changed"]
-    (taken,) = taken_from(target, str(old.root))
-    assert (taken.n_groups, taken.n_incomplete) == (6, 1)
-    lineage = "SELECT learner_step, batch_id, outcome, staleness, live, group_uid FROM lineage ORDER BY ALL"
-    groups = "SELECT group_uid, state, reason, n_steps FROM groups ORDER BY ALL"
-    before = ask(old, lineage), ask(old, groups)
-    assert before[0] and RunLayout.open(old.root).info.format_version == 2
-    with connect(old, as_of=12) as views:
-        assert views.sql("SELECT count(*) > 0 FROM groups").fetchall() == [(True,)]
-    with Catalog.open(old) as catalog:
-        export(catalog, old)
-        assert (ask(old, lineage), ask(old, groups)) == before
-        assert ask(old, "SELECT DISTINCT use, source FROM lineage") == [(1, None)]
-        batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
-        assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
-        export(catalog, old)
-    assert check(old, level=CONTENTS) == []
 
 
 @pytest.mark.parametrize(
@@ -631,11 +609,11 @@ def test_rounds(left: list[int], n: int, times: int) -> None:
 def test_a_mixed_batch_is_told_afterwards_as_it_was_claimed(
     catalog: Catalog, target: RunLayout
 ) -> None:
-    # stored groups of versions 0 and 1: the one of version 2 is now the least used
+    # offline groups of versions 0 and 1: the one of version 2 is now the least used
     learn(catalog, 1)
     for ordinal, version in ((0, VERSION_HERE), (1, VERSION_HERE - 1)):
         play(target, catalog, open_train_group(catalog, ordinal), version=version)
-    batch = claim(catalog, n_live=2, n_stored=2)
+    batch = claim(catalog, n_groups=2, n_offline=2)
     assert batch is not None
     assert [(group.source is not None, group.version_min) for group in batch.groups] == [
         (False, VERSION_HERE - 1),
@@ -644,5 +622,5 @@ def test_a_mixed_batch_is_told_afterwards_as_it_was_claimed(
         (True, 0),
     ]
     catalog.record_version(version=VERSION_HERE + 1, path="weights/v4", digest="d4", learner_step=2)
-    catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=VERSION_HERE)
+    catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=VERSION_HERE)
     assert trained_step(target, 2).batch.groups == batch.groups

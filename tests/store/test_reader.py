@@ -73,7 +73,7 @@ def full(layout: RunLayout) -> RunLayout:
             play(layout, catalog, open_train_group(catalog, ordinal), version=ordinal)
         batch = catalog.claim(n_groups=1, current_version=1, max_staleness=1)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=2)
         catalog.record_metrics(learner_step=1, policy_version=2, values={"train/success": 0.5})
         catalog.record_metrics(learner_step=1, policy_version=2, values={"train/success": 0.75})
         export(catalog, layout)
@@ -87,7 +87,7 @@ def query(layout: RunLayout, sql: str) -> list[tuple]:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "store", *arguments],
+        [sys.executable, "-m", "cli", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -116,7 +116,7 @@ def test_all_that_was_exported_comes_back_as_it_was(layout: RunLayout, intact: R
         assert batch is not None and batch.batch_id > max(
             row[0] for row in ask(intact, "SELECT batch_id FROM batch")
         )
-        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
         catalog.record_version(version=4, path="weights/v1", digest="d", learner_step=2)
@@ -147,7 +147,7 @@ def test_what_was_committed_after_the_last_export_is_found_in_the_files(layout: 
     assert states(layout) == {
         **{
             0: "trained",
-            1: "no_signal",
+            1: "filtered",
             2: "complete",
             3: "complete",
             4: "stale",
@@ -341,8 +341,8 @@ BAD_RUN_JSON = {
     "deep": DEEP,
     "a list": "[]",
     "no text": {"config_yaml": 3},
-    "no number": {"format_version": "4"},
-    "below zero": {"format_version": -1},
+    "format is no text": {"format": ["async-gigpo/1"]},
+    "below zero": {"created_us": -1},
     "beyond int64": {"created_us": 10**30},
     "no run id": {"run_id": "../../etc"},
     "no list": {"ancestors": {"a": 1}},
@@ -368,7 +368,7 @@ def test_a_lost_run_json_is_rebuilt(
     with warnings.catch_warnings():
         status = main(["fsck", str(layout.root)])
     said = lines_of(capsys)
-    assert status and "python -m store rebuild" in said
+    assert status and "gigpo rebuild" in said
     assert main(["rebuild", str(layout.root)]) == 0
     assert "run.json: the run id" in lines_of(capsys)
     again = RunLayout.open(layout.root)
@@ -389,9 +389,9 @@ def test_the_name_of_a_run_does_not_decide_whether_it_is_damaged(
     (root / "run.json").write_text("{")
     assert main(["rebuild", str(root)]) == 0, capsys.readouterr().err
     (root / "run.json").unlink()
-    (root / "run.json").write_text('{"format_version": 1000}')
+    (root / "run.json").write_text('{"format": "async-gigpo/1000"}')
     assert main(["rebuild", str(root)]) != 0
-    assert "has format version 1000, this code reads up to" in capsys.readouterr().err
+    assert "has format 'async-gigpo/1000', and this version reads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_compaction_and_retirement_work_on_objects(server: Server, tmp_path: Pat
     with Catalog.open(layout) as catalog:
         batch = catalog.claim(n_groups=4, current_version=0, max_staleness=4)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=1, no_signal={}, version_in=0)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0)
         assert count(layout.root) == [24, 8, 4]
         copy = fetch(server.uri("compacts"), tmp_path / "copy")
         reader = open_run(copy.root)

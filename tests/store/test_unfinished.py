@@ -5,7 +5,6 @@ trajectories.
 from __future__ import annotations
 
 import sqlite3
-import tarfile
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from store.maintenance.fsck import CONTENTS, check
 from store.reading.query import connect
 from tests.support.store_samples import make_unfinished, open_train_group, play
 
-FORMAT_3 = Path(__file__).parents[1] / "data" / "format-3.tar.gz"  # made by data/make_format_3.py
 SHOWN = (
     "SELECT number, worker, version, why, n_steps, n_response_tokens FROM unfinished ORDER BY ALL"
 )
@@ -86,23 +84,3 @@ def test_what_contradicts_the_catalog_is_refused_as_a_whole(layout: RunLayout) -
         pytest.raises(sqlite3.IntegrityError, match="append-only"),
     ):
         file.execute("DELETE FROM unfinished")
-
-
-def test_a_run_of_format_3_knows_of_none_until_it_goes_on(tmp_path: Path) -> None:
-    with tarfile.open(FORMAT_3) as archive:
-        archive.extractall(tmp_path, filter="data")
-    old = RunLayout.open(tmp_path / "format-3")
-    assert old.info.format_version == 3
-    # a warning: older views
-    assert [finding.what for finding in check(old, level=CONTENTS)] == ["open_sql_changed"]
-    groups = "SELECT group_uid, state, reason, n_steps FROM groups ORDER BY ALL"
-    before = ask(old, groups)
-    with Catalog.open(old) as catalog:
-        lsn = export(catalog, old)
-        assert (ask(old, groups), ask(old, SHOWN)) == (before, [])
-        group = catalog.lease_open_group(worker="w0", lease_s=60.0)
-        assert group is not None
-        catalog.record_unfinished([make_unfinished(group, 0)], worker="w0")
-        export(catalog, old)
-    assert len(ask(old, SHOWN)) == 1 and ask(old, SHOWN, as_of=lsn) == []
-    assert check(old, level=CONTENTS) == []

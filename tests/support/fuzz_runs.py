@@ -516,7 +516,7 @@ def parquet_content(rng: random.Random, run: Path, world: World) -> str:
                 column = column.cast(table.schema.field(name).type)
         table = table.set_column(place, name, column)
     metadata = rng.choice(
-        (table.schema.metadata, {}, {"run_id": ESCAPE, "format_version": "99999999999999999999"})
+        (table.schema.metadata, {}, {"run_id": ESCAPE, "format": "99999999999999999999"})
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(metadata), sink)

@@ -19,7 +19,7 @@ import duckdb
 from store import (
     Catalog,
     Counts,
-    GroupRecord,
+    Group,
     RunLayout,
     Trajectory,
     TrajectoryMeta,
@@ -29,7 +29,7 @@ from store import (
 )
 from store.reading.open_sql import fixed
 
-TRAIN_STATES = ("open", "complete", "claimed", "trained", "stale", "no_signal")
+TRAIN_STATES = ("open", "complete", "claimed", "trained", "stale", "filtered")
 # the learner may still ask for the rows; held-out ones it never does
 WANTED = ("open", "claimed", "complete")
 US_PER_S = 1_000_000
@@ -59,8 +59,8 @@ STATES = """SELECT g.group_uid, g.state, s.state AS newest,
 
 
 @dataclass
-class Group:
-    record: GroupRecord
+class ModelGroup:
+    record: Group
     state: str = "open"
     members: dict[int, Trajectory] = field(default_factory=dict)  # those that count
     expired: set[int] = field(default_factory=set)  # members whose rows retention took
@@ -80,7 +80,7 @@ class Group:
 class Model:
     """The groups in the order of their opening, and what became of them."""
 
-    groups: dict[bytes, Group] = field(default_factory=dict)
+    groups: dict[bytes, ModelGroup] = field(default_factory=dict)
     claimed: dict[int, list[bytes]] = field(default_factory=dict)  # batch id -> groups
     settled: dict[int, list[bytes]] = field(default_factory=dict)  # learner step -> groups
     # version -> the learner step that made it
@@ -96,10 +96,10 @@ class Model:
     def step(self) -> int:
         return max(self.settled, default=0)
 
-    def opened(self, record: GroupRecord) -> None:
-        self.groups.setdefault(record.group_uid, Group(record=record))
+    def opened(self, record: Group) -> None:
+        self.groups.setdefault(record.group_uid, ModelGroup(record=record))
 
-    def next_free(self, now_us: int) -> Group | None:
+    def next_free(self, now_us: int) -> ModelGroup | None:
         """The group to be leased next: the oldest, held-out ones first."""
         free = [
             g
@@ -108,14 +108,14 @@ class Model:
         ]
         return min(free, key=lambda group: group.is_train, default=None)
 
-    def lease(self, groups: Iterable[Group], *, worker: str, until_us: int) -> None:
+    def lease(self, groups: Iterable[ModelGroup], *, worker: str, until_us: int) -> None:
         for group in groups:
             group.leased_by, group.leased_until_us = worker, until_us
 
-    def held_by(self, worker: str) -> list[Group]:
+    def held_by(self, worker: str) -> list[ModelGroup]:
         return [group for group in self.groups.values() if group.leased_by == worker]
 
-    def give_up(self, group: Group, *, worker: str, state: str) -> None:
+    def give_up(self, group: ModelGroup, *, worker: str, state: str) -> None:
         """Of an open group that the worker holds; one that is played in part is not played anew."""
         if group.state == "open" and group.leased_by == worker:
             group.state, group.leased_by = (
@@ -156,11 +156,11 @@ class Model:
         self.claimed[batch_id] = group_uids
         self._set(group_uids, "claimed")
 
-    def settle(self, batch_id: int, *, step: int, no_signal: Collection[bytes]) -> None:
+    def settle(self, batch_id: int, *, step: int, filtered: Collection[bytes]) -> None:
         """The batch is learner step `step`, which publishes the next version."""
         self.settled[step] = self.claimed.pop(batch_id)
         self._set(self.settled[step], "trained")
-        self._set(no_signal, "no_signal")
+        self._set(filtered, "filtered")
         self.versions[self.version + 1] = step
 
     def lose_leases(self) -> None:
@@ -205,7 +205,7 @@ class Model:
         }
 
     def consumed(self) -> dict[bytes, int]:
-        """Group -> the learner step that it counts for."""
+        """ModelGroup -> the learner step that it counts for."""
         return {group_uid: step for step, groups in self.settled.items() for group_uid in groups}
 
     def counts(self, now_us: int) -> Counts:

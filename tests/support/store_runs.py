@@ -41,8 +41,8 @@ def make_run(root: Path) -> RunLayout:
         for step in (1, 2):
             batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
             assert batch is not None
-            no_signal = {batch.groups[1].group_uid: "alike"} if step == 1 else {}
-            catalog.settle(batch.batch_id, learner_step=step, no_signal=no_signal, version_in=2)
+            filtered = {batch.groups[1].group_uid: "alike"} if step == 1 else {}
+            catalog.settle(batch.batch_id, learner_step=step, filtered=filtered, version_in=2)
             catalog.record_metrics(learner_step=step, policy_version=2, values={"loss": step / 2})
             catalog.record_checkpoint(
                 learner_step=step, path=f"checkpoints/step{step:06d}", version=2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from store import (
     Catalog,
-    GroupRecord,
+    Group,
     RunLayout,
     Step,
     StepImage,
@@ -50,9 +50,7 @@ def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> S
     return Step(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def make_trajectory(
-    group: GroupRecord, member: int, *, version: int = 0, n_steps: int = 3
-) -> Trajectory:
+def make_trajectory(group: Group, member: int, *, version: int = 0, n_steps: int = 3) -> Trajectory:
     return Trajectory(
         traj_uid=group.traj_uids[member],
         group_uid=group.group_uid,
@@ -67,7 +65,7 @@ def make_trajectory(
     )
 
 
-def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) -> GroupRecord:
+def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) -> Group:
     task_id = f"task-{catalog.next_ordinal('train') if ordinal is None else ordinal}"
     return catalog.open_group(
         ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
@@ -75,7 +73,7 @@ def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) ->
 
 
 def play(
-    layout: RunLayout, catalog: Catalog, group: GroupRecord, *, version: int = 0, worker: str = "w0"
+    layout: RunLayout, catalog: Catalog, group: Group, *, version: int = 0, worker: str = "w0"
 ) -> None:
     trajectories = [make_trajectory(group, member, version=version) for member in group.missing]
     catalog.commit(
@@ -83,7 +81,7 @@ def play(
     )
 
 
-def make_unfinished(group: GroupRecord, number: int, **changes: object) -> Unfinished:
+def make_unfinished(group: Group, number: int, **changes: object) -> Unfinished:
     fields = {
         "group_uid": group.group_uid,
         "number": number,

@@ -1,23 +1,25 @@
-"""What the catalog knows in sum: groups by state, and evaluation rounds."""
+"""Count groups by state, and sum up finished evaluation rounds."""
 
 from __future__ import annotations
 
 from store.catalog.database import Transaction
 from store.catalog.records import Counts, Evaluation, SuccessRate
 
-ROLLED_BACK = "the evaluated version was rolled back"  # why a round was abandoned that is no result
+# Reason of a held-out group that was abandoned in a roll-back: its round has no result.
+ROLLED_BACK = "the evaluated version was rolled back"
 
 
 def counts(tx: Transaction) -> Counts:
-    """Return the training groups by state. It costs the same in a run of any length: see
-    counts.sql.
+    """Return the training groups by state. The cost does not grow with the run: see
+    group_counts.sql.
     """
     rows = tx.rows(
         "SELECT state, n_groups AS n, n_members, n_steps FROM group_count WHERE split = 'train'"
     )
     leased = tx.row(
         """SELECT count(*) AS n FROM grp
-           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL AND split = 'train' AND state = 'open'""",
+           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL
+             AND split = 'train' AND state = 'open'""",
         now_us=tx.now_us,
     )
     assert leased is not None
@@ -29,14 +31,14 @@ def counts(tx: Transaction) -> Counts:
         claimed=n.get("claimed", 0),
         trained=n.get("trained", 0),
         stale=n.get("stale", 0),
-        no_signal=n.get("no_signal", 0),
+        filtered=n.get("filtered", 0),
         trajectories=sum(row["n_members"] for row in rows),
         steps=sum(row["n_steps"] for row in rows),
     )
 
 
 def complete_by_version(tx: Transaction) -> dict[int, int]:
-    """Oldest version -> how many complete training groups have it as theirs."""
+    """Count the complete training groups by their oldest version."""
     rows = tx.rows(
         "SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete' "
         "GROUP BY version_min"
@@ -45,8 +47,9 @@ def complete_by_version(tx: Transaction) -> dict[int, int]:
 
 
 def outstanding(tx: Transaction) -> int:
-    """Training groups handed out and not yet trained on: `counts().outstanding`, from the index
-    alone.
+    """Return the training groups handed out and not yet trained on, which admission bounds.
+
+    It equals `counts().outstanding`, and reads the index only.
     """
     row = tx.row(
         "SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', "
@@ -57,35 +60,37 @@ def outstanding(tx: Transaction) -> int:
 
 
 def open_heldout(tx: Transaction) -> int:
-    """Held-out groups still to be played, over all evaluation rounds."""
+    """Return the number of held-out groups still to be played, over all evaluation rounds."""
     row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'heldout' AND state = 'open'")
     assert row is not None
     return int(row["n"])
 
 
 def finished_evaluations(tx: Transaction) -> list[Evaluation]:
-    """Evaluation rounds that were played to the end and have no figure `heldout/success` under
-    their version yet.
+    """Return evaluation rounds that are played to the end and have no figure `heldout/success` yet.
 
-    What was rolled back is none; what was abandoned because its environment failed is left out, and
-    counted.
+    A round whose version was rolled back is not returned. Episodes whose environment failed are
+    only counted.
     """
     rows = tx.rows(
-        # From round to round by the index, and only into the groups of those without a figure:
-        # there are few.
+        # Step from round to round by the index. Look only into the groups of rounds without a
+        # figure, which are few.
         """WITH RECURSIVE round (version) AS (
                SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
                UNION ALL
-               SELECT (SELECT min(purpose_version) FROM grp WHERE split = 'heldout' AND purpose_version > round.version)
+               SELECT (SELECT min(purpose_version) FROM grp
+                       WHERE split = 'heldout' AND purpose_version > round.version)
                FROM round WHERE round.version IS NOT NULL)
-           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step, sum(g.n_members) AS n_trajectories,
-                  sum(g.n_won) AS n_won, sum(g.state = 'abandoned') AS n_abandoned,
-                  coalesce(max(g.version_max), v.version) AS newest_version, sum(g.return_sum) AS return_sum,
-                  sum(g.n_steps) AS n_steps
+           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step,
+                  sum(g.n_members) AS n_trajectories, sum(g.n_won) AS n_won,
+                  sum(g.state = 'abandoned') AS n_abandoned,
+                  coalesce(max(g.version_max), v.version) AS newest_version,
+                  sum(g.return_sum) AS return_sum, sum(g.n_steps) AS n_steps
            FROM round CROSS JOIN version v ON v.version = round.version
            CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
            WHERE NOT EXISTS (
-               SELECT 1 FROM metric m WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
+               SELECT 1 FROM metric m
+               WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
            GROUP BY round.version HAVING sum(g.state = 'open' OR g.reason = :rolled_back) = 0""",
         rolled_back=ROLLED_BACK,
     )

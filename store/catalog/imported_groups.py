@@ -1,0 +1,259 @@
+"""Import groups of other runs, and train on some of them. Each function is part of one transaction.
+
+Imported groups have the split IMPORTED and are only read. An offline group is an imported, complete
+group that names the run that played it as its `source`. It may be trained on several times: each
+use is a live row of `batch_group` with a number of its own. It is never leased or stale, does not
+count as outstanding, and stays complete.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
+
+from store.catalog.database import Transaction
+from store.catalog.groups import (
+    complete_if_whole,
+    insert_group,
+    insert_trajectories,
+    recompute_if_whole,
+)
+from store.catalog.records import IMPORTED, Group
+from store.catalog.segment_states import insert_segment
+from store.errors import StoreError
+from store.hashing import uid
+from store.records import uid_text
+from store.segments import SegmentMeta
+
+COMPONENT = "import"
+OFFLINE_COMPONENT = "offline"
+TAKEN = "sources taken"
+
+
+def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
+    """Return those of the trajectories that the run has or had. Retention keeps their rows."""
+    found = (
+        tx.row("SELECT traj_uid FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=name)
+        for name in traj_uids
+    )
+    return frozenset(row["traj_uid"] for row in found if row is not None)
+
+
+def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
+    """Enter each trajectory of the segment as an imported group of one, for reading only.
+
+    These are over-provisioned episodes that ended when their group was already complete. A retry
+    changes nothing.
+    """
+    if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):
+        groups = [
+            Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
+            for one in segment.trajectories
+        ]
+        import_groups(
+            tx,
+            segment=segment,
+            groups=groups,
+            source=f"extra of group {uid_text(of_group)}",
+            own=False,
+        )
+
+
+def import_groups(
+    tx: Transaction,
+    *,
+    segment: SegmentMeta,
+    groups: Sequence[Group],
+    source: str,
+    own: bool,
+) -> None:
+    """Make a segment count whose trajectories the run does not have.
+
+    `groups` are all groups of the segment, and `source` says in words where they are from. A group
+    that the run does not have is entered as imported. A group that it has gets its missing members,
+    and is complete when it has all. `own` groups were opened by this very run.
+    """
+    sizes = {group.group_uid: group.size for group in groups}
+    for trajectory in segment.trajectories:
+        expected = uid(trajectory.group_uid, trajectory.member)
+        if (
+            trajectory.traj_uid != expected
+            or not 0 <= trajectory.member < sizes[trajectory.group_uid]
+        ):
+            raise StoreError(
+                f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of "
+                "group "
+                f"{uid_text(trajectory.group_uid)} (size {sizes[trajectory.group_uid]}); import "
+                "what `export` wrote"
+            )
+    if own:
+        _refuse_unknown(tx, groups)
+    row = tx.row(
+        "SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = :split", split=IMPORTED
+    )
+    assert row is not None
+    for ordinal, group in enumerate(groups, start=row["next"]):
+        _enter(tx, group, ordinal=ordinal, source=source)
+    insert_segment(tx, segment, epoch=tx.epoch, level=0)
+    insert_trajectories(tx, segment.trajectories, segment_id=segment.segment_id)
+    for group in groups:
+        _update_imported(tx, group, source=source)
+    n = len(segment.trajectories)
+    tx.log(
+        component=COMPONENT,
+        what="imported",
+        detail=f"{n} trajectories of {len(groups)} groups from {source}",
+    )
+    tx.touch("groups")
+
+
+def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
+    """Raise StoreError if a group of this very run is not in its catalog.
+
+    Entered as imported, its ordinal would be handed out a second time.
+    """
+    for group in groups:
+        if (
+            tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid", group_uid=group.group_uid)
+            is None
+        ):
+            raise StoreError(
+                f"group {uid_text(group.group_uid)} was played in this very run, but its catalog "
+                "does not have it: it is an "
+                "older copy; put the newest catalog back before importing"
+            )
+
+
+def _enter(tx: Transaction, group: Group, *, ordinal: int, source: str) -> None:
+    """Enter an imported group, if the run does not have it."""
+    known = tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid", group_uid=group.group_uid)
+    if known is None:
+        insert_group(
+            tx,
+            group_uid=group.group_uid,
+            split=IMPORTED,
+            ordinal=ordinal,
+            task_id=group.task_id,
+            size=group.size,
+            state=group.state,
+            reason=f"imported incomplete from {source}",
+        )
+
+
+def _update_imported(tx: Transaction, group: Group, *, source: str) -> None:
+    """Update the sums and the state of a group after some of its members were imported."""
+    recompute_if_whole(tx, group.group_uid)
+    complete_if_whole(tx, group.group_uid)
+    complete_imported(tx, group.group_uid, reason=f"imported from {source}")
+
+
+def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) -> None:
+    """Complete an abandoned imported group if it has all its members now.
+
+    Keep its reason where none is given.
+    """
+    tx.run(
+        """UPDATE grp SET state = 'complete', reason = coalesce(:reason, reason),
+                          completed_lsn = :lsn, completed_us = :now_us
+           WHERE group_uid = :group_uid AND split = :split AND state = 'abandoned'
+             AND n_members = size""",
+        group_uid=group_uid,
+        split=IMPORTED,
+        reason=reason,
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+    )
+
+
+def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail: str) -> None:
+    """Train on these imported, complete groups from now on, in this order: group uid -> run that
+    played it.
+
+    Raises StoreError on a second call for the same run.
+    """
+    if has_offline_groups(tx):
+        raise StoreError(
+            "the offline groups of this run were chosen already; start a new run to choose others"
+        )
+    row = tx.row("SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = 'imported'")
+    assert row is not None
+    for ordinal, (group_uid, source) in enumerate(sources.items(), start=row["next"]):
+        n = tx.run(
+            """UPDATE grp SET ordinal = :ordinal, source = :source
+               WHERE group_uid = :group_uid AND split = 'imported' AND state = 'complete'""",
+            ordinal=ordinal,
+            source=source,
+            group_uid=group_uid,
+        )
+        if n != 1:
+            raise StoreError(
+                f"group {uid_text(group_uid)} is no whole imported group; import it before "
+                "it is taken"
+            )
+    tx.log(component=OFFLINE_COMPONENT, what=TAKEN, detail=detail)
+    tx.touch("groups")
+
+
+def has_offline_groups(tx: Transaction) -> bool:
+    """Return whether the run has taken its offline groups."""
+    return tx.row("SELECT 1 FROM grp WHERE source IS NOT NULL LIMIT 1") is not None
+
+
+def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row]:
+    """Return the next `n_groups` offline groups: by the number of their uses, then by their order.
+
+    Fewer are returned if fewer are left. `use` is the smallest number that no live use of the group
+    has: the next number, or that of a batch that was rolled back.
+    """
+    return tx.rows(
+        """WITH used AS NOT MATERIALIZED (
+               SELECT group_uid, use FROM batch_group WHERE live = 1),
+           chosen AS (
+               SELECT g.*, count(use) AS n_uses
+               FROM grp g LEFT JOIN used USING (group_uid)
+               WHERE source IS NOT NULL AND state = 'complete'
+               GROUP BY g.group_uid HAVING n_uses < :uses
+               ORDER BY n_uses, ordinal LIMIT :n_groups)
+           SELECT *, (
+               SELECT min(number)
+               FROM (SELECT 1 AS number
+                     UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
+               WHERE number NOT IN (SELECT use FROM used WHERE group_uid = c.group_uid)) AS use
+           FROM chosen c ORDER BY n_uses, ordinal""",
+        uses=uses,
+        n_groups=n_groups,
+    )
+
+
+def offline_groups_in(tx: Transaction, batch_id: int) -> int:
+    """Return the number of offline groups in a batch."""
+    row = tx.row(
+        """SELECT count(*) AS n FROM batch_group JOIN grp USING (group_uid)
+           WHERE batch_id = :batch_id AND live = 1 AND source IS NOT NULL""",
+        batch_id=batch_id,
+    )
+    assert row is not None
+    return int(row["n"])
+
+
+def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:
+    """Return how many more batches of `n_groups` different offline groups there are."""
+    rows = tx.rows(
+        """SELECT :uses - count(use) AS n
+           FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
+           WHERE source IS NOT NULL AND state = 'complete' GROUP BY g.group_uid""",
+        uses=uses,
+    )
+    return rounds([row["n"] for row in rows], n_groups)
+
+
+def rounds(left: Sequence[int], n: int) -> int:
+    """Return how often `n` different things can be taken if thing i can be taken left[i] times.
+
+    Things with most left are taken first. k times are possible if and only if sum(min(left[i], k))
+    >= k n: left (2, 2, 2), n = 2 gives 3, left (5, 1), n = 2 gives 1.
+    """
+    k = sum(max(0, one) for one in left) // n
+    while k * n > sum(min(max(0, one), k) for one in left):
+        k -= 1
+    return k

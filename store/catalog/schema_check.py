@@ -1,0 +1,87 @@
+"""Check a catalog's format and schema before any other query.
+
+A view, a trigger, a generated column or an index on an expression is a program that SQLite
+executes. In a stranger's catalog it may never end, and Ctrl-C does not interrupt SQLite. So each
+object is compared with those of schema.sql. A missing object is harmless: fsck reports it later.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+from store.errors import ForeignSchemaError
+from store.layout import other_format
+
+# In the header of each catalog: reading it executes nothing. Another format needs another number.
+APPLICATION_ID = int.from_bytes(b"gig1", "big")
+# Read on import: a sandboxed query cannot read the file later.
+SCHEMA = (
+    f"PRAGMA application_id = {APPLICATION_ID};\n"
+    f"{Path(__file__).with_name('schema.sql').read_text()}"
+)
+# SQLite makes this index for a key or a UNIQUE constraint, and stores no text for it.
+INDEX_OF_A_KEY = b"sqlite_autoindex_"
+SHOWN_CHARACTERS = 60  # of a name that a stranger chose
+
+# Bytes, because a stranger's text may be no UTF-8.
+OBJECTS = """SELECT CAST(type AS BLOB), CAST(name AS BLOB), CAST(tbl_name AS BLOB),
+                    CAST(sql AS BLOB) FROM main.sqlite_schema"""
+# White space, a comment, or one token as SQLite reads it. Any other character is a token.
+TOKEN = re.compile(
+    r"""[ \t\n\f\r]+|--[^\n]*|/\*.*?\*/|('(?:[^']|'')*'|"(?:[^"]|"")*"|[A-Za-z0-9_]+|.)""",
+    re.DOTALL,
+)
+
+Key = tuple[bytes | None, bytes | None, bytes | None]  # type, name, and name of the table
+
+
+def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
+    """Raise an error for a catalog that this version must not use. A new, empty file is accepted.
+
+    Raises OtherFormatError for another format, ForeignSchemaError naming an object that this code
+    never makes.
+    """
+    try:
+        objects = connection.execute(OBJECTS).fetchall()
+    except UnicodeDecodeError as error:  # SQLite's message quotes the schema that it could not read
+        raise sqlite3.DatabaseError(f"malformed database schema ({error})") from error
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    if objects and application_id != APPLICATION_ID:
+        raise other_format(str(path), f"application_id {application_id}")
+    for kind, name, table, sql in objects:
+        if not _is_known((kind, name, table), sql):
+            shown = [
+                (part or b"").decode(errors="replace")[:SHOWN_CHARACTERS] for part in (kind, name)
+            ]
+            raise ForeignSchemaError(
+                f"{path}: its {shown[0]} {shown[1]!r} is none that this code makes, and nothing of "
+                "it was executed; make a new catalog without it: "
+                f"gigpo rebuild --force {path.parent}"
+            )
+
+
+def _is_known(key: Key, sql: bytes | None) -> bool:
+    """Return whether schema.sql or SQLite itself makes this object."""
+    kind, name, _ = key
+    if sql is None:
+        return kind == b"index" and name is not None and name.startswith(INDEX_OF_A_KEY)
+    ours = _our_objects().get(key)
+    return ours is not None and (ours == sql or _tokens(ours) == _tokens(sql))
+
+
+@cache
+def _our_objects() -> dict[Key, bytes]:
+    """Return the text of each object that schema.sql makes."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMA)
+        objects = connection.execute(OBJECTS).fetchall()
+    return {(kind, name, table): sql for kind, name, table, sql in objects if sql is not None}
+
+
+def _tokens(sql: bytes) -> list[str]:
+    """Split a statement as SQLite does, without white space and comments."""
+    return [token for token in TOKEN.findall(sql.decode(errors="replace")) if token]
