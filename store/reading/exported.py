@@ -17,7 +17,7 @@ from store.untrusted.bounded_parquet import open_parquet, read_table
 
 Row = Mapping[str, Any]  # one row of an exported table by column; times are UTC epoch microseconds
 PART_NAME = re.compile(r"(?P<table>[a-z]+)-(?P<since>\d+)-(?P<until>\d+)\.parquet")
-# of tables in which a row that changed later is in two parts
+# Keys of the tables in which a row that changed later is in two parts.
 KEYS: Mapping[str, tuple[str, ...]] = {
     "groups": ("group_uid",),
     "lineage": ("batch_id", "group_uid"),

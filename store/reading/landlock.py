@@ -17,12 +17,12 @@ from pathlib import Path
 
 from store.errors import StoreError
 
-# system calls; the same numbers on every architecture
+# System calls. Their numbers are the same on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION = 1
 _PATH_BENEATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-# how many of the rights, from bit 0 up, an ABI knows
+# The number of rights, from bit 0 up, that an ABI knows.
 _FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _NET_ABI, _NET_RIGHTS = 4, 0b11  # bind, connect
 _SCOPE_ABI, _SCOPES = 6, 0b11  # abstract unix sockets, signals
@@ -55,7 +55,7 @@ def restrict(readable: Sequence[Path]) -> None:
     ruleset_attr = struct.pack(
         "=QQQ", rights, _NET_RIGHTS * (version >= _NET_ABI), _SCOPES * (version >= _SCOPE_ABI)
     )
-    # An older kernel takes a longer struct than it knows as long as the rest is zero.
+    # An older kernel accepts a longer struct than it knows if the rest is zero.
     ruleset = _call(
         _CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), ctypes.c_uint32(0)
     )

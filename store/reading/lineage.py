@@ -33,8 +33,7 @@ class TrainedStep:
 
     learner_step: int
     version_in: int  # the policy version it was trained at
-    # its groups as they were claimed, in that order, and the files that their rows are in now
-    batch: Batch
+    batch: Batch  # its groups as they were claimed, and the files that hold their rows now
     published: VersionRecord  # the weights after it
     figures: Mapping[str, float]  # recorded with it, by name
 
@@ -47,9 +46,7 @@ class Metric:
     policy_version: int
     name: str
     value: float
-    # UTC epoch: when its learner step was settled, or its version published where no learner step
-    # made it
-    at_us: int
+    at_us: int  # UTC epoch: when its learner step was settled, or else its version published
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +54,8 @@ class MetricChanges:
     """Metrics that the catalog took in after one lsn, up to another."""
 
     lsn: int  # of the catalog now
-    rows: tuple[Metric, ...]  # the new rows that count, by learner step
-    is_append: bool  # False: rows from before were rolled back or replaced, so ask again from lsn 0
+    rows: tuple[Metric, ...]  # the changed rows that count, by learner step
+    is_append: bool  # False: earlier rows were rolled back or replaced; ask again from lsn 0
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
@@ -118,9 +115,12 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
         changed = tx.rows(
             """SELECT m.learner_step, m.policy_version, m.name, m.value, m.live,
                       coalesce(b.trained_us, v.published_us, 0) AS at_us,
-                      EXISTS (SELECT 1 FROM metric AS old
-                              WHERE old.learner_step = m.learner_step AND old.policy_version = m.policy_version
-                                AND old.name = m.name AND old.live = 1 AND old.lsn < m.lsn) AS replaces
+                      EXISTS (
+                          SELECT 1 FROM metric AS old
+                          WHERE old.learner_step = m.learner_step
+                            AND old.policy_version = m.policy_version
+                            AND old.name = m.name AND old.live = 1 AND old.lsn < m.lsn
+                      ) AS replaces
                FROM metric AS m
                LEFT JOIN batch AS b ON b.state = 'trained' AND b.learner_step = m.learner_step
                LEFT JOIN version AS v ON v.version = m.policy_version
@@ -145,9 +145,9 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
     """Give a transaction that reads one moment of the catalog."""
     if not is_file(layout.catalog, root=layout.root):
         raise StoreError(
-            f"{layout.root} has no {layout.catalog.name}, which says what was trained on what; use "
-            "the run directory that "
-            f"gigpo train wrote, or, if it was lost: gigpo rebuild {layout.root}"
+            f"{layout.root} has no {layout.catalog.name}, which says what each step was trained "
+            "on; use the run directory that gigpo train wrote, or, if the catalog was lost: "
+            f"gigpo rebuild {layout.root}"
         )
     try:
         with closing(connect_read_only(layout)) as connection:
@@ -180,30 +180,30 @@ def _groups(tx: Transaction, batch_id: int, *, epoch: int) -> tuple[Group, ...]:
 def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) -> None:
     """Raise StoreError if rows of the batch were removed or lost."""
     removed = tx.rows(
-        """SELECT DISTINCT s.path, s.retired_why FROM batch_group l JOIN trajectory t USING (group_uid)
-               JOIN segment s USING (segment_id)
+        """SELECT DISTINCT s.path, s.retired_why
+           FROM batch_group l JOIN trajectory t USING (group_uid)
+           JOIN segment s USING (segment_id)
            WHERE l.batch_id = :batch_id AND s.removed_us IS NOT NULL ORDER BY s.path""",
         batch_id=batch_id,
     )
     if removed:
         raise StoreError(
             f"rows of learner step {learner_step} were removed: {removed[0]['path']} is "
-            f"{removed[0]['retired_why']} "
-            f"({len(removed)} such files). Ask for a later step; store.keep_days and "
-            "store.keep_versions say what a run keeps"
+            f"{removed[0]['retired_why']} ({len(removed)} such files). Ask for a later "
+            "step; store.keep_days and store.keep_versions say which rows a run keeps"
         )
-    halves = tx.rows(
+    incomplete = tx.rows(
         """SELECT l.group_uid, g.n_members, count(t.traj_uid) AS here
            FROM batch_group l JOIN grp g USING (group_uid) LEFT JOIN trajectory t USING (group_uid)
            WHERE l.batch_id = :batch_id GROUP BY l.group_uid HAVING here < g.n_members""",
         batch_id=batch_id,
     )
-    if halves:
+    if incomplete:
         raise StoreError(
-            f"group {uid_text(halves[0]['group_uid'])} of learner step {learner_step} has "
-            f"{halves[0]['here']} of its "
-            f"{halves[0]['n_members']} trajectories; put the damaged file back and run python -m "
-            "store fsck --repair"
+            f"group {uid_text(incomplete[0]['group_uid'])} of learner step {learner_step} has "
+            f"{incomplete[0]['here']} of its "
+            f"{incomplete[0]['n_members']} trajectories; put the damaged file back, then: "
+            "gigpo fsck --repair"
         )
 
 

@@ -26,11 +26,11 @@ from store.records import SEGMENT_SCHEMA
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
-# a shell opens the exports right after the manifest; Python readers are pinned and need no grace
+# A shell opens the exports right after the manifest. Python readers are pinned, and need no grace.
 GRACE_S = 60.0
 WRITTEN_AT = re.compile(r"-(\d{1,19})\.parquet$")  # the lsn in the name of an exported file
 MANIFEST_NAME = "manifest.json"  # in the storage
-# no rows: gives the steps view its columns before the first segment
+# A file without rows, which gives the view `steps` its columns before the first segment.
 EMPTY_STEPS = "empty_steps.parquet"
 
 
@@ -51,7 +51,7 @@ class Manifest:
     format: str
     segments: tuple[str, ...]  # the first has no rows, only the columns
     tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
-    # by path; removed after GRACE_S, and when no pinned reader shows it
+    # by path; they are removed after GRACE_S, once no pinned reader shows them
     superseded: Mapping[str, Superseded]
 
 
@@ -195,7 +195,7 @@ def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
 
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     content = {
-        # asdict copies every path
+        # asdict would copy every path
         **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)},
         "tables": {
             name: [dataclasses.asdict(part) for part in parts]
@@ -206,7 +206,7 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
         },
     }
     data = json.dumps(content).encode()
-    # first there: after a crash in between it is done again
+    # The remote storage first: after a crash in between, the write is repeated.
     if layout.info.storage_uri is not None:
         layout.storage.write(MANIFEST_NAME, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)

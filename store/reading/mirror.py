@@ -36,8 +36,8 @@ from store.storage import Storage, open_storage
 from store.untrusted.file_access import is_directory, is_file, open_file, read_text, status
 from store.untrusted.signatures import user_directory
 
-PARALLEL = 8  # requests; each waits mostly for the network
-TRIES = 3  # a manifest may be replaced, and what it named be removed, while its files are fetched
+PARALLEL = 8  # requests, which mostly wait for the network
+TRIES = 3  # a manifest may be replaced, and its files be removed, while they are fetched
 URI_DIGEST_BYTES = 8
 
 
@@ -170,7 +170,7 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
 def _lsn_here(copy: RunLayout) -> int:
     try:
         manifest = read_manifest(copy)
-    except FormatError:  # damaged: replaced by whatever is there
+    except FormatError:  # a damaged manifest is replaced
         return 0
     return 0 if manifest is None else manifest.lsn
 

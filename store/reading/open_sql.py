@@ -21,12 +21,13 @@ RUN_LINE = "SET VARIABLE run = '.';"  # of sources.sql, before a run's directory
 # Otherwise the directory where the run was started.
 PLACED = """SET VARIABLE here = (SELECT list(file) FROM glob('./run.json'));
 SET VARIABLE run = coalesce((
-    SELECT if(getvariable('here') IS NOT NULL AND contains(content, '"run_id": "{run_id}"'), '.', NULL)
+    SELECT if(getvariable('here') IS NULL, NULL,
+              if(contains(content, '"run_id": "{run_id}"'), '.', NULL))
     FROM read_text(coalesce(getvariable('here'), [{run_json}]))), {root});
 """
 PLACE = re.compile(
     rf"{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n"
-    r"    SELECT .*\n    FROM read_text\(.*;\n",
+    r"    SELECT .*\n .*\n    FROM read_text\(.*;\n",
     re.MULTILINE,
 )
 _LITERAL = r"'(?:[^'\n]|'')*'"  # an SQL string in one line

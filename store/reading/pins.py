@@ -25,8 +25,8 @@ from store.untrusted.file_access import names, open_file, opened_parent, remove,
 _NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
 _SHOWN = re.compile(rb"(\d{1,19})\n")
 _MAX_BYTES = 32  # of a pin's content
-# Reading goes on without a pin where this user may not write, and where the file system has no
-# locks.
+# Errors of a run that this user may not write, and of a file system without locks. Reading goes on
+# without a pin.
 NO_PIN = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 )
@@ -39,7 +39,7 @@ class Pinned:
     """
 
     since: int
-    shown: int | None  # None: not known yet
+    shown: int | None  # None: unknown yet
 
     def needs(self, *, written: int, replaced: int) -> bool:
         """Return whether the reader needs a file of the snapshots from lsn `written` until
@@ -62,7 +62,7 @@ class Pin:
         self._path = layout.readers / f"{lsn}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._descriptor = -1
         self._root = layout.root
-        # not seen, and so not swept, before it is locked
+        # Under this name the pin is not found, and so not removed, before it is locked.
         unlocked = self._path.with_name(f".{self._path.name}")
         try:
             make_readers(layout)
@@ -73,28 +73,27 @@ class Pin:
             rename(unlocked, self._path, root=layout.root)
         except OSError as error:
             if self._descriptor >= 0:
-                with suppress(OSError):  # nobody looks for this name, so it would stay for ever
+                with suppress(OSError):  # nobody else would ever remove this name
                     remove(unlocked, root=layout.root)
             self.close()
-            # No owner goes on with a run that has a link, so nothing is removed from it.
+            # No owner opens a run that has a link, so none of its files is removed.
             if error.errno not in NO_PIN and not isinstance(error, UnsafePathError):
                 raise StoreError(
                     f"cannot tell the owner of {layout.root} that its files are being read: "
-                    f"{layout.readers}: "
-                    f"{error.strerror}; free space, raise ulimit -n, or mend the directory, then "
-                    "retry"
+                    f"{layout.readers}: {error.strerror}; free space, raise ulimit -n, or mend the "
+                    "directory, then retry"
                 ) from error
 
     def settle(self, lsn: int) -> None:
         """Say that the reader shows this snapshot and no other."""
         if self._descriptor >= 0:
-            with suppress(OSError):  # the disk is full: then all from the pin's lsn on is kept
+            with suppress(OSError):  # the disk is full: files from the pin's lsn on are kept
                 os.pwrite(self._descriptor, b"%d\n" % lsn, 0)
 
     def close(self) -> None:
         """Remove the pin. May be called twice."""
         if self._descriptor >= 0:
-            with suppress(OSError):  # whoever asks for pins removes it, as it is no longer locked
+            with suppress(OSError):  # `pinned` removes it, because it is no longer locked
                 remove(self._path, root=self._root)
             os.close(self._descriptor)
             self._descriptor = -1
@@ -113,7 +112,7 @@ def pinned(layout: RunLayout) -> Sequence[Pinned]:
     """
     try:
         found = names(layout.readers, root=layout.root)
-    except OSError:  # somebody's pins may be in it, of whatever age
+    except OSError:  # there may be pins of any age in it
         return [Pinned(since=0, shown=None)]
     held: list[Pinned] = []
     for match in filter(None, map(_NAME.fullmatch, found)):
@@ -123,7 +122,7 @@ def pinned(layout: RunLayout) -> Sequence[Pinned]:
             shown = _SHOWN.fullmatch(content)
             held.append(Pinned(since=int(match[1]), shown=int(shown[1]) if shown else None))
         else:
-            with suppress(OSError):  # another user's; it is not held, which is all that matters
+            with suppress(OSError):  # another user's, but it is not held
                 remove(path, root=layout.root)
     return held
 
@@ -141,15 +140,14 @@ def _look(path: Path, *, root: Path) -> tuple[bool, bytes]:
     """Return whether a live reader holds the pin, and the pin's content."""
     try:
         descriptor = open_file(path, root=root)
-    except UnsafePathError:  # no reader of ours made it
-        return False, b""
-    except FileNotFoundError:  # its reader has just finished
+    # No reader of ours made it, or its reader has just finished.
+    except (UnsafePathError, FileNotFoundError):
         return False, b""
     except OSError:  # another user's
         return True, b""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, or on a file system that does not say
+    except OSError:  # locked, or on a file system without locks
         return True, _content(descriptor)
     finally:
         os.close(descriptor)
@@ -159,5 +157,5 @@ def _look(path: Path, *, root: Path) -> tuple[bool, bytes]:
 def _content(descriptor: int) -> bytes:
     try:
         return os.pread(descriptor, _MAX_BYTES, 0)
-    except OSError:  # then it says nothing, and all from its name's lsn on is kept
+    except OSError:  # files from the lsn in its name on are kept
         return b""

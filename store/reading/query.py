@@ -20,11 +20,10 @@ from store.reading.open_sql import VIEWS_MARK, check_statements, fixed, sql_lite
 from store.untrusted.file_access import is_file, open_directory, open_file_in, read_text
 
 PARQUET_MAGIC = b"PAR1"
-# of the file that could not be opened
+# Errors that say nothing about the file that could not be opened.
 SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
-# What DuckDB raises for a file that it cannot read. A plain Error comes from the decoder of a
-# footer.
+# Errors of DuckDB for a file that it cannot read. A plain Error comes from decoding a footer.
 FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
 
 
@@ -95,7 +94,7 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
     ).fetchall()[0]
     if not broken:
         return ""
-    n_files = n_whole - 1 + len(broken)  # the first has no rows, only the columns
+    n_files = n_whole - 1 + len(broken)  # the first file has no rows, only the columns
     some = f"{len(broken)} of {n_files} files cannot be read and are left out"
     return f"{some}: first {broken[0]}; gigpo fsck {layout.run_directory}"
 
@@ -204,7 +203,7 @@ def _show_as_of(
             f"DROP VIEW exported.{name}; CREATE TABLE exported.{name} AS FROM arriving"
         )
         connection.unregister("arriving")
-    # as they are now: the files that have them may go
+    # Tables without a history are kept as they are now, because their files may be removed.
     for name in EXPORTS.keys() - snapshot.tables.keys():
         if connection.execute("SELECT getvariable('parts')[?]", [name]).fetchall()[0][0]:
             made = f"CREATE TABLE exported.{name}_now AS FROM exported.{name}"

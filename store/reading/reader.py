@@ -30,9 +30,9 @@ from store.reading.sandbox import FILESYSTEM, LANDLOCK
 
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e9  # sockets take no more
-START_S = 60.0  # for a child to import DuckDB and read the manifest, on a machine that trains
+START_S = 60.0  # for a child to import DuckDB and read the manifest, while the machine trains
 MAX_ROWS = 100_000_000
-# of a result that a program asks for itself: versions, checkpoints, episodes of an evaluation
+# Limits of a result that a program of ours asks for, such as versions and checkpoints.
 MAX_SMALL_ROWS = 1_000_000
 MAX_SMALL_BYTES = 256 << 20
 MAX_BYTES = 1 << 30  # of one result; it is held in memory on both sides
@@ -40,14 +40,14 @@ _BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from store.reading.sandbox import serve
 serve(int(sys.argv[2]))"""
-# Threads that libraries start on import would not be locked in; the child clears its environment
-# before it takes a query.
+# A protection would not hold for threads that libraries start on import. The child clears its
+# environment before it takes a query.
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
-_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters do not start without
+_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters need them to start
 
 
 class SqlTimeout(StoreError):
@@ -105,8 +105,7 @@ class Reader:
         warns: bool,
     ) -> None:
         self.protection = protection
-        # of the files that it reads: of a run whose storage is elsewhere, this user's copy
-        self.layout = layout
+        self.layout = layout  # of the files that it reads: this user's copy, if the run is remote
         self._memory_limit = memory_limit
         self._warns = warns
         self._lock = threading.Lock()
@@ -115,10 +114,9 @@ class Reader:
         newest = 0 if manifest is None else manifest.lsn
         self.lsn = newest if as_of is None else as_of  # of the snapshot
         self._pin = Pin(layout, self.lsn)
-        weakref.finalize(self, self._pin.close)  # also of a reader that nobody closes
+        weakref.finalize(self, self._pin.close)  # for a reader that nobody closes
         self._closed = False
-        # says, in one line, which files cannot be read and are missing from every answer
-        self.left_out = ""
+        self.left_out = ""  # one line: the files that cannot be read and are missing in answers
         try:
             self._ready_child(as_of)
         except BaseException:
@@ -213,7 +211,7 @@ class Reader:
                     )
                     try:
                         return child.table(deadline)
-                    except _FilesLeftOut as fewer:  # each time at least one more, so this ends
+                    except _FilesLeftOut as fewer:  # at least one more each time, so this ends
                         self._leave_out(str(fewer))
             except TimeoutError as error:
                 self._discard()
@@ -227,7 +225,7 @@ class Reader:
                 why = child.why_it_died()
                 self._discard()
                 raise StoreError(f"SQL: {why}") from error
-            # Ctrl-C: the answer that is under way must not meet the next question
+            # Ctrl-C: the next question must not get the answer that is under way.
             except BaseException:
                 self._discard()
                 raise

@@ -50,16 +50,16 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 LANDLOCK, FILESYSTEM = "landlock", "filesystem"
-# how much memory there is; DuckDB aborts if these exist but are closed
+# They say how much memory there is. DuckDB aborts if they exist and cannot be read.
 MACHINE = ("/proc/self/cgroup", "/sys/fs/cgroup")
 READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
-# DuckDB takes 80% of the machine unasked; a run may be training beside it
+# DuckDB's default is 80% of the machine, and a run may be training beside it.
 SHARE_OF_DEFAULT_MEMORY = 0.6
-# bytes: the interpreter, Arrow batches and what DuckDB does not count
+# Bytes for the interpreter, Arrow batches, and memory that DuckDB does not count.
 MEMORY_BESIDE_DUCKDB = 2 << 30
 BATCH_ROWS = 16_384
 CONNECT_TRIES = 5
-# footers that are kept in memory: 70 KB a file, more than most small files hold
+# Footers that are kept in memory: 70 KB a file, more than most small files have.
 MAX_CACHED_FILES = 2_000
 SETTINGS = (
     "temp_directory = ''",
@@ -72,15 +72,14 @@ SETTINGS = (
     "python_scan_all_frames = false",
     "enable_progress_bar = false",
 )
-# Types that Arrow cannot carry: their values would come out as another value, or as bytes that
-# nobody can read.
+# Types that Arrow cannot carry: it would give other values, or bytes that nobody can read.
 NOT_FOR_ARROW = frozenset(
     {"bit", "bignum", "geometry", "time with time zone", "type", "uhugeint", "variant"}
 )
-# Types whose text only DuckDB knows: infinities, years before 1 and after 9999, 24:00:00,
+# Types with values that Python does not have: infinities, years before 1 and after 9999, 24:00:00,
 # nanoseconds.
 TEMPORAL = frozenset({"date", "interval", "time", "time_ns"})
-TIMESTAMP = "timestamp"  # how the names of all of its kinds begin
+TIMESTAMP = "timestamp"  # the beginning of the names of its kinds
 _PR_SET_PDEATHSIG = 1
 
 
@@ -97,7 +96,7 @@ def serve(descriptor: int) -> None:
     try:
         run = _open(json.loads(content))
         ready = {"lsn": run.lsn, "left_out": left_out(run.connection, run.layout)}
-    except Exception as error:  # noqa: BLE001  a process border: passed on with its identity
+    except Exception as error:  # noqa: BLE001  a process border: the parent gets it
         _send_error(channel, error)
         return
     wire.send(channel, wire.READY, json.dumps(ready).encode())
@@ -106,7 +105,7 @@ def serve(descriptor: int) -> None:
     while True:
         try:
             _answer(channel, run.connection, json.loads(asked.get()))
-        except Exception as error:  # noqa: BLE001  the same
+        except Exception as error:  # noqa: BLE001  a process border: the parent gets it
             _send_why(channel, run, error)
 
 
@@ -128,7 +127,7 @@ class _Opened:
     connection: duckdb.DuckDBPyConnection
     layout: RunLayout
     lsn: int
-    prefix: str  # of every path, where it leads through the read-only file system
+    prefix: str  # of every path; empty unless the read-only file system is used
 
 
 def _open(order: dict) -> _Opened:
@@ -138,11 +137,10 @@ def _open(order: dict) -> _Opened:
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"]))
-    if order["home"] is not None:  # the parent has fetched what is stored elsewhere
+    if order["home"] is not None:  # the parent has fetched the files of a remote storage
         layout = dataclasses.replace(layout, home=Path(order["home"]))
     files = _read_only_files(layout) if order["protection"] == FILESYSTEM else None
-    # whoever would import more now hears that it is not there, which is expected, not that it is
-    # closed
+    # A later import finds no module, which libraries expect, instead of a forbidden directory.
     sys.path.clear()
     if files is None:
         landlock.restrict(
@@ -167,7 +165,7 @@ def _open(order: dict) -> _Opened:
 
 
 def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
-    from store.reading.read_only_files import ReadOnlyFiles  # fsspec takes its time
+    from store.reading.read_only_files import ReadOnlyFiles  # fsspec is slow to import
 
     return ReadOnlyFiles(layout.root)
 
@@ -182,7 +180,7 @@ def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
         return
-    with suppress(OSError):  # it only improves the kernel's choice
+    with suppress(OSError):  # it only helps the kernel to choose
         Path("/proc/self/oom_score_adj").write_text("1000")
     if die_with_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
@@ -247,7 +245,7 @@ def _lock_settings(
     few = len(_manifest_of(layout).segments) <= MAX_CACHED_FILES
     settings = [
         *SETTINGS,
-        # files never change; saves much of a small query over many
+        # Files never change. The cache saves most of a small query over many files.
         f"parquet_metadata_cache = {str(few).lower()}",
         f"threads = {threads}",
         f"memory_limit = {sql_literal(memory_limit)}",
@@ -262,7 +260,7 @@ def _lock_settings(
         _bytes(connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0])
         + MEMORY_BESIDE_DUCKDB
     )
-    # whoever set a lower limit, with ulimit, keeps it
+    # A lower limit that was set with ulimit stays.
     allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit_bytes = (
         limit_bytes if allowed_bytes == resource.RLIM_INFINITY else min(limit_bytes, allowed_bytes)
@@ -302,7 +300,7 @@ def _check_one_query(sql: str) -> None:
         raise StoreError(f"SQL: {len(statements)} statements; ask one at a time")
     try:
         reads = bool(statements) and statements[0].type in READING_STATEMENTS
-    except ValueError:  # a type that DuckDB has and its Python package does not know
+    except ValueError:  # a type that DuckDB's Python package does not know
         reads = False
     if not reads:
         raise StoreError(
@@ -319,7 +317,7 @@ def _for_arrow(
         return relation
     columns = []
     for place, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
-        # by place: names may be there twice
+        # By position, because a name may be there twice.
         value = f"#{place}" if kind is None else f"#{place}::{kind}"
         columns.append(f"{value} AS {sql_identifier(name)}")
     return relation.project(", ".join(columns))
@@ -353,7 +351,7 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
         for (_, child), cast in zip(children, inner, strict=True)
     ]
     if family == "map" and inner[0] and "VARIANT" in str(children[0][1]):
-        return "VARCHAR"  # 1 and '1' are two keys with one text: DuckDB ends over them
+        return "VARCHAR"  # 1 and '1' would become one key, and DuckDB aborts
     if family == "list":
         return f"{types[0]}[]"
     if family == "array":
@@ -416,14 +414,14 @@ def _send_error(channel: socket.socket, error: Exception) -> None:
     """Send an error in one line. Of a Python traceback send only the last line."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
-    # DuckDB's advice is settings that are locked
+    # DuckDB would advise settings that are locked.
     if isinstance(error, duckdb.OutOfMemoryException):
-        text = "SQL: the query needs more memory than it may have; ask for fewer columns or groups at once, or raise memory_limit"
-    elif not isinstance(error, StoreError):
         text = (
-            f"SQL: {text}"
-            if isinstance(error, duckdb.Error)
-            else f"SQL: {type(error).__name__}: {text}"
+            "SQL: the query needs more memory than it may have; ask for fewer columns or groups at "
+            "once, or raise memory_limit"
         )
+    elif not isinstance(error, StoreError):
+        name = "" if isinstance(error, duckdb.Error) else f"{type(error).__name__}: "
+        text = f"SQL: {name}{text}"
     message = {"type": type(error).__name__, "message": text[:SHOWN_CHARACTERS]}
     wire.send(channel, wire.ERROR, json.dumps(message).encode())

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from store.errors import FormatError
 
-# A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images decode to a hundred times their bytes.
-# No merge makes more than 1 GiB of rows.
+# A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images decode to a hundred times their
+# bytes. No merge makes more than 1 GiB of rows.
 MAX_DECODED_BYTES = 1 << 30
 MAX_RATIO = 100
 # A step has log-probabilities and times, which take a byte at least. Small tables may repeat a row.

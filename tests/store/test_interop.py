@@ -5,6 +5,7 @@ written.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -208,7 +209,7 @@ def test_the_documented_line_gives_hugging_face_rows_as_tensors(
         sample.exported.parent / "README.md",
     )
     for text in (path.read_text() for path in documented):
-        (line,) = (line.strip() for line in text.splitlines() if "datasets.load_dataset" in line)
+        (line,) = re.findall(r"datasets\.load_dataset\(.*?\.with_format\(.*?\)", text, re.DOTALL)
         dataset = eval(line.replace("DIR/data", str(sample.exported)), {"datasets": datasets})
         assert len(dataset) == sample.table.num_rows
         assert all(isinstance(row["response_ids"], torch.Tensor) for row in dataset)
