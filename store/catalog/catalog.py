@@ -4,8 +4,9 @@ exist.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
 from store.catalog import batches, groups, imports
@@ -29,7 +30,9 @@ from store.catalog.records import (
 from store.catalog.repairs import Repairs
 from store.catalog.snapshot import Part, Snapshot, take_snapshot
 from store.catalog.stored_groups import StoredGroups
+from store.errors import FencedError, StoreError
 from store.layout import RunLayout
+from store.maintenance.backup import write_backup
 from store.segments import SegmentMeta
 
 
@@ -48,6 +51,7 @@ class Catalog:
     """
 
     def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
         self._database = Database(layout)
         self.stored = StoredGroups(self._database)
         self.repairs = Repairs(self._database)
@@ -69,8 +73,21 @@ class Catalog:
         self.close()
 
     def close(self) -> None:
-        """Give the catalog back. Idempotent."""
+        """Make a backup and give the catalog back. Idempotent."""
+        if not self._database.is_closed:
+            with suppress(StoreError):  # a full disk must not make a failure of what was done
+                self.back_up()
         self._database.close()
+
+    def back_up(self) -> None:
+        """Replace the run's backup by a copy of this catalog. An event says why, if it cannot."""
+        try:
+            with closing(self._database.copy()) as copy:
+                write_backup(copy, self._layout)
+        except FencedError:
+            raise
+        except (StoreError, sqlite3.Error, MemoryError) as error:
+            self.log(component="backup", what="not made", detail=f"{type(error).__name__}: {error}")
 
     def at_once(self) -> AbstractContextManager[object]:
         """The calls within are one transaction, which a power cut may undo: for leases, the groups
@@ -260,9 +277,10 @@ class Catalog:
             return ledger.latest_version(tx)
 
     def record_checkpoint(self, *, learner_step: int, path: str, version: int) -> None:
-        """A checkpoint that is complete on disk."""
+        """Record a checkpoint that is complete on disk, and make a backup of this catalog."""
         with self._database.transaction() as tx:
             ledger.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
+        self.back_up()
 
     def live_checkpoints(self) -> tuple[CheckpointRecord, ...]:
         """Every checkpoint that no roll-back went behind; its directory may have been removed

@@ -109,7 +109,7 @@ class Database:
             check_owner(layout)
             _check_not_lost(layout)
             self._connection = _connect(layout)
-            self.epoch = self._take_over(shown_lsn=_shown_lsn(layout))
+            self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
         except sqlite3.OperationalError as error:
             os.close(self._lock_fd)
             raise _no_room(self._path, error) from error
@@ -208,6 +208,20 @@ class Database:
                 raise self._lost from error
             self._owes_sync = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the catalog was given back."""
+        return self._lock_fd < 0
+
+    def copy(self) -> sqlite3.Connection:
+        """Return a copy in memory, of one moment. Raises FencedError for an old owner."""
+        with self.transaction():  # which refuses an old owner
+            pass
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        with self._mutex:
+            self._connection.backup(copy)
+        return copy
+
     def close(self) -> None:
         """Give the catalog back. Idempotent."""
         with self._mutex:
@@ -267,9 +281,9 @@ class Database:
         return int(meta["epoch"]) + 1
 
 
-def _shown_lsn(layout: RunLayout) -> int:
-    """That of the manifest, which is written after the commits it shows; 0 without a readable
-    one.
+def shown_lsn(layout: RunLayout) -> int:
+    """Return the manifest's lsn, which is written after the commits it shows. 0 if there is none
+    that can be read.
     """
     try:
         content = json_values.parse_object(

@@ -386,7 +386,6 @@ NO_SAFEGUARD = {
     "def sync_directory(directory: Path, *, beneath: Path) -> None:": "its fsync is mutated",
     "def _fsync(path: Path) -> None:": "its fsync is mutated",
     '_UNSYNCED = "PRAGMA synchronous = NORMAL"': "leases and heartbeats may be lost",
-    'connection.execute("PRAGMA synchronous = FULL")': "a torn rebuild is refused and made again",
     "id INTEGER PRIMARY KEY CHECK (id = 1),": "one row, inserted with its own id",
     "name TEXT PRIMARY KEY,": "rows of `changed` and `component` replace themselves",
     "seq INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",

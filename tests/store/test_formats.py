@@ -30,7 +30,6 @@ from store import (
 )
 from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, check
-from store.maintenance.rebuild import rebuild
 from store.reading.query import connect
 from store.segments import decode, encode
 from tests.support.store_runs import fingerprint, rewrite
@@ -108,31 +107,6 @@ def test_its_next_owner_upgrades_it_and_nothing_is_lost(old: RunLayout) -> None:
         )
         catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=1)
         export(catalog, old)
-    assert check(old, level=CONTENTS) == []
-
-
-def test_a_lost_catalog_of_format_1_is_rebuilt(old: RunLayout) -> None:
-    steps, groups = (
-        rows(old, STEPS),
-        rows(old, "SELECT group_uid, state, reason, n_steps FROM groups ORDER BY ALL"),
-    )
-    lineage = rows(
-        old,
-        "SELECT learner_step, batch_id, batch_state, outcome, live, group_uid FROM lineage ORDER "
-        "BY ALL",
-    )
-    old.catalog.unlink()
-    rebuild(old)
-    assert rows(old, STEPS) == steps
-    assert rows(old, "SELECT group_uid, state, reason, n_steps FROM groups ORDER BY ALL") == groups
-    assert (
-        rows(
-            old,
-            "SELECT learner_step, batch_id, batch_state, outcome, live, group_uid FROM lineage "
-            "ORDER BY ALL",
-        )
-        == lineage
-    )
     assert check(old, level=CONTENTS) == []
 
 
