@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.atomic_write import READ_ONLY, make_directory, write_once
+from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
@@ -62,6 +62,7 @@ DIRECTORIES_OF_A_RUN = (
     "checkpoints",
     "readers",
     "quarantine",
+    "backup",
     "logs",
     "tensorboard",
     "untrained",  # the model with which a behaviour cloning run began
@@ -211,6 +212,8 @@ class RunLayout:
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
                 layout._take_storage(content)
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
+            make_directory(layout.run_json_backup.parent, beneath=root)
+            write_atomically(layout.run_json_backup, content, mode=READ_ONLY, beneath=root)
             is_signed = sign_run(root, config=None)
         except FileExistsError as error:
             raise StoreError(
@@ -366,6 +369,15 @@ class RunLayout:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
+
+    @property
+    def backup(self) -> Path:
+        """Return the backup of the catalog, relative to the root also in another storage."""
+        return self.root / "backup" / "catalog.sqlite"
+
+    @property
+    def run_json_backup(self) -> Path:
+        return self.root / "backup" / "run.json"
 
     @property
     def logs(self) -> Path:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
 from store.catalog import (
@@ -17,7 +18,9 @@ from store.catalog import (
 )
 from store.catalog.database import Database, Transaction, one_transaction
 from store.catalog.snapshot import Part, Snapshot, take_snapshot
+from store.errors import FencedError, StoreError
 from store.layout import RunLayout
+from store.maintenance.backup import write_backup
 
 
 class Catalog:
@@ -36,6 +39,7 @@ class Catalog:
     """
 
     def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
         self._database = Database(layout)
 
     @classmethod
@@ -44,8 +48,21 @@ class Catalog:
         return cls(layout)
 
     def close(self) -> None:
-        """Give up the ownership. May be called twice."""
+        """Make a backup and give up the ownership. May be called twice."""
+        if not self._database.is_closed:
+            with suppress(StoreError):  # a full disk must not make a failure of what was done
+                self.back_up()
         self._database.close()
+
+    def back_up(self) -> None:
+        """Replace the run's backup by a copy of this catalog. An event says why, if it cannot."""
+        try:
+            with closing(self._database.copy()) as copy:
+                write_backup(copy, self._layout)
+        except FencedError:
+            raise
+        except (StoreError, sqlite3.Error, MemoryError) as error:
+            self.log(component="backup", what="not made", detail=f"{type(error).__name__}: {error}")
 
     def __enter__(self) -> Catalog:
         return self
@@ -102,7 +119,6 @@ class Catalog:
     # Records of the run.
     record_version = one_transaction(run_records.record_version)
     latest_version = one_transaction(run_records.latest_version)
-    record_checkpoint = one_transaction(run_records.record_checkpoint)
     live_checkpoints = one_transaction(run_records.live_checkpoints)
     record_metrics = one_transaction(run_records.record_metrics)
     latest_metrics = one_transaction(run_records.latest_metrics)
@@ -134,6 +150,12 @@ class Catalog:
     exclude = one_transaction(repairs.exclude)
     correct_segment = one_transaction(repairs.correct_segment)
     correct_group = one_transaction(repairs.correct_group)
+
+    def record_checkpoint(self, *, learner_step: int, path: str, version: int) -> None:
+        """Record a checkpoint that is complete on disk, and make a backup of this catalog."""
+        with self._database.transaction() as tx:
+            run_records.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
+        self.back_up()
 
     def snapshot(self, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
         """Return the tables that outside readers may see, as of one moment, without `known` parts.

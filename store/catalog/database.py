@@ -126,7 +126,7 @@ class Database:
             check_owner(layout)
             _check_not_lost(layout)
             self._connection = _connect(layout)
-            self.epoch = self._take_over(shown_lsn=_shown_lsn(layout))
+            self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
         except sqlite3.OperationalError as error:
             os.close(self._lock_fd)
             raise _no_room(self._path, error) from error
@@ -225,6 +225,20 @@ class Database:
                 raise self._lost from error
             self._owes_sync = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the catalog was given back."""
+        return self._lock_fd < 0
+
+    def copy(self) -> sqlite3.Connection:
+        """Return a copy in memory, of one moment. Raises FencedError for an old owner."""
+        with self.transaction():  # which refuses an old owner
+            pass
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        with self._mutex:
+            self._connection.backup(copy)
+        return copy
+
     def close(self) -> None:
         """Give up the ownership. May be called twice."""
         with self._mutex:
@@ -283,7 +297,7 @@ class Database:
         return int(meta["epoch"]) + 1
 
 
-def _shown_lsn(layout: RunLayout) -> int:
+def shown_lsn(layout: RunLayout) -> int:
     """Return the lsn of the manifest, which is written after the commits it shows. 0 without a
     manifest.
     """

@@ -16,11 +16,17 @@ from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, error
 from store.maintenance.fsck_segments import Opener
-from store.reading.exported import KEYS, read_part
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier
 from store.records import uid_text
+from store.untrusted.bounded_parquet import open_parquet, read_table
 
+# Columns that name a row of a table in which a row that changed later is in two parts.
+KEYS = {
+    "groups": ("group_uid",),
+    "lineage": ("batch_id", "group_uid"),
+    "metrics": ("learner_step", "policy_version", "name", "lsn"),
+}
 SHOWN_CHARACTERS = 200  # of a message of Arrow, which lists all columns
 SHOWN = 5  # rows of one table that are named
 NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
@@ -33,6 +39,14 @@ NAMES = {
     "ledger": ("group_uid",),
     "unfinished": ("group_uid",),
 }
+
+
+def read_part(layout: RunLayout, path: str) -> pa.Table:
+    """Read one exported file and check its pages. Raises StoreError and Arrow's errors."""
+    data = layout.storage.read(path)
+    source = pa.BufferReader(data)
+    file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
+    return read_table(file, source, n_bytes=data.size, name=path, columns=None)
 
 
 def check_exported(catalog: Opener, layout: RunLayout) -> list[Finding]:

@@ -10,10 +10,10 @@ from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, error, warning
+from store.maintenance.fsck_exports import read_part
 from store.maintenance.fsck_segments import AGAIN, GRACE_S, Opener
 from store.maintenance.sweep import unfinished_writes
 from store.reading import open_sql
-from store.reading.exported import read_part
 from store.reading.manifest import Manifest, read_manifest
 from store.untrusted.file_access import is_file, status
 

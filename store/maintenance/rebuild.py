@@ -1,9 +1,14 @@
-"""`gigpo rebuild`: a new catalog for a run whose own is lost, from its segments and its
-exported tables.
+"""Make a new catalog for a run whose own is lost or damaged.
+
+    report = rebuild(layout)
+
+The newest sound backup is taken, and the segment files that are newer than it are adopted. Without
+a backup the segments alone tell which groups and trajectories there are. What the catalog learned
+after the backup (claims, trained steps, metrics, events) is gone: the run goes on from the
+checkpoint of the backup.
 
 Nothing is deleted: the old catalog and files that cannot be used go to quarantine/. The new catalog
-appears in one rename, so that a rebuild that is interrupted is begun again. Memory: about 1 KB per
-trajectory.
+appears in one rename, so an interrupted rebuild is begun again. Memory: about 1 KB per trajectory.
 """
 
 from __future__ import annotations
@@ -11,78 +16,80 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from store.atomic_write import TEMPORARY_SUFFIX
+from store.atomic_write import READ_WRITE, write_atomically
+from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
-from store.catalog.database import check_owner, take_lock
-from store.catalog.rebuild_rows import COMPONENT, Found, FoundSegment, Restored, restore
+from store.catalog.database import Transaction, check_owner, shown_lsn, take_lock
+from store.catalog.groups import HELDOUT, TRAIN
 from store.catalog.records import IMPORTED
-from store.clock import now_us
+from store.catalog.schema_check import SCHEMA
 from store.errors import StoreError, UnavailableError
 from store.hashing import file_digest, uid
 from store.layout import SEGMENT_PATH, RunLayout
+from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
-from store.maintenance.rebuild_groups import as_exported, new_groups
-from store.maintenance.repair import quarantine
+from store.maintenance.fsck import NAMES, check
+from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
-from store.reading.exported import Exported, read_exported
 from store.reading.manifest import export
 from store.segments import SegmentMeta
-from store.storage import StoredFile
-from store.untrusted.file_access import names, remove, rename, status
+from store.untrusted.file_access import names, status
 
-EPOCHS_WITHOUT_TRACE = 1000  # owners that committed nothing; their workers must stay fenced too
-WEIGHTS_NAME = re.compile(r"v(\d{6,})")
+COMPONENT = "rebuild"
+EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; their workers too
+LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
+ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
+ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
+LARGEST_NUMBER = 1 << 62  # of an epoch or lsn; a run counts to no such number
+WEIGHTS_NAME = re.compile(r"v(\d{6,18})")
+
+Address = tuple[str, int, int | None]  # a group's split, ordinal and evaluation round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """In plain lines, for people."""
+    """What a rebuild did, in lines for people."""
 
     recovered: tuple[str, ...]
-    lost: tuple[str, ...]  # or may be: what nobody can know any more
+    lost: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    """A readable segment file."""
+class Contents:
+    """The readable segment files, in order of preference, and their trajectories."""
 
-    stored: StoredFile
-    worker: str
-    epoch: int
+    files: tuple[FoundFile, ...]
     played: tuple[Played, ...]
+    rejected: tuple[str, ...]  # one line for each file that was set aside
 
 
 def rebuild(layout: RunLayout) -> Report:
-    """Replaces the catalog. LockedError while somebody owns it; StoreError if the run is not what
-    it seems.
+    """Replace the catalog. Raises LockedError while a process owns it.
 
-    UnavailableError if any of its files cannot be reached now: nothing has been touched then.
+    UnavailableError says that a file cannot be reached now; nothing was touched then.
     """
     lock = take_lock(layout)
     try:
         check_owner(layout)
-        exported = read_exported(layout)
-        files, rejected = _scan(layout)
-        found, unknown = _put_together(layout, exported, files)
-        restored = _write(layout, found)
-    # columns or values that no export has
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise StoreError(
-            f"the exported tables hold what no run exports ({error!r:.200}); move {layout.exports} "
-            "and "
-            f"{layout.manifest.name} away, then rebuild from the segments alone"
-        ) from error
+        connection, lost = _base(layout)
+        with closing(connection):
+            contents = _scan(layout)
+            recovered = _recover(connection, layout, contents)
+            _replace_catalog(layout, connection.serialize())
     finally:
         os.close(lock)
-    report = _report(
-        exported, files, found, restored, lost=[*exported.unreadable, *rejected, *unknown]
-    )
+    lost += contents.rejected
+    if recovered.strangers:
+        lost.append(f"{recovered.strangers} trajectories are no member of a known group")
     with Catalog.open(layout) as catalog:
+        lost += repair(catalog, layout, check(layout, level=NAMES))  # files that are gone
+        report = _report(catalog, recovered, contents, lost=lost)
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
                 catalog.log(component=COMPONENT, what=what, detail=line)
@@ -92,11 +99,30 @@ def rebuild(layout: RunLayout) -> Report:
     return report
 
 
-def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
-    """Every file beneath segments/ that is what its name says; the others are set aside, one line
-    each.
-    """
-    files, rejected = [], {}
+def _base(layout: RunLayout) -> tuple[sqlite3.Connection, list[str]]:
+    """Return the backup, or an empty catalog, and what is lost."""
+    try:
+        connection = read_backup(layout)
+    except UnavailableError:
+        raise
+    except StoreError as error:
+        connection = empty_database()
+        connection.executescript(SCHEMA)
+        connection.execute(
+            "INSERT INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)", (layout.info.run_id,)
+        )
+        gone = "claims, trained steps, versions, checkpoints, metrics and events are gone"
+        return connection, [f"there is no backup to begin with ({error}): {gone}"]
+    row = connection.execute("SELECT max(learner_step) FROM checkpoint WHERE live = 1").fetchone()
+    point = "the start" if row[0] is None else f"the checkpoint of learner step {row[0]}"
+    return connection, [f"what came after the newest backup; training goes on from {point}"]
+
+
+def _scan(layout: RunLayout) -> Contents:
+    """Read every file beneath segments/. Move those whose content is not what their name says."""
+    files: list[FoundFile] = []
+    played: list[Played] = []
+    rejected: dict[str, StoreError] = {}
     for stored in list(layout.storage.files(layout.relative(layout.segments))):
         path = stored.path
         if not SEGMENT_PATH.fullmatch(path):
@@ -114,231 +140,161 @@ def _scan(layout: RunLayout) -> tuple[list[_File], list[str]]:
         except StoreError as error:
             rejected[path] = error
             continue
-        files.append(
-            _File(stored=stored, worker=rows.worker, epoch=rows.epoch, played=trajectories(rows))
+        held = trajectories(rows)
+        played += held
+        meta = SegmentMeta(
+            segment_id=digest,
+            path=path,
+            digest=digest,
+            n_steps=rows.table.num_rows,
+            n_bytes=data.size,
+            worker=rows.worker,
+            trajectories=tuple(trajectory.meta for trajectory in held),
         )
-    return files, [
-        f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()
-    ]
+        level = int(rows.worker == COMPACTED)
+        files.append(FoundFile(meta=meta, epoch=rows.epoch, level=level))
+    # A merged file replaced others, and a larger one holds more that no other file does.
+    files.sort(key=lambda file: (-file.level, -file.meta.n_bytes, file.meta.path))
+    lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
+    return Contents(files=tuple(files), played=tuple(played), rejected=tuple(lines))
 
 
-def _put_together(
-    layout: RunLayout, exported: Exported, files: Sequence[_File]
-) -> tuple[Found, list[str]]:
-    played = [trajectory for file in files for trajectory in file.played]
-    known = {row["group_uid"]: int(row["size"]) for row in exported.tables["groups"]}
-    groups = {
-        group.group_uid: group
-        for group in new_groups(layout.info.run_id, exported, played, known=known)
-    }
-    derived = dict(as_exported(groups, exported, played))
-    tables = {**exported.tables, "groups": [*exported.tables["groups"], *derived.values()]}
-    sizes = known | {group_uid: group.size for group_uid, group in groups.items()}
-    imported = {row["group_uid"] for row in tables["groups"] if row["split"] == IMPORTED}
-    imported |= {group.group_uid for group in groups.values() if group.split == IMPORTED}
-    segments, strangers = _segments(files, exported, sizes=sizes)
-    epochs = [file.epoch for file in files] + [
-        int(row["epoch"]) for row in exported.tables["versions"]
-    ]
-    found = Found(
-        run_id=layout.info.run_id,
-        epoch=max(epochs, default=0) + EPOCHS_WITHOUT_TRACE,
-        lsn=max(exported.lsn, 1),
-        tables=tables,
-        groups=tuple(group for group in groups.values() if group.group_uid not in derived),
-        segments=segments,
-        versions=_new_versions(
-            layout,
-            exported,
-            [one for one in played if one.meta.group_uid in sizes.keys() - imported],
-        ),
-    )
-    missing = [
-        path for path in exported.segments or () if path not in {file.stored.path for file in files}
-    ]
-    lost = [
-        f"{path} was live at the last export and is not there or not readable" for path in missing
-    ]
-    if derived:
-        lost.append(
-            f"{len(derived)} groups are in no readable export: they are put together from rows, "
-            "ledger and lineage"
-        )
-    nameless = {
-        row["group_uid"] for name in ("ledger", "lineage") for row in tables[name]
-    } - sizes.keys()
-    if nameless:
-        lost.append(
-            f"{len(nameless)} groups are in no readable export and no file: their ledger and "
-            "lineage are left out"
-        )
-    if strangers:
-        lost.append(
-            f"{strangers} trajectories are no members of any group that could be recovered; their "
-            "rows are left out"
-        )
-    return found, lost
-
-
-def _segments(
-    files: Sequence[_File], exported: Exported, *, sizes: Mapping[bytes, int]
-) -> tuple[list[FoundSegment], int]:
-    """Each file with the trajectories that are read from it, and how many trajectories are no
-    member of any known group.
-    """
-    excluded = {(row["path"], row["traj_uid"]) for row in exported.tables["excluded"]}
-    order = {path: number for number, path in enumerate(exported.segments or ())}
-    segments, strangers, counted = [], 0, set()
-
-    # what readers saw, then what was merged, then the larger
-    def preference(file: _File) -> tuple[int, bool, int, str]:
-        return (
-            order.get(file.stored.path, len(order)),
-            file.worker != COMPACTED,
-            -file.stored.n_bytes,
-            file.stored.path,
-        )
-
-    for file in sorted(files, key=preference):
-        metas, others = [], []
-        for meta in (played.meta for played in file.played):
-            belongs = meta.traj_uid == uid(meta.group_uid, meta.member) and meta.member < sizes.get(
-                meta.group_uid, 0
-            )
-            strangers += not belongs
-            if (
-                belongs
-                and meta.traj_uid not in counted
-                and (file.stored.path, meta.traj_uid) not in excluded
-            ):
-                counted.add(meta.traj_uid)
-                metas.append(meta)
-            else:
-                others.append(meta.traj_uid)
-        segment = SegmentMeta(
-            segment_id=PurePosixPath(file.stored.path).stem,
-            path=file.stored.path,
-            digest=PurePosixPath(file.stored.path).stem,
-            n_steps=sum(played.meta.n_steps for played in file.played),
-            n_bytes=file.stored.n_bytes,
-            worker=file.worker,
-            trajectories=tuple(metas),
-        )
-        segments.append(
-            FoundSegment(
-                meta=segment,
-                epoch=file.epoch,
-                level=int(file.worker == COMPACTED),
-                excluded=tuple(others) if metas else (),
-                written_us=file.stored.modified_us,
-            )
-        )
-    return segments, strangers
-
-
-def _new_versions(
-    layout: RunLayout, exported: Exported, played: Sequence[Played]
-) -> dict[int, str]:
-    """Versions that left a trace and are not exported: their numbers must not be used again."""
-    known = {row["version"] for row in exported.tables["versions"]}
-    seen = {trajectory.meta.version_max for trajectory in played} if known else set()
-    for name in names(layout.weights, root=layout.root):
-        match = WEIGHTS_NAME.fullmatch(name)
-        if match is not None:
-            seen.add(int(match[1]))
-    return {
-        version: layout.relative(layout.weights_dir(version)) for version in sorted(seen - known)
-    }
-
-
-def _write(layout: RunLayout, found: Found) -> Restored:
-    """The new catalog beside the old one, then in its place."""
-    new = layout.catalog.with_name(f".{layout.catalog.name}{TEMPORARY_SUFFIX}")
-    for name in names(layout.root, root=layout.root):
-        if name.startswith(new.name):
-            remove(layout.root / name, root=layout.root)
-    try:
-        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
-            connection.row_factory = sqlite3.Row
-            connection.create_function("now_us", 0, now_us)
-            connection.execute("PRAGMA synchronous = FULL")
-            connection.execute("PRAGMA foreign_keys = ON")
-            restored = restore(connection, found)
-    except sqlite3.IntegrityError as error:
+def _recover(connection: sqlite3.Connection, layout: RunLayout, contents: Contents) -> Recovered:
+    """Adopt what the backup does not know, and leave all older owners and readers behind."""
+    epoch, lsn = connection.execute("SELECT epoch, lsn FROM meta").fetchone()
+    epoch = max([epoch, *(file.epoch for file in contents.files)]) + EPOCHS_WITHOUT_TRACE
+    lsn = max(lsn, shown_lsn(layout) or lsn + LSNS_WITHOUT_TRACE) + 1
+    if max(epoch, lsn) >= LARGEST_NUMBER:
         raise StoreError(
-            f"the exported tables contradict each other ({error}); move {layout.exports} and "
-            f"{layout.manifest.name} away, "
-            "then rebuild from the segments alone"
-        ) from error
-    except sqlite3.Error as error:
-        raise StoreError(f"cannot write {new}: {error}; free space, then rebuild again") from error
-    # the logs first: they belong to no other catalog
+            f"{layout.root} counts to epoch {epoch} and lsn {lsn}, as no run does; "
+            f"remove {layout.manifest.name} and the files that say so, then rebuild again"
+        )
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
+    tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
+    groups = _new_groups(tx, contents.played)
+    foreign = {group.group_uid for group in groups if group.split == IMPORTED}
+    foreign |= {
+        row["group_uid"]
+        for row in tx.rows("SELECT group_uid FROM grp WHERE split = :split", split=IMPORTED)
+    }
+    ours = [one for one in contents.played if one.meta.group_uid not in foreign]
+    versions = _new_versions(tx, layout, ours)
+    recovered = recover(tx, groups=groups, files=contents.files, versions=versions)
+    connection.execute("UPDATE meta SET lsn = ?", (lsn,))
+    tables = [row["name"] for row in tx.rows("SELECT name FROM changed")]
+    connection.executemany(
+        "INSERT OR REPLACE INTO changed (name, lsn) VALUES (?, ?)",
+        [(name, lsn) for name in {*tables, *tx.touched}],
+    )
+    connection.execute("COMMIT")
+    return recovered
+
+
+def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
+    """Return the groups of the files that the backup does not know."""
+    known = {row["group_uid"] for row in tx.rows("SELECT group_uid FROM grp")}
+    members: dict[bytes, list[Played]] = {}
+    for trajectory in played:
+        if trajectory.meta.group_uid not in known:
+            members.setdefault(trajectory.meta.group_uid, []).append(trajectory)
+    addresses = dict(_addresses(tx, members))
+    sizes = {split: _usual_size(tx, split, members) for split in (TRAIN, HELDOUT)}
+    row = tx.row("SELECT coalesce(max(ordinal), -1) AS n FROM grp WHERE split = :s", s=IMPORTED)
+    assert row is not None
+    n_imported = row["n"] + 1
+    found = []
+    for group_uid, held in members.items():
+        # A uid that this run never makes was imported. Only the members in the files are expected.
+        split, ordinal, round_ = addresses.get(group_uid, (IMPORTED, n_imported, None))
+        n_imported += split == IMPORTED
+        largest = max(trajectory.meta.member for trajectory in held) + 1
+        found.append(
+            FoundGroup(
+                group_uid=group_uid,
+                split=split,
+                ordinal=ordinal,
+                task_id=held[0].task_id,
+                size=max(largest, sizes.get(split, 0)),
+                purpose_version=round_,
+            )
+        )
+    return found
+
+
+def _usual_size(tx: Transaction, split: str, members: Mapping[bytes, Sequence[Played]]) -> int:
+    """Return the most frequent group size of a split, or the largest in the files."""
+    query = "SELECT size FROM grp WHERE split = :split GROUP BY size ORDER BY count(*) DESC LIMIT 1"
+    row = tx.row(query, split=split)
+    if row is not None:
+        return int(row["size"])
+    held = [trajectory for group in members.values() for trajectory in group]
+    return max((one.meta.member + 1 for one in held if one.split == split), default=1)
+
+
+def _addresses(
+    tx: Transaction, members: Mapping[bytes, Sequence[Played]]
+) -> Iterator[tuple[bytes, Address]]:
+    """Yield the address of each group of this run, by trying: its uid is a hash of the address."""
+    left = {group_uid for group_uid, held in members.items() if held[0].split == TRAIN}
+    row = tx.row("SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :s", s=TRAIN)
+    assert row is not None
+    for ordinal in range(row["n"] + ORDINALS_TRIED if left else 0):
+        group_uid = uid(tx.run_id, TRAIN, ordinal, None)
+        if group_uid in left:
+            left.remove(group_uid)
+            yield group_uid, (TRAIN, ordinal, None)
+            if not left:
+                break
+    left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
+    rounds = Counter(
+        row["purpose_version"]
+        for row in tx.rows("SELECT purpose_version FROM grp WHERE split = :split", split=HELDOUT)
+    )
+    row = tx.row("SELECT coalesce(max(version), 0) AS newest FROM version")
+    assert row is not None
+    per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
+    for version in range(max([row["newest"], *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):
+        for ordinal in range(per_round if left else 0):
+            group_uid = uid(tx.run_id, HELDOUT, ordinal, version)
+            if group_uid in left:
+                left.remove(group_uid)
+                yield group_uid, (HELDOUT, ordinal, version)
+
+
+def _new_versions(tx: Transaction, layout: RunLayout, played: Sequence[Played]) -> dict[int, str]:
+    """Return versions that left a trace after the backup: no number may be used again."""
+    known = {row["version"] for row in tx.rows("SELECT version FROM version")}
+    matches = map(WEIGHTS_NAME.fullmatch, names(layout.weights, root=layout.root))
+    seen = {int(match[1]) for match in matches if match is not None}
+    if known or seen:  # else the run publishes no weights through the store
+        seen.update(one.meta.version_min for one in played)
+        seen.update(one.meta.version_max for one in played)
+    return {number: layout.relative(layout.weights_dir(number)) for number in sorted(seen - known)}
+
+
+def _replace_catalog(layout: RunLayout, data: bytes) -> None:
+    # The logs go first: they belong to no other catalog.
     for suffix in ("-wal", "-shm", "-journal", ""):
         old = layout.catalog.with_name(layout.catalog.name + suffix)
         if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))
-    rename(new, layout.catalog, root=layout.root)
-    return restored
+    write_atomically(layout.catalog, data, mode=READ_WRITE, beneath=layout.root)
 
 
 def _report(
-    exported: Exported,
-    files: Sequence[_File],
-    found: Found,
-    restored: Restored,
-    *,
-    lost: Sequence[str],
+    catalog: Catalog, recovered: Recovered, contents: Contents, *, lost: Sequence[str]
 ) -> Report:
-    tables = exported.tables
-    live = [segment.meta for segment in found.segments if segment.meta.trajectories]
-    n_trajectories = sum(len(meta.trajectories) for meta in live)
-    n_steps = sum(trajectory.n_steps for meta in live for trajectory in meta.trajectories)
-    recovered = [
-        f"{n_trajectories} trajectories with {n_steps} steps in {len(live)} files",
-        f"{len(tables['groups']) + len(found.groups)} groups, {len(found.groups)} of them not "
-        "exported yet",
-        f"{len({row['batch_id'] for row in tables['lineage']})} batches, {len(tables['versions'])} "
-        "versions, "
-        f"{len(tables['checkpoints'])} checkpoints, {len(tables['metrics'])} metrics, "
-        f"{len(tables['events'])} events, "
-        f"{len(tables['unfinished'])} unfinished episodes",
-        f"the epoch is {found.epoch}: workers of every owner before are fenced",
+    live = catalog.live_segments()
+    n_steps = sum(segment.n_steps for segment in live)
+    lines = [
+        f"{len(live)} files with {n_steps} steps",
+        f"{recovered.adopted} trajectories that are newer than the backup; "
+        f"{recovered.completed} groups are complete with them",
+        f"the epoch is {catalog.epoch}: workers of every owner before are fenced",
     ]
-    if len(live) < len(files):
-        recovered.append(
-            f"{len(files) - len(live)} files hold only what another file holds too; they are swept "
-            "later"
-        )
-    if restored.completed:
-        recovered.append(f"{restored.completed} groups are complete since the last export")
-    if restored.released:
-        recovered.append(f"the batches {list(restored.released)} were claimed and are rolled back")
-    gone = list(lost)
-    if restored.reopened:
-        gone.append(
-            f"{restored.reopened} groups lack trajectories that were committed; they are played "
-            "again"
-        )
-    if restored.gone:
-        gone.append(
-            f"{restored.gone} trajectories of consumed groups are in no file: expired before, or "
-            "lost"
-        )
-    imported = sum(group.split == IMPORTED for group in found.groups)
-    if imported:
-        gone.append(
-            f"{imported} groups are none that this run would have opened; they are taken for "
-            "imported ones"
-        )
-    for version in found.versions:
-        gone.append(
-            f"version {version} was published after the last export: its digest and learner step "
-            "are not known"
-        )
-    gone.append(
-        f"whatever left no trace after the last export (lsn {exported.lsn}): groups dispatched "
-        "without a committed trajectory, "
-        "claims, settlements, checkpoints, metrics, events and unfinished episodes of the last "
-        "second"
-    )
-    return Report(recovered=tuple(recovered), lost=tuple(gone))
+    if recovered.moved:
+        lines.append(f"{recovered.moved} trajectories are read from a file that replaced theirs")
+    if recovered.released:
+        lines.append(f"the batches {list(recovered.released)} were claimed and are rolled back")
+    return Report(recovered=tuple(lines), lost=tuple(lost))

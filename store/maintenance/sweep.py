@@ -100,7 +100,7 @@ def unfinished_writes(layout: RunLayout) -> Iterator[tuple[str, os.stat_result]]
         (layout.root / name, status(layout.root / name, root=layout.root))
         for name in names(layout.root, root=layout.root)
     ]
-    for directory in (layout.exports, layout.segments):
+    for directory in (layout.exports, layout.segments, layout.backup.parent):
         found += walk(directory, root=layout.root)
     for path, seen in found:
         is_aside = path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)

@@ -5,6 +5,7 @@ common.
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from store import Catalog, RunLayout, StoreError, export
 from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, NAMES, check
+from store.maintenance.rebuild import rebuild
 from store.reading.manifest import read_manifest
 from store.reading.query import connect
 
@@ -41,10 +43,14 @@ ONCE = {
     "version": "SELECT version FROM version",
     "file": "SELECT path FROM segment",
 }
+EXPIRED = """SELECT lower(hex(traj_uid)) FROM trajectory JOIN segment USING (segment_id)
+             WHERE retired_why = 'expired'"""
+MAX_STALENESS = 1_000
 END = {
     "trajectories": "SELECT * FROM trajectories ORDER BY traj_uid",
     "rows": "SELECT * FROM steps ORDER BY traj_uid, step_index",
-    "groups": "SELECT group_uid, state, size, n_members, n_steps, n_won, return_sum FROM groups ORDER BY ALL",
+    "groups": """SELECT group_uid, state, size, n_members, n_steps, n_won, return_sum FROM groups
+                 ORDER BY ALL""",
     "steps": "SELECT learner_step, group_uid, outcome FROM lineage WHERE live ORDER BY ALL",
     "metrics": "SELECT learner_step, name, value FROM metrics ORDER BY ALL",
     "checkpoints": "SELECT learner_step FROM checkpoints WHERE live ORDER BY ALL",
@@ -86,7 +92,9 @@ def broken_promises(root: Path, diary: Sequence[Line], *, thorough: bool) -> lis
             for finding in check(layout, level=CONTENTS if thorough else NAMES)
             if finding.severity == "error"
         ]
-        return broken + (_in_views(layout) if thorough and layout.open_sql.exists() else [])
+        if thorough and layout.open_sql.exists():
+            broken += _in_views(layout) + _after_a_rebuild(layout, diary)
+        return broken
     except (StoreError, sqlite3.Error) as error:
         return [f"{type(error).__name__}: {error}"]
 
@@ -119,7 +127,7 @@ def _shown_to_readers(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
 
 
 def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
-    with closing(sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(_connected(layout)) as connection:
         broken = []
         for (what, name), query in KEPT.items():
             promised = {
@@ -127,12 +135,7 @@ def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
             }
             lost = promised.difference(_column(connection, query)) if promised else set()
             broken += [f"{what}: {name} {value} is lost" for value in sorted(lost)]
-        for what, query in ONCE.items():
-            broken += [
-                f"{what} {value} is there {n} times"
-                for value, n in Counter(_column(connection, query)).items()
-                if n > 1
-            ]
+        broken += _doubled(connection)
         broken += _not_settled_any_more(connection, diary)
         for path, digest in connection.execute(
             "SELECT path, digest FROM segment WHERE removed_us IS NULL"
@@ -144,9 +147,12 @@ def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
         broken += [
             f"{path} is live with {n} rows, of which the catalog accounts for {known}"
             for path, n, known in connection.execute(
-                """SELECT path, n_steps, coalesce((SELECT sum(n_steps) FROM trajectory t WHERE t.segment_id = s.segment_id), 0)
-                        + coalesce((SELECT sum(t.n_steps) FROM duplicate d JOIN trajectory t USING (traj_uid)
-                                    WHERE d.segment_id = s.segment_id), 0) AS known
+                """SELECT path, n_steps,
+                        (SELECT coalesce(sum(n_steps), 0) FROM trajectory t
+                         WHERE t.segment_id = s.segment_id)
+                        + (SELECT coalesce(sum(t.n_steps), 0)
+                           FROM duplicate d JOIN trajectory t USING (traj_uid)
+                           WHERE d.segment_id = s.segment_id) AS known
                    FROM segment s WHERE retired_lsn IS NULL AND n_steps <> known"""
             )
         ]
@@ -180,9 +186,10 @@ def _in_views(layout: RunLayout) -> list[str]:
         (steps,) = connection.execute(
             "SELECT coalesce(sum(n_steps), 0) FROM trajectories"
         ).fetchone() or (None,)
-    with closing(sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(_connected(layout)) as connection:
         (counted,) = connection.execute(
-            """SELECT coalesce(sum(t.n_steps), 0) FROM trajectory t JOIN segment s USING (segment_id)
+            """SELECT coalesce(sum(t.n_steps), 0)
+               FROM trajectory t JOIN segment s USING (segment_id)
                WHERE s.retired_lsn IS NULL"""
         ).fetchone()
     broken = [f"row {row} is shown more than once" for row in doubled] + [
@@ -191,6 +198,59 @@ def _in_views(layout: RunLayout) -> list[str]:
     return broken + (
         [] if steps == counted else [f"the views show {steps} steps, the catalog counts {counted}"]
     )
+
+
+def _after_a_rebuild(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
+    """Lose the catalog of a copy of the run, rebuild it and train on. Return what is wrong then."""
+    copy = layout.root.with_name(f"{layout.root.name}-rebuilt")
+    shutil.copytree(layout.root, copy)
+    try:
+        rebuilt = RunLayout.open(copy)
+        rebuilt.catalog.unlink()
+        rebuild(rebuilt)
+        with closing(_connected(layout)) as connection:
+            expired = set(_column(connection, EXPIRED))
+        with closing(_connected(rebuilt)) as connection:
+            known = set(_column(connection, ONCE["trajectory"])) | expired
+            doubled = _doubled(connection)
+        committed = {
+            uid for line in diary if line.get("done") == "commit" for uid in line["trajectories"]
+        }
+        lost = [f"trajectory {uid} is lost" for uid in sorted(committed - known)]
+        with Catalog.open(rebuilt) as catalog:
+            latest = catalog.latest_version()
+            version = 0 if latest is None else latest.version
+            batch = catalog.claim(n_groups=1, current_version=version, max_staleness=MAX_STALENESS)
+            if batch is not None:
+                step = catalog.learner_step() + 1
+                catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=version)
+            export(catalog, rebuilt)
+        with closing(connect(rebuilt)) as views:
+            (n_violations,) = views.execute("SELECT count(*) FROM staleness_violations").fetchall()[
+                0
+            ]
+        violations = [f"{n_violations} staleness violations"] if n_violations else []
+        findings = [
+            f"fsck: {finding}"
+            for finding in check(rebuilt, level=CONTENTS)
+            if finding.severity == "error"
+        ]
+        return [f"rebuilt: {line}" for line in lost + doubled + violations + findings]
+    finally:
+        shutil.rmtree(copy)
+
+
+def _connected(layout: RunLayout) -> sqlite3.Connection:
+    return sqlite3.connect(f"{layout.catalog.as_uri()}?mode=ro", uri=True)
+
+
+def _doubled(connection: sqlite3.Connection) -> list[str]:
+    return [
+        f"{what} {value} is there {n} times"
+        for what, query in ONCE.items()
+        for value, n in Counter(_column(connection, query)).items()
+        if n > 1
+    ]
 
 
 def _column(connection: sqlite3.Connection, query: str) -> list[Any]:

@@ -18,6 +18,7 @@ import store
 from store import Catalog, RunLayout, StoreError
 from store.atomic_write import make_directory
 from store.hashing import file_digest
+from store.maintenance.finding import Finding
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
@@ -151,7 +152,7 @@ def _deleted(layout: RunLayout, done: Done) -> list[str]:
     ] + (["the old catalog is not in quarantine"] if replaced else [])
 
 
-def _errors(layout: RunLayout) -> list[store.upkeep.finding.Finding]:
+def _errors(layout: RunLayout) -> list[Finding]:
     return [finding for finding in check(layout, level=CONTENTS) if finding.severity == "error"]
 
 
@@ -164,8 +165,8 @@ def _directories() -> ModuleType:
     """learner/files/atomic_directory.py beside this store; from its package it would come with
     torch, which takes seconds.
     """
-    path = Path(store.__file__).parent.parent / "learner" / "directories.py"
-    spec = importlib.util.spec_from_file_location("directories", path)
+    path = Path(store.__file__).parent.parent / "learner" / "files" / "atomic_directory.py"
+    spec = importlib.util.spec_from_file_location("atomic_directory", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

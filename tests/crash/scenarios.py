@@ -124,7 +124,7 @@ def copy_sources(directory: Path, mutation: Mutation | None) -> None:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, directory / name)
         else:
-            (directory / name).parent.mkdir()
+            (directory / name).parent.mkdir(parents=True)
             shutil.copy2(ROOT / name, directory / name)
     if mutation is not None:
         path = directory / mutation.file

@@ -1,0 +1,187 @@
+"""Adopt files and groups that a backup of the catalog does not know: functions of one transaction.
+
+    recover(tx, groups=groups, files=files, versions=versions)
+
+For maintenance/rebuild.py, on a copy of the backup that nobody owns yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from store.catalog.batches import release
+from store.catalog.database import Transaction
+from store.catalog.groups import complete_if_whole, insert_trajectories, recompute_if_whole
+from store.catalog.imported_groups import complete_imported
+from store.catalog.records import IMPORTED
+from store.catalog.segment_states import insert_segment
+from store.hashing import uid
+from store.segments import SegmentMeta, TrajectoryMeta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundFile:
+    """A readable segment file and what its rows say."""
+
+    meta: SegmentMeta  # with every trajectory of its rows
+    epoch: int
+    level: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundGroup:
+    """A group that the backup does not know."""
+
+    group_uid: bytes
+    split: str
+    ordinal: int
+    task_id: str
+    size: int
+    purpose_version: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """What changed since the backup."""
+
+    released: tuple[int, ...]  # batches that were claimed
+    adopted: int  # trajectories that the backup does not know
+    moved: int  # trajectories whose file was replaced by another one
+    strangers: int  # trajectories that are no member of any group
+    completed: int  # groups
+
+
+def recover(
+    tx: Transaction,
+    *,
+    groups: Sequence[FoundGroup],
+    files: Sequence[FoundFile],
+    versions: Mapping[int, str],
+) -> Recovered:
+    """Bring the backup up to what is on disk: `files` in order of preference, version -> path."""
+    claimed = tx.rows("SELECT batch_id FROM batch WHERE state = 'claimed' ORDER BY batch_id")
+    for row in claimed:
+        release(tx, row["batch_id"], why="rolled back: the catalog was rebuilt")
+    for group in groups:
+        _enter_group(tx, group)
+    n_open = _n_open(tx)
+    on_disk = {file.meta.segment_id for file in files}
+    known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
+    counts = {"adopted": 0, "moved": 0, "strangers": 0}
+    for file in files:
+        if file.meta.segment_id in known:
+            _correct_figures(tx, file.meta)
+        else:
+            _adopt(tx, file, on_disk=on_disk, counts=counts)
+    for version, path in versions.items():
+        tx.run(
+            """INSERT INTO version (version, path, digest, epoch, published_us, lsn)
+               VALUES (:version, :path, 'unknown', 0, :now_us, :lsn)""",
+            version=version,
+            path=path,
+            now_us=tx.now_us,
+            lsn=tx.lsn,
+        )
+    tx.touch("groups", "lineage", "versions", "segments", "excluded")
+    return Recovered(
+        released=tuple(row["batch_id"] for row in claimed),
+        completed=n_open - _n_open(tx),
+        **counts,
+    )
+
+
+def _n_open(tx: Transaction) -> int:
+    row = tx.row("SELECT count(*) AS n FROM grp WHERE state = 'open'")
+    assert row is not None
+    return int(row["n"])
+
+
+def _enter_group(tx: Transaction, group: FoundGroup) -> None:
+    tx.run(
+        """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state, reason,
+                            n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
+           VALUES (:group_uid, :split, :ordinal, :task_id, :size, :purpose_version, :state,
+                   'found in a file when the catalog was rebuilt', 0, 0, 0, 0.0, :lsn, :now_us)""",
+        group_uid=group.group_uid,
+        split=group.split,
+        ordinal=group.ordinal,
+        task_id=group.task_id,
+        size=group.size,
+        purpose_version=group.purpose_version,
+        # Workers play open groups. The members of an imported group come from another run.
+        state="abandoned" if group.split == IMPORTED else "open",
+        lsn=tx.lsn,
+        now_us=tx.now_us,
+    )
+
+
+def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[str, int]) -> None:
+    """Count the file's trajectories that no other file on disk holds. Skip it if there are none."""
+    segment_id = file.meta.segment_id
+    new: list[TrajectoryMeta] = []
+    moved: list[TrajectoryMeta] = []
+    others: list[TrajectoryMeta] = []
+    for trajectory in file.meta.trajectories:
+        row = tx.row(
+            "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid",
+            traj_uid=trajectory.traj_uid,
+        )
+        if row is not None:
+            (others if row["segment_id"] in on_disk else moved).append(trajectory)
+        elif _belongs(tx, trajectory):
+            new.append(trajectory)
+        else:
+            counts["strangers"] += 1
+            others.append(trajectory)
+    if not new and not moved:
+        return
+    insert_segment(tx, file.meta, epoch=file.epoch, level=file.level)
+    insert_trajectories(tx, new, segment_id=segment_id)
+    for trajectory in moved:
+        tx.run(
+            "UPDATE trajectory SET segment_id = :segment_id WHERE traj_uid = :traj_uid",
+            segment_id=segment_id,
+            traj_uid=trajectory.traj_uid,
+        )
+    for trajectory in others:
+        tx.run(
+            "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
+            segment_id=segment_id,
+            traj_uid=trajectory.traj_uid,
+        )
+    for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
+        recompute_if_whole(tx, group_uid)
+        complete_if_whole(tx, group_uid)
+        complete_imported(tx, group_uid, reason=None)
+    counts["adopted"] += len(new)
+    counts["moved"] += len(moved)
+
+
+def _belongs(tx: Transaction, trajectory: TrajectoryMeta) -> bool:
+    group = tx.row("SELECT size FROM grp WHERE group_uid = :g", g=trajectory.group_uid)
+    return (
+        group is not None
+        and trajectory.member < group["size"]
+        and trajectory.traj_uid == uid(trajectory.group_uid, trajectory.member)
+    )
+
+
+def _correct_figures(tx: Transaction, meta: SegmentMeta) -> None:
+    """Set the figures of a known file's trajectories to those of its rows."""
+    names = [name for name in TrajectoryMeta.__slots__ if name not in ("traj_uid", "member")]
+    changed = []
+    for trajectory in meta.trajectories:
+        values = {name: getattr(trajectory, name) for name in names}
+        n_changed = tx.run(
+            f"""UPDATE trajectory SET ({", ".join(names)}) = ({", ".join(":" + name for name in names)})
+                WHERE traj_uid = :traj_uid AND segment_id = :segment_id
+                  AND ({", ".join(names)}) IS NOT ({", ".join(":" + name for name in names)})""",
+            **values,
+            traj_uid=trajectory.traj_uid,
+            segment_id=meta.segment_id,
+        )
+        if n_changed:
+            changed.append(trajectory.group_uid)
+    for group_uid in dict.fromkeys(changed):
+        recompute_if_whole(tx, group_uid)

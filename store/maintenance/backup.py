@@ -1,0 +1,79 @@
+"""The backup of the catalog: backup/catalog.sqlite, made at every checkpoint and at a clean close.
+
+A copy replaces the backup only if it passes fsck's check of the catalog, so a damaged catalog never
+replaces a sound backup. Both are held in memory: about 1 KB for each trajectory of the run.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+import pyarrow as pa
+
+from store.catalog.schema_check import SCHEMA, check_schema
+from store.clock import now_us
+from store.errors import FormatError, StoreError
+from store.layout import RunLayout
+from store.maintenance.fsck_catalog import check_catalog, check_identity
+
+# Both bytes are 2 in a catalog with a write-ahead log. SQLite opens no such file in memory.
+JOURNAL_MODE = slice(18, 20)
+ROLLBACK_JOURNAL = b"\1\1"
+STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine, about 20 ms; then Ctrl-C is heard
+
+
+def write_backup(copy: sqlite3.Connection, layout: RunLayout) -> None:
+    """Replace the backup by `copy`, a copy of the catalog. Raises StoreError if it is not sound."""
+    copy.row_factory = sqlite3.Row
+    check_schema(copy, path=layout.catalog)
+    _check_sound(copy, layout)
+    data = bytearray(copy.serialize())
+    data[JOURNAL_MODE] = ROLLBACK_JOURNAL
+    layout.storage.write(layout.relative(layout.backup), pa.py_buffer(data))
+
+
+def read_backup(layout: RunLayout) -> sqlite3.Connection:
+    """Return the backup as a database in memory, in today's format.
+
+    Raises StoreError if there is none or it is not sound, UnavailableError in an outage.
+    """
+    data = layout.storage.read(layout.relative(layout.backup))
+    if data.size == 0:
+        raise FormatError(f"{layout.backup} is empty")
+    connection = empty_database()
+    try:
+        with closing(sqlite3.connect(":memory:")) as file:
+            file.deserialize(data)
+            file.backup(connection)  # copies pages and executes nothing of them
+        check_schema(connection, path=layout.backup)
+        connection.executescript(SCHEMA)
+        _check_sound(connection, layout)
+    except sqlite3.Error as error:
+        connection.close()
+        raise FormatError(f"{layout.backup} cannot be read as a catalog: {error}") from error
+    except StoreError:
+        connection.close()
+        raise
+    return connection
+
+
+def empty_database() -> sqlite3.Connection:
+    """Return a new database in memory that a catalog can be made in."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    connection.create_function("now_us", 0, now_us)
+    connection.execute("PRAGMA cell_size_check = ON")
+    # A stranger's pages may share their children, so that a query never ends.
+    connection.set_progress_handler(lambda: 0, STEPS_BETWEEN_SIGNALS)
+    return connection
+
+
+def _check_sound(connection: sqlite3.Connection, layout: RunLayout) -> None:
+    found = check_identity(connection, layout) or check_catalog(connection, layout)
+    if found:
+        raise FormatError(
+            f"{layout.backup}: the copy of the catalog is not sound "
+            f"({found[0].what}: {found[0].subject}: {found[0].detail}); "
+            f"see gigpo fsck {layout.root}"
+        )
