@@ -223,7 +223,7 @@ def _after_a_rebuild(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
             batch = catalog.claim(n_groups=1, current_version=version, max_staleness=MAX_STALENESS)
             if batch is not None:
                 step = catalog.learner_step() + 1
-                catalog.settle(batch.batch_id, learner_step=step, no_signal={}, version_in=version)
+                catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=version)
             export(catalog, rebuilt)
         with closing(connect(rebuilt)) as views:
             (n_violations,) = views.execute("SELECT count(*) FROM staleness_violations").fetchall()[

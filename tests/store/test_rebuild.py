@@ -186,7 +186,7 @@ def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLay
     with crashed(layout), Catalog.open(layout) as catalog:
         batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=2, no_signal={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         catalog.record_version(version=4, path="weights/v000004", digest="d4", learner_step=2)
         export(catalog, layout)
     (layout.weights / "v000004").mkdir()
@@ -199,7 +199,7 @@ def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLay
         assert [group.group_uid for group in again.groups] == [
             group.group_uid for group in batch.groups
         ]
-        catalog.settle(again.batch_id, learner_step=2, no_signal={}, version_in=4)
+        catalog.settle(again.batch_id, learner_step=2, filtered={}, version_in=4)
         with pytest.raises(StoreError, match="not after the latest, 4"):
             catalog.record_version(version=4, path="weights/v000004", digest="d", learner_step=2)
         export(catalog, layout)
