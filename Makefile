@@ -29,7 +29,7 @@ $(VENV)/ready: pyproject.toml setup.sh gpu_check.sh
 	@touch $@
 
 train: setup
-	$(PY) cli/train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
+	$(VENV)/bin/gigpo train configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
 # Tests and benchmarks download no model; `make train` does if the config names one of the Hugging Face Hub.
 test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1

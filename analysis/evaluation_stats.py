@@ -180,9 +180,7 @@ def _round_of(run: Path) -> list[Played]:
     with store.open_run(run) as reader:
         found = newest_round(reader)
     if not found:
-        raise StoreError(
-            f"{run}: nothing was played on held-out tasks yet; python cli/evaluate.py {run}"
-        )
+        raise StoreError(f"{run}: nothing was played on held-out tasks yet; gigpo evaluate {run}")
     return found
 
 

@@ -88,9 +88,7 @@ def show(config: Config, console: Console) -> None:
                 "are won end sooner"
             )
     else:
-        console.print(
-            f"nothing was played on held-out tasks yet:  python cli/evaluate.py {config.run_dir}"
-        )
+        console.print(f"nothing was played on held-out tasks yet:  gigpo evaluate {config.run_dir}")
     if n_timed:
         console.print(
             f"{n_timed} learner steps took {duration(total_s)}, one of them {step_s:.2f} s (median)"
@@ -101,10 +99,10 @@ def show(config: Config, console: Console) -> None:
     )
     console.print(
         f"{trajectories} trajectories, {steps} steps in {run}\n"
-        f'  ask        python -m store sql {run} "{curve}"\n'
+        f'  ask        gigpo sql {run} "{curve}"\n'
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
-        f"  evaluate   python cli/evaluate.py {run}\n"
+        f"  evaluate   gigpo evaluate {run}\n"
         f"  logs       {run}/logs",
     )
 

@@ -1,4 +1,4 @@
-"""What two settings would have trained on differently, as cli/audit.py shows it: by learner step,
+"""What two settings would have trained on differently, as gigpo audit shows it: by learner step,
 by group, and as a plot.
 
 Under one setting a step is trained on if its group has a signal, in the direction of its

@@ -282,7 +282,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig:
-    """Somebody else's model for `cli/evaluate.py` to play with; docs/evaluation.md."""
+    """Somebody else's model for `gigpo evaluate` to play with; docs/evaluation.md."""
 
     # of an OpenAI-compatible server, e.g. http://host:8000/v1; empty: a model of ours plays
     url: str = ""
@@ -336,7 +336,7 @@ class Config:
     # groups that are still played when they reach that limit: "drop" plays them again or leaves
     # them out, "wait" has the learner wait for them
     stragglers: str = "drop"
-    # runs, or directories that `python -m store export` wrote, whose training groups are trained
+    # runs, or directories that `gigpo export` wrote, whose training groups are trained
     # on: "RUN" or "RUN@where", an SQL condition on trajectories; a group is taken whole if it holds
     # for one of them
     source: list[str] = field(default_factory=list)

@@ -4,7 +4,7 @@ learning.
 `records.py` (Step, Trajectory, the Arrow schema) and `hashing.py` say what is stored, `layout.py`
 where, `segments.py` how (immutable Parquet). `catalog/` is the truth about what counts, `reading/`
 shows it to outside readers as SQL, `upkeep/` keeps it small and whole (compaction, retention, fsck,
-rebuild), `cli/` is `python -m store`, `exchange.py` and `stored.py` take trajectories from run to
+rebuild), `cli/` is `gigpo`, `exchange.py` and `stored.py` take trajectories from run to
 run, `errors.py` says what can go wrong. `broadcast.py` is how weights are sent past the store.
 """
 

@@ -141,7 +141,7 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
                 raise ValueError(f"{run_id!r:.80} is not a run id of 32 hex digits")
     except ValueError as error:
         raise FormatError(
-            f"{name} is damaged ({error}); restore it from a backup, or: python -m store rebuild "
+            f"{name} is damaged ({error}); restore it from a backup, or: gigpo rebuild "
             f"{Path(name).parent}"
         ) from error
     return info
@@ -238,10 +238,10 @@ class RunLayout:
             if uri := _URI.fullmatch(given):  # a Path has lost a slash
                 uri_text = f"{uri[1]}://{uri[2]}"
                 raise FormatError(
-                    f"{uri_text} is a URI; bring the run here: python -m store fetch {uri_text} DIR"
+                    f"{uri_text} is a URI; bring the run here: gigpo fetch {uri_text} DIR"
                 ) from error
             lost = (
-                f"; if it was lost: python -m store rebuild {root}"
+                f"; if it was lost: gigpo rebuild {root}"
                 if beneath.is_file(root / "catalog.sqlite", root=root)
                 else ""
             )

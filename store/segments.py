@@ -148,7 +148,7 @@ def read_segment(
         raise DigestError(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
             "on disk; "
-            "restore it from a backup, or set it aside: python -m store fsck --repair "
+            "restore it from a backup, or set it aside: gigpo fsck --repair "
             f"{layout.root}"
         )
     wanted = None if columns is None else list(dict.fromkeys([*columns, "traj_uid"]))

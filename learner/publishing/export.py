@@ -1,4 +1,4 @@
-"""python -m learner export RUN [--version N | --checkpoint STEP] [--adapter] DEST: a run's policy
+"""gigpo export-model RUN[@STEP] DEST [--version N] [--adapter]: a run's policy
 for other programs.
 """
 
@@ -79,7 +79,7 @@ def find_checkpoint(layout: RunLayout, options: argparse.Namespace) -> int:
     if options.version is not None:
         raise ExportError(
             f"--version {options.version} was published with its adapters merged; give "
-            "--checkpoint STEP instead"
+            "RUN@STEP instead"
         )
     if options.checkpoint is not None:
         return int(options.checkpoint)

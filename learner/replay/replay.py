@@ -1,4 +1,4 @@
-"""python -m learner replay RUN --step K [--to M] [--explain] [--set key=value ...]: learner steps
+"""gigpo replay RUN K [key=value ...] [--to M] [--explain]: learner steps
 again, from what is stored.
 
     for step in replayed(layout, config, first=21, last=40, explained=None, say=print):
@@ -66,7 +66,7 @@ CHANGES_BITS = (
     "model.lora_tf32",
     "stored.train_on",
 )
-NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `cli/train.py` leaves it
+NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `gigpo train` leaves it
 SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest
 LEAST_WIDTH = 140  # characters, of the explanation
 
@@ -357,7 +357,7 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
         f"this is torch {torch.__version__} on {device}; another release, processor or code than "
         "the run's changes bits. So do "
         f"{', '.join(CHANGES_BITS)}: where the run was continued with others than run.json has, "
-        "give those with --set"
+        "give those too, as key=value"
     )
     if (layout.root / NEWEST_CONFIG).is_file():
         started = configs.from_yaml(read_run_file(layout.root, NEWEST_CONFIG))
@@ -366,5 +366,5 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
             for key in CHANGES_BITS
             if (now := attrgetter(key)(started)) != attrgetter(key)(config)
         ]
-        lines += [f"its newest start had others; try --set {' '.join(changed)}"] * bool(changed)
+        lines += [f"its newest start had others; try {' '.join(changed)}"] * bool(changed)
     return "\n".join(lines)

@@ -102,7 +102,7 @@ def too_many_bad_updates(
         f"finite, and learner.max_bad_updates={config.learner.max_bad_updates}; all were skipped. "
         "Look at what they have in "
         f"common, and lower learner.learning_rate if it is nothing: "
-        f'python -m store sql {shlex.quote(config.run_dir)} "{query}"'
+        f'gigpo sql {shlex.quote(config.run_dir)} "{query}"'
     )
 
 

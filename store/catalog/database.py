@@ -144,7 +144,7 @@ class Database:
             except sqlite3.IntegrityError as error:
                 raise StoreError(
                     f"catalog {self._path}: {error}; nothing of this transaction was written. "
-                    f"It contradicts what the catalog has: python -m store fsck {self._path.parent}"
+                    f"It contradicts what the catalog has: gigpo fsck {self._path.parent}"
                 ) from error
             except sqlite3.Error as error:
                 raise StoreError(
@@ -257,7 +257,7 @@ class Database:
             raise FormatError(
                 f"{self._path} is at lsn {meta['lsn']}, but readers were already shown "
                 f"{shown_lsn}: it is an older copy; "
-                f"put the newest back, or: python -m store rebuild --force {self._path.parent}"
+                f"put the newest back, or: gigpo rebuild --force {self._path.parent}"
             )
         self._connection.execute("UPDATE meta SET epoch = epoch + 1")
         self._connection.execute(
@@ -309,7 +309,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
             raise _no_room(layout.catalog, error) from error
         raise FormatError(
             f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup, "
-            f"or python -m store rebuild {layout.root}"
+            f"or gigpo rebuild {layout.root}"
         ) from error
     return connection
 
@@ -339,7 +339,7 @@ def _check_not_lost(layout: RunLayout) -> None:
     if next(iter(layout.storage.files(layout.relative(layout.segments))), None) is not None:
         raise StoreError(
             f"{layout.catalog} is missing or empty, and the run has segments; put it back, "
-            f"or python -m store rebuild {layout.root}"
+            f"or gigpo rebuild {layout.root}"
         )
 
 
@@ -360,7 +360,7 @@ def check_owner(layout: RunLayout) -> None:
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
             "this run: going on would "
-            "write and remove files there. If you trust it: python cli/train.py --resume "
+            "write and remove files there. If you trust it: gigpo train --resume "
             f"{layout.root} --trust"
         )
 
@@ -380,7 +380,7 @@ def check_consent(layout: RunLayout) -> None:
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "
-            f"credentials. If you want that: python -m store fetch {uri} DIR, and read DIR"
+            f"credentials. If you want that: gigpo fetch {uri} DIR, and read DIR"
         )
 
 
@@ -399,7 +399,7 @@ def check_catalog_files(layout: RunLayout) -> None:
                     raise FormatError(
                         f"{path} names another file, which SQLite would remove; no run of ours "
                         "writes such a journal. "
-                        f"Remove it, or: python -m store rebuild --force {layout.root}"
+                        f"Remove it, or: gigpo rebuild --force {layout.root}"
                     )
 
 

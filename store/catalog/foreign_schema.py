@@ -76,7 +76,7 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
     raise ForeignSchemaError(
         f"{path}: its {kind} {name!r} is none that this code makes, and nothing of it was "
         "executed; "
-        f"make a new catalog without it: python -m store rebuild --force {path.parent}"
+        f"make a new catalog without it: gigpo rebuild --force {path.parent}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A dataset directory: what `python -m store export` writes beside the Parquet files, and how it is
+"""A dataset directory: what `gigpo export` writes beside the Parquet files, and how it is
 read again.
 """
 
@@ -31,7 +31,7 @@ From run {run_id} at lsn {lsn}; condition: {where}. One row per step, whole traj
     datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(["response_ids"]).with_format("torch")
     duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
 
-or take it into another run: `python -m store import RUN {here}`.
+or take it into another run: `gigpo import RUN {here}`.
 """
 
 

@@ -110,7 +110,7 @@ def export_selection(
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
         if reader.lsn is None:
             raise FormatError(
-                f"{layout.root} is of format 1; python -m store compact {layout.root} upgrades it"
+                f"{layout.root} is of format 1; gigpo compact {layout.root} upgrades it"
             )
         selection = SELECTION.format(where="true" if where is None else where)
         query = WHOLE_GROUPS.format(selection=selection) if whole_groups else selection
@@ -188,8 +188,7 @@ def live_files(run: Path | str) -> tuple[Path, ...]:
     manifest = read_manifest(layout)
     if manifest is None:
         raise FormatError(
-            f"{layout.root} has no manifest of this format; python -m store compact {layout.root} "
-            "upgrades it"
+            f"{layout.root} has no manifest of this format; gigpo compact {layout.root} upgrades it"
         )
     if sum(part.n_rows for part in manifest.tables["excluded"]):
         raise StoreError(
@@ -247,8 +246,7 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         data = layout.storage.read(path)
         if file_digest(data) != Path(path).stem:
             raise DigestError(
-                f"segment {layout.root / path} was changed on disk; python -m store fsck "
-                f"{layout.root}"
+                f"segment {layout.root / path} was changed on disk; gigpo fsck {layout.root}"
             )
         table = decode(data, path=path)
         wanted = pc.is_in(table["traj_uid"], value_set=uids)
@@ -361,5 +359,5 @@ def _uid(text: object) -> uuid.UUID:
         return uuid.UUID(text if isinstance(text, str) else "")
     except ValueError as error:
         raise FormatError(
-            f"the run's views show {text!r:.80} as a uid; python -m store fsck --repair RUN"
+            f"the run's views show {text!r:.80} as a uid; gigpo fsck --repair RUN"
         ) from error

@@ -80,8 +80,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         )
     if not is_file(source.catalog, root=source.root):
         raise StoreError(
-            f"{source.catalog} is missing: the run has not begun, or python -m store rebuild "
-            f"{source.root}"
+            f"{source.catalog} is missing: the run has not begun, or gigpo rebuild {source.root}"
         )
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
@@ -134,7 +133,7 @@ def _lsn(source: RunLayout) -> int:
     if row is None or not isinstance(row[0], int):
         raise FormatError(
             f"{source.catalog} does not say at which lsn it is; restore it from a backup, "
-            f"or python -m store rebuild {source.root}"
+            f"or gigpo rebuild {source.root}"
         )
     return row[0]
 

@@ -1,11 +1,11 @@
-"""Groups of other runs taken into a new one, to be trained on: `cli/train.py CONFIG
+"""Groups of other runs taken into a new one, to be trained on: `gigpo train CONFIG
 source=RUN[@where]`.
 
     take_sources(Path("runs/b"), [parse_source("runs/a@won AND n_steps < 8")], order="n_won DESC")
 
 Whole groups only: what a step is compared with is always its whole group, so a group is selected if
 any of its trajectories matches. A source is a run, which is only read and may go on training, or a
-directory that `export` wrote. First all rows are imported, as `python -m store import` does; then
+directory that `export` wrote. First all rows are imported, as `gigpo import` does; then
 one transaction makes the groups those that the run trains on, in their order. Killed before it, the
 same call begins anew, with what is here already; after it, there is nothing left to do.
 """
@@ -199,7 +199,7 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
-                f"source {source.place!r} is neither a run directory nor one that `python -m store "
+                f"source {source.place!r} is neither a run directory nor one that `gigpo "
                 "export` wrote"
             )
         return _select_of_dataset(source, storage)
@@ -209,9 +209,7 @@ def _select(source: StoredSource, opened: ExitStack) -> _Selection:
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
     if reader.lsn is None:
-        raise FormatError(
-            f"{theirs.root} is of format 1; python -m store compact {theirs.root} upgrades it"
-        )
+        raise FormatError(f"{theirs.root} is of format 1; gigpo compact {theirs.root} upgrades it")
     try:
         check_condition(source.where or "true")
         answer = reader.sql(
@@ -334,7 +332,7 @@ def _import_piece(
     source: str,
 ) -> None:
     for _, detail in segment_rows.malformed(_as_rows(table)):
-        raise FormatError(f"{source}: {detail}; look at it with python -m store fsck")
+        raise FormatError(f"{source}: {detail}; look at it with gigpo fsck")
     played = segment_rows.trajectories(_as_rows(table))
     known = catalog.known_trajectories([one.meta.traj_uid for one in played])
     new = [one.meta for one in played if one.meta.traj_uid not in known]

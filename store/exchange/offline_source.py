@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-WHOLE_HINT = "`python -m store export --groups` exports whole groups"
+WHOLE_HINT = "`gigpo export --groups` exports whole groups"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

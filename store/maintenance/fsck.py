@@ -36,7 +36,7 @@ def check(layout: RunLayout, *, level: int) -> list[Finding]:
     """What is wrong with the run, worst first; [] if nothing is. FormatError for a run of a newer
     format.
     """
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     if status(layout.catalog, root=layout.run_directory) is None:
         return [
             error("catalog_missing", layout.catalog.name, "there is no such file", remedy=remedy)
@@ -112,5 +112,5 @@ def _check_catalog(layout: RunLayout) -> list[Finding]:
 
 
 def _damaged(layout: RunLayout, problem: sqlite3.Error) -> list[Finding]:
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     return [error("catalog_damaged", layout.catalog.name, str(problem), remedy=remedy)]

@@ -13,8 +13,8 @@ from store.layout import FORMAT_VERSION, RunLayout
 from store.maintenance.finding import Finding, error
 from store.records import uid_text
 
-REBUILD = "python -m store rebuild --force {root}, or put a backup of catalog.sqlite back"
-REPAIR = "python -m store fsck --repair {root}"
+REBUILD = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+REPAIR = "gigpo fsck --repair {root}"
 MAX_LINES = 5  # of integrity_check that are shown; a torn file has thousands
 ALL_LINES = 2**31 - 1
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
@@ -166,7 +166,7 @@ def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Fi
     format.
     """
     damage = _damage(connection)
-    remedy = f"python -m store rebuild {layout.root}, or put a backup back"
+    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     if damage:
         return [
             error(

@@ -72,7 +72,7 @@ def _check_table(
                 "export_damaged",
                 part.path,
                 detail,
-                remedy=f"python -m store fsck --repair {layout.root}",
+                remedy=f"gigpo fsck --repair {layout.root}",
             )
             return
     shown = pa.concat_tables(parts)
@@ -116,7 +116,7 @@ def _listed(columns: Iterable[str]) -> str:
 
 
 def _finding(layout: RunLayout, subject: str, detail: str) -> Finding:
-    remedy = f"put a backup of catalog.sqlite back, or, to take the exported row: python -m store rebuild --force {layout.root}"
+    remedy = f"put a backup of catalog.sqlite back, or, to take the exported row: gigpo rebuild --force {layout.root}"
     return error("exported_row", subject, detail, remedy=remedy)
 
 

@@ -29,7 +29,7 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
     """The manifest against the catalog, and its files. It is read first: the catalog can only be
     ahead of it.
     """
-    repair = f"python -m store fsck --repair {layout.root}"
+    repair = f"gigpo fsck --repair {layout.root}"
     name = layout.relative(layout.manifest)
     seen = status(layout.manifest, root=layout.root)
     if seen is None:
@@ -69,7 +69,7 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
         detail = (
             f"it shows lsn {manifest.lsn}, the catalog is at {lsn}: an older catalog was put back"
         )
-        newest = f"put the newest catalog back, or: python -m store rebuild --force {layout.root}"
+        newest = f"put the newest catalog back, or: gigpo rebuild --force {layout.root}"
         return [error("manifest_ahead", name, detail, remedy=newest)]
     found = [
         error(
@@ -123,7 +123,7 @@ def _gone(layout: RunLayout) -> set[str]:
 def check_unfinished(layout: RunLayout) -> list[Finding]:
     """What dead writers left beside the files they did not finish."""
     oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
-    remedy = "the running job or `python -m store compact` sweeps it"
+    remedy = "the running job or `gigpo compact` sweeps it"
     found = []
     for path, seen in sorted(unfinished_writes(layout), key=lambda one: one[0]):
         if seen.st_mtime_ns < oldest_ns:
@@ -132,7 +132,7 @@ def check_unfinished(layout: RunLayout) -> list[Finding]:
 
 
 def _check_exports(layout: RunLayout, manifest: Manifest, *, contents: bool) -> list[Finding]:
-    remedy = f"python -m store fsck --repair {layout.root}"
+    remedy = f"gigpo fsck --repair {layout.root}"
     listed = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
     expected = {manifest.segments[0]: 0} | {
         part.path: part.n_rows for parts in manifest.tables.values() for part in parts

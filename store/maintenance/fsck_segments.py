@@ -78,7 +78,7 @@ def check_segments(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
                         "segment_returned",
                         path,
                         detail,
-                        remedy=f"python -m store fsck --repair {layout.root}",
+                        remedy=f"gigpo fsck --repair {layout.root}",
                     )
                 )
         for path in sorted(listed.keys() - known - returned.keys()):
@@ -141,7 +141,7 @@ def _check(
         if retired
         else ("segment_missing", "segment_damaged")
     )
-    mend = f"python -m store fsck --repair {layout.root}"
+    mend = f"gigpo fsck --repair {layout.root}"
     repair = f"restore it from a backup, or {mend}"
 
     def problem(what: str, detail: str, *, remedy: str = repair) -> Finding:
@@ -199,7 +199,7 @@ def _check(
         for what, detail in segment_rows.malformed(held)
         if hashes or what != "state_hash"
     ]
-    rebuild = f"python -m store rebuild --force {layout.root}"
+    rebuild = f"gigpo rebuild --force {layout.root}"
     found = found or [
         problem(*wrong, remedy=repair if wrong[0] != "figures" else rebuild)
         for wrong in _compare(committed, held)
@@ -273,7 +273,7 @@ def _stray(
             "no part of the store writes such a file",
             remedy="move it elsewhere",
         )
-    remedy = "the running job or `python -m store compact` sweeps it"
+    remedy = "the running job or `gigpo compact` sweeps it"
     if not contents:
         return warning("orphan", path, "it was never committed", remedy=remedy)
     try:
@@ -301,7 +301,7 @@ def _stray(
             (trajectory.meta.group_uid, trajectory.meta.traj_uid),
         ).fetchone()[0]
     if wanted:
-        remedy += f", and its trajectories are played again; to keep them: python -m store rebuild --force {layout.root}"
+        remedy += f", and its trajectories are played again; to keep them: gigpo rebuild --force {layout.root}"
     return warning(
         "orphan",
         path,

@@ -1,4 +1,4 @@
-"""`python -m store rebuild`: a new catalog for a run whose own is lost, from its segments and its
+"""`gigpo rebuild`: a new catalog for a run whose own is lost, from its segments and its
 exported tables.
 
 Nothing is deleted: the old catalog and files that cannot be used go to quarantine/. The new catalog

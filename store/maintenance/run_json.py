@@ -1,4 +1,4 @@
-"""A lost or damaged run.json made anew, from what the rest of the run says. For `python -m store
+"""A lost or damaged run.json made anew, from what the rest of the run says. For `gigpo
 rebuild`.
 
     lines = rebuild_run_json(root)
@@ -38,7 +38,7 @@ from store.untrusted.file_access import (
 )
 from store.untrusted.settings_text import parse_settings_text, setting
 
-CONFIG_FILE = "config.yaml"  # the settings of the newest start, as cli/train.py writes them
+CONFIG_FILE = "config.yaml"  # the settings of the newest start, as gigpo train writes them
 # of the event that a fork writes
 FORKED = re.compile(rf"at learner step (\d+), run ({RUN_ID.pattern}), version \d+$")
 FILES_ASKED = 100  # segments that are asked whose they are

@@ -150,7 +150,7 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
         raise StoreError(
             f"{layout.root} has no {layout.catalog.name}, which says what was trained on what; use "
             "the run directory that "
-            f"cli/train.py wrote, or, if it was lost: python -m store rebuild {layout.root}"
+            f"gigpo train wrote, or, if it was lost: gigpo rebuild {layout.root}"
         )
     try:
         with closing(connect_read_only(layout)) as connection:
@@ -160,7 +160,7 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
     except sqlite3.Error as error:
         raise FormatError(
             f"{layout.catalog} cannot be read ({error}); if the run is of an older format, "
-            f"python -m store compact {layout.root} upgrades it"
+            f"gigpo compact {layout.root} upgrades it"
         ) from error
 
 
@@ -214,8 +214,7 @@ def _version(tx: Transaction, number: int) -> VersionRecord:
     )
     if row is None:
         raise StoreError(
-            f"version {number} is not in the catalog; python -m store fsck says what is wrong with "
-            "it"
+            f"version {number} is not in the catalog; gigpo fsck says what is wrong with it"
         )
     checked_name(row["path"], VERSION_PATH, where="the catalog")
     return VersionRecord(**row)

@@ -84,7 +84,7 @@ def show(
     )
     if as_of is not None and not mark:
         raise FormatError(
-            f"{layout.root} is of format 1, without snapshots; python -m store compact "
+            f"{layout.root} is of format 1, without snapshots; gigpo compact "
             f"{layout.root} upgrades it"
         )
     root = f"{prefix}{layout.root}"
@@ -113,7 +113,7 @@ def show(
     except (duckdb.Error, FormatError) as error:
         why = " ".join(str(error).split())
         raise FormatError(
-            f"the views of {layout.run_directory} cannot be made ({why}); python -m store fsck "
+            f"the views of {layout.run_directory} cannot be made ({why}); gigpo fsck "
             f"--repair {layout.run_directory}"
         ) from error
 
@@ -129,7 +129,7 @@ def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
         return ""
     n_files = n_whole - 1 + len(broken)  # the first has no rows, only the columns
     some = f"{len(broken)} of {n_files} files cannot be read and are left out"
-    return f"{some}: first {broken[0]}; python -m store fsck {layout.run_directory}"
+    return f"{some}: first {broken[0]}; gigpo fsck {layout.run_directory}"
 
 
 def leave_out_unreadable(

@@ -236,7 +236,9 @@ class Reader:
                 ) from error
             except StoreError as error:  # the child's answer; an UnsafePathError is an OSError too
                 if self.lsn is None and UNKNOWN_NAME.search(str(error)):
-                    upgrade = f"this run is of format 1; python -m store compact {self.layout.root} upgrades it"
+                    upgrade = (
+                        f"this run is of format 1; gigpo compact {self.layout.root} upgrades it"
+                    )
                     raise StoreError(f"{error}; {upgrade}") from error
                 raise
             except (EOFError, OSError) as error:

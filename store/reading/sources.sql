@@ -1,6 +1,6 @@
 -- Views over one run, for `duckdb -init RUN/open.sql` from any directory. They show the moment of the manifest that was read;
 -- `.read RUN/open.sql` moves on to a newer one. The path below is where the run was started. A run that was moved or copied
--- since is read from inside its directory; its next start, or `python -m store fsck --repair RUN`, writes the new path.
+-- since is read from inside its directory; its next start, or `gigpo fsck --repair RUN`, writes the new path.
 SET VARIABLE run = '.';
 SET VARIABLE max_staleness = 0;
 

@@ -1,4 +1,4 @@
-"""cli/audit.py: the advantages of a stored run under other settings."""
+"""gigpo audit: the advantages of a stored run under other settings."""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ HEAVY = {
 }
 STORE_COMMANDS = sorted(path.stem for path in Path(cli.__path__[0]).glob("[a-z]*.py"))
 ASKED = [
-    *(f"{script} --help" for script in ("cli/train.py", "cli/evaluate.py", "cli/audit.py")),
+    *(
+        f"{script} --help"
+        for script in ("-m", "cli", "train", "-m", "cli", "evaluate", "-m", "cli", "audit")
+    ),
     *(
         "-m store --help",
         "-m learner --help",
@@ -40,10 +43,16 @@ ASKED = [
         if name != "exchange"
     ),
     *(
-        "cli/train.py --learner.steps=5",
-        "cli/train.py",
-        "cli/evaluate.py",
-        "cli/audit.py",
+        "gigpo train --learner.steps=5",
+        "-m",
+        "cli",
+        "train",
+        "-m",
+        "cli",
+        "evaluate",
+        "-m",
+        "cli",
+        "audit",
         "-m store sql",
         "-m learner export",
     ),

@@ -1,4 +1,4 @@
-"""cli/evaluate.py: what it refuses, and what it shows of the rounds in a store. Whole evaluations
+"""gigpo evaluate: what it refuses, and what it shows of the rounds in a store. Whole evaluations
 are in test_run.py.
 """
 
@@ -214,10 +214,7 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
         assert error.startswith(
             f"error: process {other} drives {run}; evaluate its newest weights beside it: "
         )
-        assert (
-            f"python cli/evaluate.py {run} run_dir=NEW, or stop it: python cli/train.py --stop "
-            f"{run}" in error
-        )
+        assert f"gigpo evaluate {run} run_dir=NEW, or stop it: gigpo stop {run}" in error
         with pytest.raises(
             StoreError, match=f"process {other} drives .*; choose another run_dir, or stop it"
         ):
@@ -283,7 +280,9 @@ def test_any_model_is_evaluated_in_a_store_of_its_own_and_never_twice(
     ]
     command = [
         sys.executable,
-        "cli/evaluate.py",
+        "-m",
+        "cli",
+        "evaluate",
         "configs/key_room.yaml",
         *given,
         "evaluation.final_episodes_per_task=2",

@@ -1,4 +1,4 @@
-"""cli/evaluate.py with a model behind a server: whole evaluations, what is recorded of them, and
+"""gigpo evaluate with a model behind a server: whole evaluations, what is recorded of them, and
 what is refused.
 """
 
@@ -31,7 +31,9 @@ AT = ["endpoint.url=http://127.0.0.1:9/v1", "endpoint.model=m"]
 
 def command(server: ChatServer, *given: str) -> list[str]:
     return [
-        "cli/evaluate.py",
+        "-m",
+        "cli",
+        "evaluate",
         *given,
         f"endpoint.url={server.url}",
         "endpoint.model=quick-7b",
@@ -86,7 +88,7 @@ def test_a_model_behind_a_server_is_evaluated_into_a_store_and_goes_on_where_it_
     )
     check_recorded(new)
     check_nothing_loaded(new)
-    fsck = run(["-m", "store", "fsck", str(new)])
+    fsck = run(["-m", "cli", "fsck", str(new)])
     assert fsck.returncode == 0, fsck.stdout + fsck.stderr
     console = Console(width=200, record=True)
     evaluation.show_comparison(new, new, console)
@@ -231,7 +233,7 @@ def test_a_dry_run_asks_the_server_and_lists_the_tasks(
 
 def test_nothing_is_trained_from_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([KEY_ROOM, *AT]) == 2
-    assert "is for python cli/evaluate.py" in capsys.readouterr().err
+    assert "is for gigpo evaluate" in capsys.readouterr().err
 
 
 def test_an_agent_program_has_its_own_client(

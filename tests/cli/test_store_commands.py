@@ -68,7 +68,7 @@ def test_what_is_asked_wrongly_is_named(
         (
             "s3://bucket/run?region=a",
             "SELECT 1",
-            "python -m store fetch s3://bucket/run?region=a DIR",
+            "gigpo fetch s3://bucket/run?region=a DIR",
         ),
     ):
         assert main(["sql", where, query]) == 2
@@ -99,7 +99,7 @@ def test_files_that_cannot_be_read_are_said_once(
     assert main(["sql", str(run.root), "SELECT count(*) AS n FROM steps", "--format", "csv"]) == 3
     printed = capsys.readouterr()
     assert printed.out.split() == ["n", "0"]
-    assert re.fullmatch(f"warning: {said}.*; python -m store fsck .*\n", printed.err)
+    assert re.fullmatch(f"warning: {said}.*; gigpo fsck .*\n", printed.err)
 
 
 def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
@@ -115,7 +115,7 @@ def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
         (["SELEC 1"], False),
     ):
         assert main(["sql", root, *arguments]) == 2
-        assert (f"python -m store compact {root} upgrades it" in capsys.readouterr().err) == hinted
+        assert (f"gigpo compact {root} upgrades it" in capsys.readouterr().err) == hinted
 
 
 LIMITED = """import resource, sys

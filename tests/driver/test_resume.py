@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_the_settings_of_its_newest_start(config: Config) -> 
     assert resume.load(run, ["learner.steps=7"]).learner.steps == 7
     resume.remember(replace(config, learner=replace(config.learner, steps=500)))
     assert resume.load(run, []).learner.steps == 500
-    # of an older cli/train.py: run.json has those of the first start
+    # of an older gigpo train: run.json has those of the first start
     (run / resume.CONFIG_FILE).unlink()
     assert resume.load(run, []) == config
 
@@ -242,7 +242,7 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
         ["sql", str(moved.run), "SELECT count(*) AS n FROM trajectories"],
     ):
         answer = subprocess.run(
-            [sys.executable, "-m", "store", *command],
+            [sys.executable, "-m", "cli", *command],
             cwd=ROOT,
             capture_output=True,
             text=True,

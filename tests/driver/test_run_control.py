@@ -445,7 +445,7 @@ def test_a_stop_waits_for_as_long_as_the_driver_says_why(
     runs.stop(tmp_path / "run", Console(file=output, soft_wrap=True))
     assert ending.now_s > 10 * runs.STOP_SILENCE_S / 2
     assert "waiting for learner, 28 min" in output.getvalue()
-    assert output.getvalue().endswith("Its cli/train.py command goes on from here\n")
+    assert output.getvalue().endswith("Its gigpo train command goes on from here\n")
     assert ending.signals == [signal.SIGTERM, signal.SIGCONT]
 
 

@@ -386,7 +386,7 @@ def test_a_module_that_cannot_be_used_is_one_line(
     code: str,
     words: str,
 ) -> None:
-    """In a start and in a dry run of cli/train.py, and in a start of cli/evaluate.py."""
+    """In a start and in a dry run of gigpo train, and in a start of gigpo evaluate."""
     (tmp_path / "odd_module.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "model").mkdir()

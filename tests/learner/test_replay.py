@@ -176,7 +176,7 @@ def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> No
     )
     layout.catalog.unlink()
     status, _, errors = replay(copy, "--step", 20)
-    assert (status, "python -m store rebuild" in errors) == (2, True)
+    assert (status, "gigpo rebuild" in errors) == (2, True)
 
 
 def test_explaining_a_step_does_not_change_it(run: Path, replay: Replay) -> None:

@@ -79,7 +79,7 @@ def test_the_documented_command_trains(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shorter = ["learner.steps=2", "evaluation.every=0", "evaluation.final_episodes_per_task=1"]
     answer = subprocess.run(
-        [sys.executable, "cli/train.py", CONFIG, *OVERRIDES, f"run_dir={run}", *shorter],
+        [sys.executable, "-m", "cli", "train", CONFIG, *OVERRIDES, f"run_dir={run}", *shorter],
         cwd=ROOT,
         env={
             **os.environ,

@@ -48,7 +48,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fa
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "cli/train.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "-m", "cli", "train", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

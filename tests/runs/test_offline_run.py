@@ -1,4 +1,4 @@
-"""cli/train.py on what another run has played, with the real learner and processes: killed in the
+"""gigpo train on what another run has played, with the real learner and processes: killed in the
 middle, it goes on, and ends.
 """
 
@@ -50,7 +50,7 @@ def make_source(root: Path) -> RunLayout:
 def start(run: Path, source: Path) -> subprocess.Popen[str]:
     config = run.parent / "offline.yaml"
     config.write_text(CONFIG)
-    command = [sys.executable, "cli/train.py", str(config), f"run_dir={run}", f"source={source}@won"]
+    command = [sys.executable, "-m", "cli", "train", str(config), f"run_dir={run}", f"source={source}@won"]
     return subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -80,7 +80,7 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
     output, _ = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, output
     assert "continues at learner step" in output
-    assert f"stored rollouts are used up after learner step {LAST_STEP}" in output and "python cli/evaluate.py" in output
+    assert f"stored rollouts are used up after learner step {LAST_STEP}" in output and "gigpo evaluate" in output
     per_step = "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live GROUP BY 1 ORDER BY 1"
     assert rows(run, per_step) == [(step, 2) for step in range(1, LAST_STEP + 1)]
     uses = "SELECT list(DISTINCT n) FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"

@@ -1,4 +1,4 @@
-"""Whole runs of cli/train.py on key_room, with the real engine, learner and processes: to the end,
+"""Whole runs of gigpo train on key_room, with the real engine, learner and processes: to the end,
 interrupted, and killed.
 """
 
@@ -99,7 +99,7 @@ def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
     config = run.parent / "key_room.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(CONFIG)
-    command = [sys.executable, "cli/train.py", str(config), f"run_dir={run}", *overrides]
+    command = [sys.executable, "-m", "cli", "train", str(config), f"run_dir={run}", *overrides]
     temporary = run.parent / "tmp"
     temporary.mkdir(exist_ok=True)
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)}
@@ -168,7 +168,7 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Fi
     output = finished[0].output
     assert "success on training tasks" in output
     assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
-    assert "python -m store sql" in output
+    assert "gigpo sql" in output
     assert re.search(r"6 learner steps took \d+ (s|min), one of them \d+\.\d\d s \(median\)", output)
     assert "advantages" not in output
     assert "cloning  step " in output and "training  step " in output and "evaluating  held-out tasks " in output
@@ -216,7 +216,7 @@ def test_enough_questions_are_documented() -> None:
 
 
 def test_fsck_finds_nothing_in_a_finished_run(finished: tuple[Finished, list[str]]) -> None:
-    command = [sys.executable, "-m", "store", "fsck", str(finished[0].run)]
+    command = [sys.executable, "-m", "cli", "fsck", str(finished[0].run)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
@@ -319,7 +319,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_pat
     shutil.rmtree(run)
     run = moved
     before = Before.now()
-    command = [sys.executable, str(ROOT / "cli/train.py"), "--resume", run.name, "actors.groups_in_flight=2"]
+    command = [sys.executable, "-m", "cli", "train", "--resume", run.name, "actors.groups_in_flight=2"]
     process = subprocess.Popen(
         command, cwd=run.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -328,7 +328,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_pat
     again = finish(process, run)
     assert again.code == 130, again.output
     assert "continues at learner step" in again.output and "thrown away: " in again.output
-    assert f"cli/train.py --resume {run.name}" in again.output and "Traceback" not in again.output
+    assert f"gigpo train --resume {run.name}" in again.output and "Traceback" not in again.output
     assert committed <= trajectory_uids(run)
     steps = learner_step(run)
     assert checkpoint(run) == steps  # nothing has to be trained again
@@ -401,7 +401,7 @@ def test_a_run_of_another_config_or_a_newer_format_is_refused(finished: tuple[Fi
 
 
 def test_dry_run_starts_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "cli/train.py", "configs/alfworld_qwen2.5_1.5b.yaml", "--dry-run", f"run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "cli", "train", "configs/alfworld_qwen2.5_1.5b.yaml", "--dry-run", f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
     assert "1 rank x 1 GPU" in done.stdout
     assert not (tmp_path / "run").exists()

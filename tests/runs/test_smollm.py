@@ -145,7 +145,7 @@ def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) ->
 def test_one_learner_step_of_a_pretrained_model(model_path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "letters_world.py").write_text(LETTERS)
-    command = [sys.executable, "cli/train.py", "configs/smollm_cpu.yaml", "env.name=letters_world:Letters"]
+    command = [sys.executable, "-m", "cli", "train", "configs/smollm_cpu.yaml", "env.name=letters_world:Letters"]
     done = subprocess.run(
         [*command, f"model.path={model_path}", f"run_dir={run}"],
         cwd=ROOT,

@@ -67,7 +67,7 @@ def start() -> Iterator[Start]:
 
     def start(run: Path, *overrides: str) -> FaultRun:
         output = run.parent / f"{run.name}.out"
-        command = [sys.executable, "cli/train.py", "configs/key_room.yaml", f"run_dir={run}", *SETTINGS, *overrides]
+        command = [sys.executable, "-m", "cli", "train", "configs/key_room.yaml", f"run_dir={run}", *SETTINGS, *overrides]
         with output.open("a") as out:
             process = subprocess.Popen(
                 command,

@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "config.yaml").write_text(CONFIG)
     (place / "template.yaml").write_text(TEMPLATE)
     paths = [f"run_dir={place / 'run'}", f"model.path={place / 'base'}", f"prompt.template={place / 'template.yaml'}"]
-    command = [sys.executable, "cli/train.py", place / "config.yaml", *paths]
+    command = [sys.executable, "-m", "cli", "train", place / "config.yaml", *paths]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=TIMEOUT_S, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -95,7 +95,7 @@ def test_a_bad_segment_is_named_and_the_rest_of_the_run_stays_readable(
                 0
             ] == 15 - len(bad.trajectories)
             assert [
-                str(path) in str(line.message) and "python -m store fsck" in str(line.message)
+                str(path) in str(line.message) and "gigpo fsck" in str(line.message)
                 for line in said
             ] == [True]
             with pytest.warns(UserWarning, match=path.name), open_run(layout.root) as reader:
@@ -153,7 +153,7 @@ def test_a_lost_catalog_is_never_begun_anew(layout: RunLayout, content: bytes | 
     before = fingerprint(layout.root, but=("catalog.lock",))
     with pytest.raises(StoreError) as problem:
         Catalog.open(layout)
-    one_line(problem, names=layout.catalog, remedy="python -m store rebuild")
+    one_line(problem, names=layout.catalog, remedy="gigpo rebuild")
     assert {finding.what for finding in check(layout, level=CONTENTS)} <= {
         "catalog_missing",
         "catalog_damaged",

@@ -1,4 +1,4 @@
-"""python -m store bias: what was dropped against what was trained on, and the permutation test
+"""gigpo bias: what was dropped against what was trained on, and the permutation test
 underneath.
 """
 

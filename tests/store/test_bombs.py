@@ -123,7 +123,7 @@ def sparse(path: Path) -> None:
 
 
 def limited(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m store` with little memory."""
+    """Run `gigpo` with little memory."""
     command = [sys.executable, "-c", LIMITED, *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=TIME_LIMIT_S, cwd=Path(__file__).parents[2]

@@ -746,7 +746,7 @@ def test_a_full_disk_is_said_once_and_waited_for(
 def test_the_command_compacts_a_run_that_nobody_owns(layout: RunLayout) -> None:
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "store", "compact", str(layout.root), *arguments],
+            [sys.executable, "-m", "cli", "compact", str(layout.root), *arguments],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,

@@ -105,7 +105,7 @@ def forge(layout: RunLayout, script: str) -> None:
 
 def command(layout: RunLayout, name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "store", name, str(layout.root), *options],
+        [sys.executable, "-m", "cli", name, str(layout.root), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -148,8 +148,7 @@ def test_a_foreign_schema_is_one_line_that_names_the_object(schema: str, layout:
     assert finding.what == "catalog_schema" and finding.what in FATAL
     assert (
         named in finding.detail
-        and finding.remedy
-        == f"make a new catalog without it: python -m store rebuild --force {layout.root}"
+        and finding.remedy == f"make a new catalog without it: gigpo rebuild --force {layout.root}"
     )
     assert layout.catalog.read_bytes() == before
 

@@ -454,7 +454,7 @@ def test_a_fork_of_a_run_with_a_damaged_catalog_is_one_line(
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in statements[what]:
             connection.execute(statement)
-    with pytest.raises(FormatError, match=r"catalog.sqlite.*python -m store rebuild") as caught:
+    with pytest.raises(FormatError, match=r"catalog.sqlite.*gigpo rebuild") as caught:
         fork(run)
     assert "free space" not in str(caught.value)
     assert not list(tmp_path.glob("forked*"))

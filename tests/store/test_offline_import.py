@@ -253,7 +253,7 @@ def test_a_dataset_of_incomplete_groups_says_how_many_and_how_to_export_whole_on
         )
         return str(tmp_path / name)
 
-    hint = "`python -m store export --groups` exports whole groups"
+    hint = "`gigpo export --groups` exports whole groups"
     with pytest.raises(
         StoreError, match=f"all: 3 groups, of which each lacks trajectories; {hint}"
     ):

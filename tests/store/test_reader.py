@@ -87,7 +87,7 @@ def query(layout: RunLayout, sql: str) -> list[tuple]:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "store", *arguments],
+        [sys.executable, "-m", "cli", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -368,7 +368,7 @@ def test_a_lost_run_json_is_rebuilt(
     with warnings.catch_warnings():
         status = main(["fsck", str(layout.root)])
     said = lines_of(capsys)
-    assert status and "python -m store rebuild" in said
+    assert status and "gigpo rebuild" in said
     assert main(["rebuild", str(layout.root)]) == 0
     assert "run.json: the run id" in lines_of(capsys)
     again = RunLayout.open(layout.root)

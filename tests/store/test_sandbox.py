@@ -314,7 +314,7 @@ def running_command(world: World) -> tuple[subprocess.Popen[str], psutil.Process
     with reader:
         reader.sql("SELECT 1")
         start_s = child.cpu_times().user  # what starting costs on this machine
-    command = [sys.executable, "-m", "store", "sql", str(world.layout.root), ENDLESS]
+    command = [sys.executable, "-m", "cli", "sql", str(world.layout.root), ENDLESS]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True, **streams)  # type: ignore[call-overload]
     deadline = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""A run of cli/train.py to break: its processes by name, its faults by a file, and what must hold
+"""A run of gigpo train to break: its processes by name, its faults by a file, and what must hold
 of it afterwards.
 """
 
@@ -184,7 +184,7 @@ class FaultRun:
 
 @contextlib.contextmanager
 def started(run: Path, model: Path, *overrides: str) -> Iterator[FaultRun]:
-    """`cli/train.py` on a world that can be told to fail. At the end whatever is left of it is
+    """`gigpo train` on a world that can be told to fail. At the end whatever is left of it is
     killed.
     """
     home = run.parent
@@ -194,7 +194,9 @@ def started(run: Path, model: Path, *overrides: str) -> Iterator[FaultRun]:
     fault, output = home / f"{run.name}.fault", home / f"{run.name}.out"
     command = [
         sys.executable,
-        "cli/train.py",
+        "-m",
+        "cli",
+        "train",
         str(home / "faults.yaml"),
         f"run_dir={run}",
         f"model.path={model}",
@@ -267,7 +269,7 @@ def check_nothing_lost(run: FaultRun, seen: set[object]) -> None:
         assert reader.sql("SELECT count(*) AS n FROM staleness_violations").to_pylist() == [
             {"n": 0}
         ]
-    command = [sys.executable, "-m", "store", "fsck", str(run.run)]
+    command = [sys.executable, "-m", "cli", "fsck", str(run.run)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ": whole, " in answer.stdout, answer.stdout + answer.stderr
 

@@ -21,7 +21,7 @@ from typing import Any
 from store import RunLayout
 
 Attack = Callable[[RunLayout, Path], None]  # the run, and the tree outside of it that it is after
-# Every name of a run's directory that the store, a learner or cli/train.py reads or writes.
+# Every name of a run's directory that the store, a learner or gigpo train reads or writes.
 TOP_NAMES = (
     *(
         "run.json",

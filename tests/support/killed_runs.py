@@ -79,7 +79,7 @@ class KilledRun:
             else [str(self.home / "killed.yaml"), f"run_dir={self.run}"]
         )
         settings = () if again else (f"model.path={self.model}", *self.settings)
-        command = [sys.executable, str(ROOT / "cli/train.py"), *given, *settings, *overrides]
+        command = [sys.executable, "-m", "cli", "train", *given, *settings, *overrides]
         fault = self.home / "fault"
         output = self.home / f"{self.name}.out"
         with output.open("a") as out:
