@@ -47,7 +47,7 @@ def trained_to(config: Config) -> int:
     return 0
 
 
-def finished(config: Config) -> bool:
+def is_finished(config: Config) -> bool:
     """Whether the run is at its last learner step and its held-out evaluation is done; one that
     plays nothing has none.
     """
@@ -59,7 +59,7 @@ def finished(config: Config) -> bool:
         return bool(_row(reader, EVALUATED.format(config.learner.steps))[0])
 
 
-def show(config: Config, console: Console) -> None:
+def show_report(config: Config, console: Console) -> None:
     success = "stored/success" if is_offline(config) else "train/success"
     with store.open_run(config.run_dir) as reader:
         heldout = evaluation.newest_round(reader)

@@ -25,9 +25,10 @@ from configs.rules import (
 )
 from configs.schema import AlgorithmConfig, Config, PromptConfig, StoredConfig
 from configs.updates import most_updates, one_update, updates_fault
+from printable import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A mistake in a config; the message is one line that names the value and the fix."""
 
 

@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import store
-from analysis.run_status import progress_lines
+from analysis import progress_lines
+from configs import ConfigError, from_yaml, is_offline
 from driver.shutdown import stop_held_back
 from learner import remove_ray_directories, started_ticks
 from printable import printable
@@ -306,9 +307,12 @@ def _components_table(components: Sequence[Mapping[str, Any]], *, is_driven: boo
 
 
 def ask_for_workers(run: Path, n_workers: int) -> None:
-    """The run's driver starts or stops workers until there are so many. Raises StoreError if nobody
-    drives it.
+    """Tell the run's driver to start or stop workers until there are so many.
+
+    Raises StoreError if nobody drives the run, ConfigError if it has no workers.
     """
+    if RunLayout.exists(run) and is_offline(from_yaml(RunLayout.open(run).info.config_yaml)):
+        raise ConfigError(f"{run} plays nothing (stored.share=1), so it has no workers")
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")

@@ -15,8 +15,10 @@ played again
 
 from __future__ import annotations
 
+from printable import UserError
 
-class StoreError(Exception):
+
+class StoreError(UserError):
     """Base of every error the store raises for bad data or a bad request."""
 
 

@@ -64,7 +64,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     return copy
 
 
-def fetch(uri: str, dest: Path) -> RunLayout:
+def fetch_run(uri: str, dest: Path) -> RunLayout:
     """A readable copy of the run whose storage is at `uri`; called again, it catches up. It has no
     catalog: it is not the run.
 

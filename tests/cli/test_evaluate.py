@@ -29,10 +29,11 @@ from analysis.evaluation_stats import (
     success,
     wilson_interval,
 )
-from cli import evaluate
+from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import run_control as runs
+from driver.evaluate_run import model_as_version_zero, new_run_settings, own_run_settings
 from driver.preflight import check_same_run
 from learner import fill_defaults
 from store import Catalog, RunLayout, StoreError, write_open_sql
@@ -103,7 +104,7 @@ def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
         tasks = newest_round(reader)
     assert len(tasks) == 20 and {one.played for one in tasks} == {2}
     console = Console(width=100, record=True)
-    evaluation.show(played, console)
+    evaluation.show_evaluation(played, console)
     assert "all   20     40" in console.export_text()
 
 
@@ -142,7 +143,7 @@ def test_an_episode_without_a_grade_scores_zero_in_a_graded_round(tmp_path: Path
     assert sorted(task.score for task in tasks if task.score is not None) == [0.0] * 19 + [0.25]
     assert mean_score(tasks) == 0.5 / 40
     console = Console(width=100, record=True)
-    evaluation.show(run, console)
+    evaluation.show_evaluation(run, console)
     assert "0.013" in console.export_text()
 
 
@@ -162,7 +163,7 @@ def test_a_task_counts_as_often_in_the_score_as_it_was_played() -> None:
 
 def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
     console = Console(width=200, record=True)
-    evaluation.show_comparison(played, played, console)
+    evaluation.show_evaluation_comparison(played, played, console)
     text = console.export_text()
     assert "20 tasks in common" in text and "p = 1.0000" in text and "0 tasks differ" in text
 
@@ -173,7 +174,7 @@ def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(config, learns=False).close()
     with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
-        evaluation.show(tmp_path / "run", Console())
+        evaluation.show_evaluation(tmp_path / "run", Console())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     weights: str, overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        evaluate.asked_config(weights, overrides)
+        new_run_settings(weights, overrides)
 
 
 def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
@@ -209,7 +210,7 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
     driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run))
     (run / "driver.json").write_text(json.dumps(asdict(driver)))
     with Catalog.open(layout):
-        assert evaluate.main([str(run)]) == 2
+        assert main(["evaluate", str(run)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(
             f"error: process {other} drives {run}; evaluate its newest weights beside it: "
@@ -224,12 +225,12 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
 @pytest.mark.parametrize("weights", ["runs/a@40", "configs/key_room.yaml"])
 def test_without_a_directory_only_a_run_is_evaluated(weights: str) -> None:
     with pytest.raises(ConfigError, match="in a store of its own; give its directory"):
-        evaluate.own_config(weights)
+        own_run_settings(weights)
 
 
 def test_settings_of_the_run_that_is_evaluated_are_kept(played: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
-    config = evaluate.asked_config(f"{played}@3", [f"run_dir={new}", "evaluation.temperature=0"])
+    config = new_run_settings(f"{played}@3", [f"run_dir={new}", "evaluation.temperature=0"])
     run_id = RunLayout.open(played).info.run_id
     assert config.run_dir == str(new) and config.model.path == str(new / f"{run_id}-step000003")
     assert config.evaluation.temperature == 0.0
@@ -241,9 +242,7 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
     played: Path, tmp_path: Path
 ) -> None:
     def asked(step: int) -> Config:
-        return fill_defaults(
-            evaluate.asked_config(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"])
-        )
+        return fill_defaults(new_run_settings(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"]))
 
     RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(asked(3)))
     check_same_run(asked(3))
@@ -260,8 +259,8 @@ def test_weights_inside_the_directory_are_linked_so_that_it_can_be_moved(
     layout = RunLayout.open(played)
     (played / "model").mkdir()
     (played / "model" / "model.safetensors").write_bytes(b"weights")
-    record = evaluate.version_zero(layout, played / "model")
-    assert evaluate.version_zero(layout, played / "model") == record
+    record = model_as_version_zero(layout, played / "model")
+    assert model_as_version_zero(layout, played / "model") == record
     moved = played.rename(tmp_path / "moved")
     assert (moved / record.path / "model.safetensors").read_bytes() == b"weights"
 
@@ -296,5 +295,5 @@ def test_any_model_is_evaluated_in_a_store_of_its_own_and_never_twice(
             "SELECT count(*) AS n, max(version) AS version FROM versions"
         ).to_pylist() == [{"n": 1, "version": 0}]
         assert reader.sql("SELECT count(*) AS n FROM trajectories").to_pylist() == [{"n": 40}]
-    assert evaluate.main([f"{new}@7", f"run_dir={tmp_path / 'other'}"]) == 2
+    assert main(["evaluate", f"{new}@7", f"run_dir={tmp_path / 'other'}"]) == 2
     assert "has no checkpoint of learner step 7" in capsys.readouterr().err

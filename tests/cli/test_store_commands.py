@@ -17,7 +17,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading.query import connect
 from store.reading.reader import open_run
@@ -119,7 +119,7 @@ def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
 
 
 LIMITED = """import resource, sys
-from cli.store_main import main
+from cli.__main__ import main
 import store.reading.reader, store.maintenance.fsck, store.maintenance.repair, store.catalog.catalog, cli.sql
 held = [open("/dev/null")]
 resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1].fileno() + int(sys.argv[1]), 4096))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.errors import FormatError
 from store.exchange import fork as forked

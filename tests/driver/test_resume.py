@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from cli import train
+from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import resume
@@ -257,7 +257,7 @@ def test_resume_of_a_run_that_another_config_made_is_refused(
 ) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert train.main(["--resume", config.run_dir, "algorithm.omega=0.5"]) == 2
+        assert main(["train", "--resume", config.run_dir, "algorithm.omega=0.5"]) == 2
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import configs
-from cli import train
+from cli.__main__ import main
 from driver import run_control as runs
 from driver.run_control import (
     DRIVER_FILE,
@@ -203,7 +203,7 @@ def test_a_run_that_plays_nothing_takes_no_workers(
         tmp_path / "run", config_yaml=configs.to_yaml(configs.Config(source=["runs/a"]))
     )
     with driving(tmp_path / "run"):
-        assert train.main(["--workers", str(tmp_path / "run"), "3"]) == 2
+        assert main(["workers", str(tmp_path / "run"), "3"]) == 2
         assert runs.wanted_workers(tmp_path / "run") is None
     assert "plays nothing (stored.share=1)" in capsys.readouterr().err
 

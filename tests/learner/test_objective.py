@@ -250,16 +250,17 @@ def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
 def test_nothing_starts_with_a_loss_that_makes_no_sense(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import train  # here, because it takes Ray along
+    import driver  # here, because it takes Ray along
+    from cli.__main__ import main
 
-    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
+    monkeypatch.setattr(driver.Interrupt, "listen", lambda interrupt: None)
     quickstart = str(ROOT / "configs/quickstart.yaml")
     assert (
-        train.main([quickstart, "loss.policy=gspo", "loss.corrections=[token_tis]", "--dry-run"])
+        main(["train", quickstart, "loss.policy=gspo", "loss.corrections=[token_tis]", "--dry-run"])
         == 2
     )
     assert capsys.readouterr().err.startswith(
         "error: loss.corrections=['token_tis']: token_tis on top of gspo"
     )
-    assert train.main([quickstart, "loss.policy=gspo", "--dry-run"]) == 0
+    assert main(["train", quickstart, "loss.policy=gspo", "--dry-run"]) == 0
     assert "clip_low: 0.0003" in capsys.readouterr().out

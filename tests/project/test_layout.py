@@ -201,12 +201,13 @@ def test_tests_are_no_package() -> None:
     "code",
     [
         "import actors",  # all that the coordinator loads
-        "import train, evaluate; train.main(['--status', RUN]); train.main(['--stop', RUN])",
+        "from cli.__main__ import main; main(['status', RUN]); main(['stop', RUN])",
         # what the driver looks at and writes before it starts the others
-        "import configs, opening; from pathlib import Path; from learner import fill_defaults; "
+        "import configs; from driver import preflight; from pathlib import Path; "
+        "from learner import fill_defaults; "
         "config = fill_defaults(configs.from_yaml('{run_dir: ' + RUN + '/it}')); "
         "Path(config.run_dir).mkdir(); "
-        "opening.open_run(config); opening.check_same_run(config)",
+        "preflight.open_run(config); preflight.check_same_run(config)",
     ],
 )
 def test_a_process_that_computes_nothing_loads_nothing_to_compute_with(

@@ -46,9 +46,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fa
         yield run
 
 
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+def gigpo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cli", "train", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "-m", "cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
@@ -122,7 +122,7 @@ def test_a_stopped_driver_stops_nobody_else(broken: FaultRun) -> None:
     broken.process.send_signal(signal.SIGSTOP)
     try:
         broken.goes_on()
-        shown = train("--status", str(broken.run))
+        shown = gigpo("status", str(broken.run))
     finally:
         broken.process.send_signal(signal.SIGCONT)
     assert shown.returncode == 0, shown.stderr
@@ -133,10 +133,10 @@ def test_a_stopped_driver_stops_nobody_else(broken: FaultRun) -> None:
 
 @pytest.mark.faults
 def test_workers_join_and_leave_a_running_job(broken: FaultRun) -> None:
-    assert train("--workers", str(broken.run), "2").returncode == 0
+    assert gigpo("workers", str(broken.run), "2").returncode == 0
     farewell = "SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'gone'"
     broken.wait(lambda: broken.sql("SELECT count(*) FROM components WHERE name = 'worker-1'") == [(1,)], what="worker-1")
-    assert train("--workers", str(broken.run), "1").returncode == 0
+    assert gigpo("workers", str(broken.run), "1").returncode == 0
     broken.wait(lambda: broken.sql(farewell) == [(1,)], what="worker-1's farewell")
     broken.goes_on()
     assert broken.part("worker-0").is_running()
@@ -148,7 +148,7 @@ def test_workers_join_and_leave_a_running_job(broken: FaultRun) -> None:
 def test_z_stopped_from_outside_it_ends_in_order_and_leaves_nothing(broken: FaultRun) -> None:
     """Last, as it ends the run the others break."""
     seen = seen_now(broken)
-    stopped = train("--stop", str(broken.run))
+    stopped = gigpo("stop", str(broken.run))
     assert stopped.returncode == 0, stopped.stderr + broken.said()
     assert "is stopped" in stopped.stdout
     code, last = broken.ended(within_s=10.0)
@@ -157,7 +157,7 @@ def test_z_stopped_from_outside_it_ends_in_order_and_leaves_nothing(broken: Faul
     assert broken.sql("SELECT max(learner_step) FROM checkpoints") == [(broken.learner_step(),)]
     assert processes_of(broken.run) == []
     check_nothing_lost(broken, seen)
-    again = train("--workers", str(broken.run), "2")
+    again = gigpo("workers", str(broken.run), "2")
     assert again.returncode == 2
     assert "nobody drives" in again.stderr
 
@@ -210,7 +210,7 @@ def test_after_a_killed_driver_the_same_command_finds_nothing_in_its_way(tmp_pat
             again.wait(lambda: "continues at learner step" in again.said(), what="the resume")
             assert not any(process.is_running() for process in left)
             again.goes_on()
-            assert train("--stop", str(again.run)).returncode == 0
+            assert gigpo("stop", str(again.run)).returncode == 0
             check_nothing_lost(again, seen)
             assert processes_of(again.run) == []
 
@@ -258,6 +258,6 @@ def test_an_engine_that_is_killed_stopped_or_out_of_memory_is_started_again(tmp_
         newest = sorted((run.run / "weights").iterdir())[-1]
         newest.rename(tmp_path / "vanished")
         run.goes_on()
-        assert train("--stop", str(run.run)).returncode == 0, run.said()
+        assert gigpo("stop", str(run.run)).returncode == 0, run.said()
         assert processes_of(run.run) == []
         check_nothing_lost(run, seen)

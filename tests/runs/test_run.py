@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from driver import run_control as runs
 import store
-from cli import train
+from cli.__main__ import main
 from configs import Config
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
@@ -371,7 +371,7 @@ def test_a_users_mistake_is_one_line_and_starts_nothing(
     (tmp_path / "key_room.yaml").write_text(CONFIG)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = train.main([str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides])
+        code = main(["train", str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

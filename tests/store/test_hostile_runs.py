@@ -18,7 +18,7 @@ import pytest
 
 import store
 from analysis.run_status import config_of
-from cli.store_main import main
+from cli.__main__ import main
 from configs import Config, ConfigError
 from driver import run_control as runs
 from driver.preflight import check_same_run
