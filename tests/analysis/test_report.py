@@ -113,6 +113,6 @@ def test_the_closing_lines_have_an_ordered_query_and_how_long_it_took(tmp_path: 
     printed = said.getvalue()
     assert "3 learner steps took 10 min, one of them 200.00 s (median)" in printed
     assert "advantages" not in printed
-    (query,) = re.findall(r'store sql \S+ "(.*)"', printed)
+    (query,) = re.findall(r'gigpo sql \S+ "(.*)"', printed)
     with connect(layout) as connection:
         assert connection.sql(query).fetchall() == [(1, 0.1), (2, 0.2), (3, 0.3)]

@@ -378,6 +378,6 @@ def test_a_read_only_run_is_open_to_another_user(
 def test_a_lower_limit_of_the_user_is_kept(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     write_open_sql(layout, macros=(), max_staleness=1)
-    command = f"ulimit -d 3000000; exec {sys.executable} -m store sql {layout.root} 'SELECT 7 AS n' --format csv"
+    command = f"ulimit -d 3000000; exec {sys.executable} -m cli sql {layout.root} 'SELECT 7 AS n' --format csv"
     answer = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout.split()) == (0, ["n", "7"]), answer.stderr
