@@ -53,7 +53,7 @@ def repair_run(run: Path, *, quick: bool) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compacted:
-    """What `compact_run` changed."""
+    """Changes that `compact_run` made."""
 
     n_files: tuple[int, int]  # live segments before and after
     n_bytes: tuple[int, int]
