@@ -66,10 +66,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_vision_model(place / "base", [" up down left right"], seed=0)
     (place / "config.yaml").write_text(CONFIG)
     (place / "template.yaml").write_text(TEMPLATE)
-    paths = [f"run_dir={place / 'run'}", f"model.path={place / 'base'}", f"prompt.template={place / 'template.yaml'}"]
+    paths = [
+        f"run_dir={place / 'run'}",
+        f"model.path={place / 'base'}",
+        f"prompt.template={place / 'template.yaml'}",
+    ]
     command = [sys.executable, "-m", "cli", "train", place / "config.yaml", *paths]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    finished = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=TIMEOUT_S, check=False)
+    finished = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return place / "run"
 
@@ -82,13 +94,17 @@ def steps(run: Path) -> pa.Table:
 
 def micro(rows: pa.Table) -> list[MicroBatch]:
     nothing = pa.array(np.zeros(rows.num_rows))
-    rows = rows.append_column("advantage", nothing).append_column("staleness", pc.cast(nothing, pa.int64()))
+    rows = rows.append_column("advantage", nothing).append_column(
+        "staleness", pc.cast(nothing, pa.int64())
+    )
     return micro_batches(rows, micro_batch_tokens=1500, merge_steps=True, ranks=1)
 
 
 def published(run: Path) -> dict[int, tuple[Path, str]]:
     with connect(RunLayout.open(run)) as connection:
-        rows = connection.sql("SELECT version, path, digest FROM versions ORDER BY version").fetchall()
+        rows = connection.sql(
+            "SELECT version, path, digest FROM versions ORDER BY version"
+        ).fetchall()
     return {version: (run / path, digest) for version, path, digest in rows}
 
 
@@ -101,10 +117,16 @@ def test_the_stored_image_is_the_one_that_was_drawn(run: Path, steps: pa.Table) 
         assert row["anchor_text"] == row["obs_text"]
 
 
-def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled(run: Path, steps: pa.Table) -> None:
+def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled(
+    run: Path, steps: pa.Table
+) -> None:
     compared = set()
     for version, (path, digest) in published(run).items():
-        rows = steps.filter(pc.and_(pc.equal(steps["version_min"], version), pc.equal(steps["version_max"], version)))
+        rows = steps.filter(
+            pc.and_(
+                pc.equal(steps["version_min"], version), pc.equal(steps["version_max"], version)
+            )
+        )
         if not rows.num_rows or not path.is_dir():
             continue
         assert files_digest(sorted(path.glob("*.safetensors"))) == digest
@@ -115,8 +137,14 @@ def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled
             behaviour = torch.cat([batch.behaviour_logprobs_N for batch in batches])
             torch.testing.assert_close(found, behaviour, rtol=0, atol=ATOL)
             # Had the engine, or the learner, not looked at the image, this would say so.
-            black = [tuple(tuple(np.zeros_like(i) for i in images) for images in batch.images_S) for batch in batches]
-            blind = [policy(replace(batch, images_S=none))[0] for batch, none in zip(batches, black, strict=True)]
+            black = [
+                tuple(tuple(np.zeros_like(i) for i in images) for images in batch.images_S)
+                for batch in batches
+            ]
+            blind = [
+                policy(replace(batch, images_S=none))[0]
+                for batch, none in zip(batches, black, strict=True)
+            ]
             assert (torch.cat(blind) - behaviour).abs().max() > 1000 * ATOL
         compared.add(version)
     assert 3 in compared, "the final evaluation plays with what the learner published last"
@@ -125,7 +153,9 @@ def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled
 def test_every_version_served_has_the_digest_that_was_published(run: Path) -> None:
     digests = {version: digest for version, (_, digest) in published(run).items()}
     with connect(RunLayout.open(run)) as connection:
-        events = connection.sql("SELECT detail FROM events WHERE what = 'weights loaded'").fetchall()
+        events = connection.sql(
+            "SELECT detail FROM events WHERE what = 'weights loaded'"
+        ).fetchall()
     loads = [json.loads(detail) for (detail,) in events]
     assert max(load["version"] for load in loads) == 3
     assert all(load["digest"] == digests[load["version"]] for load in loads)
@@ -147,8 +177,14 @@ def test_both_the_tower_and_the_text_model_were_trained(run: Path) -> None:
 
     newest, _ = published(run)[3]
     before, after = weights(run.parent / "base"), weights(newest)
-    for part in ("model.visual.patch_embed", "model.visual.merger", "model.language_model.layers.0"):
-        assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith(part)), part
+    for part in (
+        "model.visual.patch_embed",
+        "model.visual.merger",
+        "model.language_model.layers.0",
+    ):
+        assert any(
+            not torch.equal(before[name], after[name]) for name in before if name.startswith(part)
+        ), part
 
 
 def test_a_checkpoint_is_exported_as_the_version_it_belongs_to(run: Path, tmp_path: Path) -> None:
