@@ -73,7 +73,7 @@ def protect_terminal() -> None:
 
 
 class UserError(Exception):
-    """Base of the errors that a user can mend. `gigpo` shows them in one line, without traceback."""
+    """Base of the errors that a user can mend. `gigpo` shows them in one line."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

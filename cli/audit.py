@@ -62,8 +62,9 @@ def audit(
 ) -> None:
     """Compute the advantages of a stored run under other settings.
 
-    Nothing is trained. A setting that is not named is the run's own. Settings are those of `algorithm`, and of the
-    filter that decides which groups are trained on. The run may be training meanwhile.
+    Nothing is trained. A setting that is not named is the run's own. Settings are those of
+    `algorithm`, and of the filter that decides which groups are trained on. The run may be training
+    meanwhile.
 
     Advantages are computed from whole groups, or from whole batches where an estimator whitens over
     a batch; --where only selects what is reported. Groups that were in no batch are whitened

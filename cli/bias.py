@@ -36,9 +36,9 @@ COMPARED = ("kind", "measure", "dropped", "trained", "difference", "p", "p, all"
 def bias(run: Path, where: str | None, as_of: int | None) -> None:
     """Compare the trajectories that were dropped with those that were trained on.
 
-    Compared are length, reward, success and task. Dropped are groups that are stale, no_signal or abandoned, and surplus members of groups.
-    Unfinished episodes (view `unfinished`) count with how far they got: whole, they would be at
-    least that long. The run may be training.
+    Compared are length, reward, success and task. Dropped are groups that are stale, no_signal or
+    abandoned, and surplus members of groups. Unfinished episodes (view `unfinished`) count with how
+    far they got: whole, they would be at least that long. The run may be training.
 
     Groups are compared with trained groups of about the same policy versions (up to ten blocks),
     surplus and unfinished episodes with the members of their own groups. p is of a permutation test

@@ -106,10 +106,10 @@ def replay(
 ) -> int:
     """Train learner steps again and compare the weights bit for bit.
 
-    The groups are those that the run stored. The digest of the weights has to be the published one, and the figures have to be the recorded
-    ones. Replaying begins at the newest kept checkpoint before STEP, or else at the base model
-    (learner.keep_every keeps more checkpoints), and compares the steps in between too. The run is
-    only read, and may be training.
+    The groups are those that the run stored. The digest of the weights has to be the published one,
+    and the figures have to be the recorded ones. Replaying begins at the newest kept checkpoint
+    before STEP, or else at the base model (learner.keep_every keeps more checkpoints), and compares
+    the steps in between too. The run is only read, and may be training.
 
     KEY=VALUE gives settings that the run was continued with, learner.steps for example. run.json
     has only those of its first start.

@@ -166,9 +166,9 @@ def export(
 ) -> None:
     """Write trajectories of a run as plain Parquet files.
 
-    DIR is a new directory or a URI; dataset.json in it has the digests of the files. The condition is SQL on the columns of the view `trajectories`,
-    and of `groups` where the names differ. Only whole groups can be trained on (--groups, then
-    gigpo train CONFIG source=DIR).
+    DIR is a new directory or a URI; dataset.json in it has the digests of the files. The condition
+    is SQL on the columns of the view `trajectories`, and of `groups` where the names differ. Only
+    whole groups can be trained on (--groups, then gigpo train CONFIG source=DIR).
     """
     import pyarrow as pa
 
@@ -207,8 +207,9 @@ def export(
 def import_(run: Path, source: str) -> None:
     """Take exported trajectories into a run, to be read with SQL.
 
-    DIR is a directory that `gigpo export` wrote. Nobody else may be writing the run. Imported trajectories keep their uids; they are never
-    played, trained on or counted as outstanding. Trajectories that the run has stay as they are.
+    DIR is a directory that `gigpo export` wrote. Nobody else may be writing the run. Imported
+    trajectories keep their uids; they are never played, trained on or counted as outstanding.
+    Trajectories that the run has stay as they are.
     """
     from store import import_selection
 

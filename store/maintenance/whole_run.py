@@ -1,4 +1,4 @@
-"""Check, repair, compact and rebuild one whole run. The commands of `gigpo` call these functions."""
+"""Check, repair, compact and rebuild one whole run. The `gigpo` commands call these functions."""
 
 from __future__ import annotations
 

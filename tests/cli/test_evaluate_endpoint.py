@@ -105,8 +105,10 @@ def check_recorded(new: Path) -> None:
         ).to_pylist()
         assert row["n"] == row["uids"] == 40 and 0.3 < row["success"] <= 1.0
         said = reader.sql(
-            """SELECT action_text, obs_text, array_to_string(list_transform(response_ids, lambda c: chr(c)), '') AS reply,
-                      array_to_string(list_transform(prompt_ids, lambda c: chr(c)), '') AS prompt FROM steps LIMIT 20"""
+            """SELECT action_text, obs_text,
+            array_to_string(list_transform(response_ids, lambda c: chr(c)), '') AS reply,
+            array_to_string(list_transform(prompt_ids, lambda c: chr(c)), '') AS prompt
+            FROM steps LIMIT 20"""
         ).to_pylist()
     for step in said:
         assert (
@@ -147,7 +149,8 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
         from actors import Policy
         from actors.inference.codepoint_tokenizer import character_form
         from actors.inference.openai_policy import ChatPolicy
-        config = new_run_settings('configs/key_room.yaml', ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m'])
+        given = ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m']
+        config = new_run_settings('configs/key_room.yaml', given)
         ChatPolicy(published(config)), character_form(config.prompt)
         from driver.progress import Progress
         import driver.supervisor

@@ -118,7 +118,7 @@ def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
 
 LIMITED = """import resource, sys
 from cli.__main__ import main
-import store.reading.reader, store.maintenance.fsck, store.maintenance.repair, store.catalog.catalog, cli.sql
+import store.reading.reader, store.maintenance.whole_run, store.catalog.catalog
 held = [open("/dev/null")]
 resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1].fileno() + int(sys.argv[1]), 4096))
 sys.exit(main(sys.argv[2:]))"""

@@ -194,6 +194,9 @@ def test_the_documented_command_as_it_stands_learns(lamps: Path) -> None:
     run = trained(
         lamps, "learner.steps=20", "evaluation.every=0", "evaluation.final_episodes_per_task=2"
     )
-    success = "SELECT avg(won::INT) FROM trajectories JOIN lineage USING (group_uid) WHERE batch_state = 'trained' AND learner_step"
+    success = (
+        "SELECT avg(won::INT) FROM trajectories JOIN lineage USING (group_uid) "
+        "WHERE batch_state = 'trained' AND learner_step"
+    )
     ((before,),), ((after,),) = rows(run, f"{success} <= 2"), rows(run, f"{success} > 18")
     assert after > before + 0.3  # it was 0.63 more

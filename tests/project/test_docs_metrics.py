@@ -69,9 +69,11 @@ def of_a_learner_step() -> set[str]:
         SimpleNamespace(source="run", version_min=0),
     ]
     episodes = Episodes(success=0.5, mean_return=1.0, mean_steps=3.0)
+    advantages = ("advantage", "episode_advantage", "step_advantage")
     ready = SimpleNamespace(
-        batch=SimpleNamespace(groups=groups), version=1, live=episodes, stored=episodes, no_signal={},
-        rows=pa.table({"anchor_size": [1], "advantage": [0.0], "episode_advantage": [0.0], "step_advantage": [0.0]}),
+        batch=SimpleNamespace(groups=groups), version=1,
+        live=episodes, stored=episodes, no_signal={},
+        rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
         n_rows=1, n_response_tokens=7, n_live_tokens=7,
         read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, signal_s=0.0, pack_s=0.0,
     )  # fmt: skip

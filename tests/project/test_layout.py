@@ -97,7 +97,7 @@ def module_names() -> dict[str, Path]:
 
 
 def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
-    """Return the modules of ours that a file imports, also inside functions and for type checkers."""
+    """Return our modules that a file imports, also in functions and for type checkers."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

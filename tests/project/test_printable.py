@@ -251,7 +251,8 @@ def test_what_can_be_read_stays() -> None:
 
 
 def test_a_traceback_of_an_error_that_nobody_catches_is_harmless() -> None:
-    code = f"import printable; printable.protect_terminal(); raise KeyError(type('K', (), {{'__repr__': lambda s: {ALL!r}}})())"
+    hostile = f"type('K', (), {{'__repr__': lambda s: {ALL!r}}})()"
+    code = f"import printable; printable.protect_terminal(); raise KeyError({hostile})"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

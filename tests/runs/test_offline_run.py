@@ -103,9 +103,15 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
         f"stored rollouts are used up after learner step {LAST_STEP}" in output
         and "gigpo evaluate" in output
     )
-    per_step = "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live GROUP BY 1 ORDER BY 1"
+    per_step = (
+        "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live "
+        "GROUP BY 1 ORDER BY 1"
+    )
     assert rows(run, per_step) == [(step, 2) for step in range(1, LAST_STEP + 1)]
-    uses = "SELECT list(DISTINCT n) FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    uses = (
+        "SELECT list(DISTINCT n) FROM "
+        "(SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    )
     assert rows(run, uses) == [([4],)]
     assert rows(run, "SELECT DISTINCT source FROM lineage") == [(source.info.run_id,)]
     assert rows(run, "SELECT count(DISTINCT digest) > 10 FROM versions") == [(True,)], (

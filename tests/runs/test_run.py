@@ -204,9 +204,9 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(
 def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) -> None:
     names = {name for (name,) in rows(finished[0].run, "SELECT DISTINCT name FROM metrics")}
     assert names >= {
-        "train/success", "heldout/success", "staleness/max", "learner/idle_fraction", "tokens/generated_per_s",
-        "tokens/trained_per_s", "time/advantages_s", "time/signal_s", "time/step_s",
-        "train/return", "train/episode_steps", "heldout/return", "heldout/episode_steps",
+        "train/success", "heldout/success", "staleness/max", "learner/idle_fraction",
+        "tokens/generated_per_s", "tokens/trained_per_s", "time/advantages_s",
+        "time/signal_s", "time/step_s", "train/return", "train/episode_steps", "heldout/return", "heldout/episode_steps",
     }  # fmt: skip
     assert names <= set(documented()), "docs/metrics.md has them all"
     assert rows(
@@ -260,7 +260,8 @@ def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(
     found = rows(
         run,
         """SELECT count(*), count(DISTINCT s.traj_uid), min(len(s.response_ids)), count(v.digest)
-           FROM lineage l JOIN steps s USING (group_uid) JOIN versions v ON v.version = s.version_min
+           FROM lineage l JOIN steps s USING (group_uid)
+           JOIN versions v ON v.version = s.version_min
            WHERE l.learner_step = 3""",
     )
     n_rows, n_trajectories, shortest, n_digests = found[0]
@@ -395,7 +396,8 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     assert checkpoint(run) == steps  # nothing has to be trained again
     trained = rows(
         run,
-        "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' GROUP BY 1 ORDER BY 1",
+        "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' "
+        "GROUP BY 1 ORDER BY 1",
     )
     assert trained == [(step, 4) for step in range(1, steps + 1)]
     assert rows(run, "SELECT count(*) - count(DISTINCT group_uid) FROM lineage WHERE live") == [

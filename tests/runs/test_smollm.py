@@ -36,12 +36,20 @@ class Letters:
     def __init__(self, options): pass
     @classmethod
     def tasks(cls, split, options):
-        return [Task(id=f"letters-{split}-{n}", env_name="letters", split=split, seed=n) for n in range(2)]
-    def reset(self, task): return Observation(text="An empty page.", objective="write many different letters")
+        name = f"letters-{split}"
+        return [Task(id=f"{name}-{n}", env_name="letters", split=split, seed=n) for n in range(2)]
+    def reset(self, task):
+        return Observation(text="An empty page.", objective="write many different letters")
     def step(self, action):
         reward = len(set(action)) / 30
         observation = Observation(text="The end.")
-        return Transition(observation=observation, reward=reward, terminated=True, truncated=False, won=reward > 0.5)
+        return Transition(
+            observation=observation,
+            reward=reward,
+            terminated=True,
+            truncated=False,
+            won=reward > 0.5,
+        )
     def close(self): pass
 """
 
@@ -109,7 +117,8 @@ def test_engine_and_learner_give_a_token_the_same_log_probability(
         behaviour_N, learner_N = both_logprobs(model_path, played, temperature=temperature)
         apart_N = (behaviour_N - learner_N).abs()
         print(
-            f"temperature {temperature}: {len(apart_N)} tokens, mean {apart_N.mean():.2g}, largest {apart_N.max():.2g}"
+            f"temperature {temperature}: {len(apart_N)} tokens, "
+            f"mean {apart_N.mean():.2g}, largest {apart_N.max():.2g}"
         )
         assert len(apart_N) > 200
         assert behaviour_N.min() < -2.0, "not only tokens that had to come"

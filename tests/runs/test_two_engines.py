@@ -64,7 +64,8 @@ ROWS = """
     SELECT v.path, s.prompt_ids, s.response_ids, s.response_logprobs
     FROM steps AS s JOIN versions AS v ON v.version = s.version_min
     WHERE s.split = 'train' AND s.version_min = s.version_max
-    QUALIFY row_number() OVER (PARTITION BY s.version_min ORDER BY hash(s.traj_uid), s.step_index) <= 8"""
+    QUALIFY 8 >= row_number() OVER (
+        PARTITION BY s.version_min ORDER BY hash(s.traj_uid), s.step_index)"""
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +208,10 @@ def test_killed_three_times_it_is_whole(start: Start, tmp_path: Path, alone: Fau
         seen = seen_now(killed)
         n_loads = loads_of_worker_1(killed)
     check_whole(killed, seen=seen, workers=("worker-0", "worker-1"))
-    received = "SELECT count(DISTINCT component) FROM events WHERE what = 'weights loaded' AND (detail ->> 'received')::BOOLEAN"
+    received = (
+        "SELECT count(DISTINCT component) FROM events "
+        "WHERE what = 'weights loaded' AND (detail ->> 'received')::BOOLEAN"
+    )
     assert killed.sql(received) == [(2,)], "also the engines that came later were sent weights"
 
 

@@ -34,16 +34,18 @@ max_staleness: 1
 env:
   name: sokoban
   options:
-    {rows: 6, columns: 7, boxes: 1, least_moves: 1, most_moves: 4, train_rooms: 8, heldout_rooms: 2, seed: 0,
-     observation: image}
+    {rows: 6, columns: 7, boxes: 1, least_moves: 1, most_moves: 4, train_rooms: 8, heldout_rooms: 2,
+     seed: 0, observation: image}
   max_steps: 3
   win_reward: 1.0
-# Random tokens are an action now and then: a reply is whole with its first space, and " up" is one token.
+# Random tokens are an action now and then: a reply is whole with its first space, and " up" is
+# one token.
 prompt: {history_length: 0, max_prompt_tokens: 150, parser: text, stop: [" "]}
 actors: {groups_in_flight: 4, max_response_tokens: 16, max_model_tokens: 166, kv_cache_gib: 0.25}
 algorithm: {group_size: 4, invalid_penalty: 0.5}
 loss: {entropy_coef: 0.1}
-learner: {steps: 3, groups_per_step: 2, learning_rate: 1.0e-2, micro_batch_tokens: 1500, checkpoint_every: 3}
+learner: {steps: 3, groups_per_step: 2, learning_rate: 1.0e-2, micro_batch_tokens: 1500,
+          checkpoint_every: 3}
 evaluation: {every: 0, final_episodes_per_task: 1, temperature: 1.0}
 """
 TEMPLATE = """
@@ -166,7 +168,10 @@ def test_no_engine_lost_an_image_when_weights_changed_under_its_requests(run: Pa
     0.32 does.
     """
     with connect(RunLayout.open(run)) as connection:
-        lost = "SELECT detail FROM events WHERE what = 'started again' AND detail LIKE '%lost its engine%'"
+        lost = (
+            "SELECT detail FROM events "
+            "WHERE what = 'started again' AND detail LIKE '%lost its engine%'"
+        )
         assert connection.sql(lost).fetchall() == []
 
 
