@@ -114,8 +114,8 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, sqlite3.Error) and is_damage(error):
             raise FormatError(
-                f"{source.catalog} cannot be read ({error}); restore it from a backup, or python "
-                f"-m store rebuild {source.root}"
+                f"{source.catalog} cannot be read ({error}); restore it from a backup, or gigpo "
+                f"rebuild {source.root}"
             ) from error
         if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
             raise StoreError(

@@ -98,8 +98,7 @@ def rebuild_run(run: Path, *, force: bool, say: Callable[[str], None]) -> None:
     for line in run_json:
         say(f"recovered  {line}")
     layout = RunLayout.open(run)
-    found = {finding.what for finding in check(layout, level=CATALOG)}
-    if not force and not found & FATAL:
+    if not force and not _catalog_is_lost(layout):
         if run_json:  # only run.json was lost
             return
         raise StoreError(
@@ -111,3 +110,7 @@ def rebuild_run(run: Path, *, force: bool, say: Callable[[str], None]) -> None:
         say(f"recovered  {line}")
     for line in report.lost:
         say(f"lost       {line}")
+
+
+def _catalog_is_lost(layout: RunLayout) -> bool:
+    return any(finding.what in FATAL for finding in check(layout, level=CATALOG))

@@ -202,8 +202,8 @@ def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) 
         raise StoreError(
             f"group {uid_text(halves[0]['group_uid'])} of learner step {learner_step} has "
             f"{halves[0]['here']} of its "
-            f"{halves[0]['n_members']} trajectories; put the damaged file back and run python -m "
-            "store fsck --repair"
+            f"{halves[0]['n_members']} trajectories; put the damaged file back and run gigpo "
+            "fsck --repair"
         )
 
 
