@@ -28,7 +28,7 @@ from store.reading.query import connect
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs/your_environment.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
-(COMMAND,) = re.findall(r"```sh\nPYTHONPATH=\. python (train\.py .*?)\n```", DOC, re.DOTALL)
+(COMMAND,) = re.findall(r"```sh\nPYTHONPATH=\. gigpo (train .*?)\n```", DOC, re.DOTALL)
 NAME = "lamps:Lamps"
 MAX_LINES = 40
 TIMEOUT_S = 900.0  # only for what hangs
@@ -46,7 +46,7 @@ def trained(folder: Path, *overrides: str) -> Path:
     """The run of the documented command, elsewhere and shorter."""
     run = folder / "run"
     answer = subprocess.run(
-        [sys.executable, *shlex.split(COMMAND), f"run_dir={run}", *overrides],
+        [sys.executable, "-m", "cli", *shlex.split(COMMAND), f"run_dir={run}", *overrides],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder), "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
