@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,3 +56,10 @@ def test_docstrings_say_what_they_are_about() -> None:
 def test_a_riddle_is_found() -> None:
     source = 'def f():\n    """Of a run, its steps."""\n\nclass A:\n    """Return it."""\n'
     assert [opens_with_a_riddle(text) for _, text in docstrings(source)] == [True, False]
+
+
+def test_the_tests_that_security_names_exist() -> None:
+    """SECURITY.md names for each promise the test that proves it."""
+    named = re.findall(r"`(tests/[a-z_/]+\.py)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 20, "the test reads the page"
+    assert [path for path in named if not (ROOT / path).is_file()] == []
