@@ -1,4 +1,4 @@
-# `make train` and `make test` do everything on a fresh machine, set-up included, and are quick the second time.
+# On a fresh machine `make train` and `make test` set up everything first. The second time is quick.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,21 +6,22 @@ RUN ?= runs/quickstart
 SEED ?= 0
 PY := $(VENV)/bin/python
 EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-# vLLM's CUDA build has no CPU engine: on a GPU machine the engine and the learner share one GPU.
+# vLLM's CUDA build has no CPU engine, so the engine and the learner share one GPU.
 GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-slow test-faults test-crash check format bench gpu-proof gpu-proof-wheels clean
 
 help:
+	@echo "make setup      make the virtual environment, with the gigpo program"
 	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
-	@echo "make test       format, types and tests"
-	@echo "make test-slow  what takes minutes: a real pretrained model, adapters in vLLM, two ranks"
-	@echo "make test-faults  every component killed, stopped or answering nonsense, in real runs"
-	@echo "make test-crash the store's crash tests at full length: kills, power losses, live readers, crafted runs"
-	@echo "make bench      every benchmark, the quick form"
-	@echo "make gpu-proof  what one GPU can prove without vLLM; tiny shapes where there is none (docs/gpu.md)"
-	@echo "make gpu-proof-wheels  packages to carry to a GPU machine without network, into gpu_wheels/"
+	@echo "make test       check format and types, run the tests"
+	@echo "make test-slow  tests that take minutes: a pretrained model, adapters in vLLM, two ranks"
+	@echo "make test-faults  real runs in which every component is killed, stopped or answers nonsense"
+	@echo "make test-crash the store's crash tests at full length"
+	@echo "make bench      every benchmark in its quick form"
+	@echo "make gpu-proof  checks on one GPU, without vLLM; tiny shapes on a CPU (docs/gpu.md)"
+	@echo "make gpu-proof-wheels  packages for a GPU machine without network, into gpu_wheels/"
 
 setup: $(VENV)/ready
 
@@ -29,17 +30,17 @@ $(VENV)/ready: pyproject.toml setup.sh gpu_check.sh
 	@touch $@
 
 train: setup
-	$(PY) cli/train.py configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
+	$(VENV)/bin/gigpo train configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
-# Tests and benchmarks download no model; `make train` does if the config names one of the Hugging Face Hub.
+# Tests and benchmarks download no model.
 test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1
 
 ifeq ($(EXTRA),cuda)
-# Tests and benchmarks start CPU engines, which vLLM's CUDA build does not have.
+# Tests and benchmarks start CPU engines, and vLLM's CUDA build has none.
 test test-slow test-faults test-crash bench:
 	$(MAKE) $@ EXTRA=cpu VENV=$(VENV)-cpu
 else
-# By file, in two processes; whole runs and engines after all others, as they want most of the machine.
+# Whole runs and engines want most of the machine, so they come after all other tests.
 test: setup check
 	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "not (slow or faults or run or engine)"
 	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "(run or engine) and not (slow or faults)"

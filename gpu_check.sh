@@ -1,10 +1,10 @@
 #!/bin/sh
-# Says in one line what a machine with a GPU lacks for vLLM's CUDA build. Called by setup.sh with PYTHON and VENV:
-#   sh gpu_check.sh before      the install of 10 GB: the driver, and what Triton compiles with at the first run
-#   sh gpu_check.sh after       it: whether torch finds the GPU
+# Check that a GPU machine has what vLLM's CUDA build needs. setup.sh calls it with PYTHON and VENV:
+#   sh gpu_check.sh before      the install of 10 GB: the driver, and the compiler that Triton needs
+#   sh gpu_check.sh after       the install: whether torch finds the GPU
 set -eu
 
-least_driver=580 # of CUDA 13, which torch 2.13 and vLLM 0.32 are built for
+least_driver=580 # CUDA 13 needs it; torch 2.13 and vLLM 0.32 are built for CUDA 13
 on_cpu="or take the CPU build: make setup EXTRA=cpu"
 
 missing() {
@@ -16,7 +16,7 @@ before() {
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) ||
         missing "nvidia-smi does not run" "install the NVIDIA driver, $least_driver or newer"
     driver=${driver%%
-*} # of the first GPU; all have one driver
+*} # first line: all GPUs have the same driver
     case ${driver%%.*} in
     '' | *[!0-9]*) missing "nvidia-smi names no driver version ('$driver')" "install the driver again" ;;
     esac

@@ -96,6 +96,10 @@ def protect_terminal() -> None:
     warnings.formatwarning = _printable_warning
 
 
+class UserError(Exception):
+    """Base of the errors that a user can mend. `gigpo` shows them in one line."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Escape the arguments that a message quotes: a shell completes names of files."""
 

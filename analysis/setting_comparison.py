@@ -1,4 +1,4 @@
-"""What two settings would have trained on differently, as cli/audit.py shows it: by learner step,
+"""What two settings would have trained on differently, as gigpo audit shows it: by learner step,
 by group, and as a plot.
 
 Under one setting a step is trained on if its group passes the filter, in the direction of its
@@ -91,7 +91,7 @@ def _span(name: str, fate: np.ndarray) -> Span:
     )
 
 
-def show_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -> None:
+def show_setting_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -> None:
     a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
     difference = np.abs(a - b)
     alike = np.corrcoef(a, b)[0, 1] if np.std(a) > 0 and np.std(b) > 0 else float("nan")
@@ -153,7 +153,7 @@ LEFT, TOP, RIGHT, BOTTOM = 60, 60, 20, 50  # margins
 LEGEND_WIDTH = 190
 
 
-def plot(rows: pa.Table, descriptions: Sequence[str]) -> str:
+def plot_settings(rows: pa.Table, descriptions: Sequence[str]) -> str:
     """An SVG: for each learner step, the share of its steps that b trains differently than a, one
     colour a fate.
     """

@@ -1,4 +1,4 @@
-"""Runs of cli/train.py that are killed with -9 at random moments, and gone on with: is anything
+"""Runs of gigpo train that are killed with -9 at random moments, and gone on with: is anything
 lost, and how long does it take?
 
     python benchmarks/resume.py [--quick] [--kills N] [--simulated-kills N] [--seed S]

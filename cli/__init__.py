@@ -1,1 +1,15 @@
-"""The `gigpo` program: one module per command."""
+"""The `gigpo` program. A command reads its arguments, calls a lower package, and prints.
+
+`__main__.py`     the program: its list of commands, and how every error is shown
+`train.py`        train
+`evaluate.py`     evaluate
+`run_control.py`  status, stop, workers
+`audit.py`        audit
+`sql.py`          sql; `table_output.py` writes its result as a table, CSV, JSON or Parquet
+`store.py`        fsck, rebuild, compact, export, import, fetch
+`bias.py`         bias
+`models.py`       export-model, replay
+`arguments.py`    arguments that several commands have
+
+Libraries are imported inside the commands, so that `--help` and mistakes are answered at once.
+"""

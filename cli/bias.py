@@ -1,32 +1,19 @@
-"""python -m store bias RUN [--where SQL] [--as-of LSN]: are dropped trajectories different from the
-trained ones?
-"""
+"""gigpo bias: whether dropped trajectories differ from the trained ones."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.store_arguments import whole
+import click
+
+from cli.arguments import Command, as_of_option, run_argument, where_option
 from printable import printable
 
 if TYPE_CHECKING:
-    from store.bias.report import BiasReport, Comparison
+    from store import BiasReport, Comparison
 
-ALPHA = 0.05
-DESCRIPTION = """Are the trajectories that were dropped different from the trained ones in length, reward, success or task?
-Dropped are groups that are stale, filtered or abandoned, and extra of groups with spare members. Unfinished episodes (view
-`unfinished`), a kind for each reason, count with how far they got: whole, they would be at least that long. The run may be
-training.
-
-Groups are compared with trained ones of about the same policy versions (up to ten blocks of versions), extra and unfinished
-episodes with the members of their own groups. p is of a permutation test: 2,000 permutations of whole groups within each block
-(of the members within their group), of the difference of means over its cluster-robust standard error; for tasks, of the
-chi-square of groups by task.
-"p, all" is corrected for the number of comparisons (Holm). What a kind differs in by definition is shown and not tested.
-
-    --where "version_min >= 10"      columns of the views `trajectories` and `groups`"""
+ALPHA = 0.05  # of the corrected p below which a difference is named
 LABELS = {
     "n_steps": "steps",
     "n_response_tokens": "response tokens",
@@ -34,103 +21,102 @@ LABELS = {
     "won": "won",
     "tasks": "tasks",
 }
-NO_SIGNAL = "(filtered groups are mostly won by all or by none, of tasks too easy or too hard: lengths and tasks go with that)"
+NO_SIGNAL = (
+    "(filtered groups are mostly won by all or by none, of tasks too easy or too hard: lengths "
+    "and tasks go with that)"
+)
 HEAD = ("kind", "groups", "trajectories", "steps", "response tokens", "return", "won", "tasks")
 COMPARED = ("kind", "measure", "dropped", "trained", "difference", "p", "p, all")
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "bias",
-        help="are dropped trajectories different from the trained ones?",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--where", metavar="SQL", help="which trajectories (default: all)")
-    parser.add_argument(
-        "--as-of", type=whole(at_least=0), metavar="LSN", help="as the run was then (default: now)"
-    )
-    parser.set_defaults(run=run)
+@click.command(cls=Command, epilog='Example: gigpo bias runs/a --where "version_min >= 10"')
+@run_argument
+@where_option
+@as_of_option
+def bias(run: Path, where: str | None, as_of: int | None) -> None:
+    """Compare the trajectories that were dropped with those that were trained on.
 
+    Compared are length, reward, success and task. Dropped are groups that are stale, filtered or
+    abandoned, and surplus members of groups. Unfinished episodes (view `unfinished`) count with how
+    far they got: whole, they would be at least that long. The run may be training.
 
-def run(options: argparse.Namespace) -> int:
-    from store.bias.report import bias_report  # and with it DuckDB and Arrow
+    Groups are compared with trained groups of about the same policy versions (up to ten blocks),
+    surplus and unfinished episodes with the members of their own groups. p is of a permutation test
+    with 2,000 permutations of whole groups within each block, or of members within their group. Its
+    statistic is the difference of means over its cluster-robust standard error; for tasks, the
+    chi-square of groups by task. "p, all" is corrected for the number of comparisons (Holm).
+    Differences that a kind has by definition are shown and not tested.
 
-    report = bias_report(options.run_dir, as_of=options.as_of, where=options.where)
+    The condition of --where is SQL on the columns of the views `trajectories` and `groups`.
+    """
+    from store import bias_report
+
+    report = bias_report(run, as_of=as_of, where=where)
     lines = [*_kinds(report), "", *_comparisons(report), "", *_conclusions(report)]
     print("\n".join(map(printable, lines)))
-    return 0
 
 
 def _kinds(report: BiasReport) -> list[str]:
+    """Return the table of means, one line a kind."""
     rows: list[tuple[str, ...]] = [HEAD]
     for kind in report.kinds:
         means = [_number(measure, mean) for measure, mean in zip(LABELS, kind.means, strict=False)]
         means += ["-"] * (len(LABELS) - 1 - len(means))  # without tasks
-        rows.append(
-            (
-                kind.name,
-                f"{kind.n_groups:,}",
-                f"{kind.n_trajectories:,}",
-                *means,
-                f"{kind.n_tasks:,}",
-            )
-        )
+        counts = (f"{kind.n_groups:,}", f"{kind.n_trajectories:,}")
+        rows.append((kind.name, *counts, *means, f"{kind.n_tasks:,}"))
     unseen = ", ".join(f"{n:,} {name}" for name, n in report.n_unseen.items())
-    # an older format has no number
     moment = "now" if report.lsn is None else f"at lsn {report.lsn}"
     lines = [f"{moment}, means per trajectory:", *_aligned(rows)]
-    return (
-        [*lines, f"groups of which no trajectory is stored, or no longer: {unseen}"]
-        if unseen
-        else lines
-    )
+    if unseen:
+        lines.append(f"groups of which no trajectory is stored, or no longer: {unseen}")
+    return lines
 
 
 def _comparisons(report: BiasReport) -> list[str]:
+    """Return the table of differences, and why some kinds were not compared."""
     rows: list[tuple[str, ...]] = [COMPARED]
     for row in report.comparisons:
         measure = LABELS[row.measure] if row.task is None else f"share of {row.task}"
-        each = (
-            _number(row.measure, row.difference.dropped),
-            _number(row.measure, row.difference.kept),
-        )
-        difference = _number(row.measure, row.difference.dropped - row.difference.kept, sign="+")
-        p = (
-            ("by definition", "")
-            if row.p_corrected is None
-            else (f"{row.difference.p:.4f}", f"{row.p_corrected:.4f}")
-        )
-        rows.append((row.kind, measure, *each, difference, *p))
-    shown = (
-        ["compared with trained ones of about the same versions:", *_aligned(rows)]
-        if len(rows) > 1
-        else []
-    )
-    return [*shown, *(f"{kind}: {why}" for kind, why in report.not_compared.items())]
+        dropped, kept = row.difference.dropped, row.difference.kept
+        means = (_number(row.measure, dropped), _number(row.measure, kept))
+        difference = _number(row.measure, dropped - kept, sign="+")
+        p = ("by definition", "")
+        if row.p_corrected is not None:
+            p = (f"{row.difference.p:.4f}", f"{row.p_corrected:.4f}")
+        rows.append((row.kind, measure, *means, difference, *p))
+    lines = []
+    if report.comparisons:
+        lines = ["compared with trained ones of about the same versions:", *_aligned(rows)]
+    return [*lines, *(f"{kind}: {why}" for kind, why in report.not_compared.items())]
 
 
 def _conclusions(report: BiasReport) -> list[str]:
+    """Return a sentence for each difference that chance does not explain."""
     if not report.comparisons:
         return ["nothing to compare"]
     found = [
         row for row in report.comparisons if row.p_corrected is not None and row.p_corrected < ALPHA
     ]
-    lines = [f"{row.kind} {_sentence(row)} (p = {row.p_corrected:.3f})" for row in found] or [
-        "no difference beyond chance"
-    ]
-    return [*lines, NO_SIGNAL] if any(row.kind == "filtered" for row in found) else lines
+    if not found:
+        return ["no difference beyond chance"]
+    lines = [f"{row.kind} {_sentence(row)} (p = {row.p_corrected:.3f})" for row in found]
+    if any(row.kind == "filtered" for row in found):
+        lines.append(NO_SIGNAL)
+    return lines
 
 
 def _sentence(row: Comparison) -> str:
-    from store.catalog.records import WHY_UNFINISHED  # here: Arrow comes with it
+    """Describe one difference."""
+    from store import WHY_UNFINISHED
 
     dropped, kept = row.difference.dropped, row.difference.kept
     size = _number(row.measure, abs(dropped - kept))
     if row.kind in WHY_UNFINISHED:
         unit, more = LABELS[row.measure], "more" if dropped > kept else "fewer"
-        return f"episodes had {size} {more} {unit} when they were given up than the members of their groups in all"
+        return (
+            f"episodes had {size} {more} {unit} when they were given up than the members of their "
+            "groups in all"
+        )
     if row.measure == "n_steps":
         return f"trajectories are {size} steps {'longer' if dropped > kept else 'shorter'}"
     if row.measure == "n_response_tokens":
@@ -138,11 +124,12 @@ def _sentence(row: Comparison) -> str:
     if row.measure == "episode_return":
         return f"trajectories return {size} {'more' if dropped > kept else 'less'}"
     if row.measure == "won":
-        return f"trajectories won {_number('won', dropped)} of the time, trained ones {_number('won', kept)}"
-    shares = (
-        f"{_number('tasks', dropped)} of the groups, {_number('tasks', kept)} of the trained ones"
+        of_trained = _number("won", kept)
+        return f"trajectories won {_number('won', dropped)} of the time, trained ones {of_trained}"
+    return (
+        f"groups are of other tasks; {row.task}, most of all, is {_number('tasks', dropped)} of "
+        f"the groups, {_number('tasks', kept)} of the trained ones"
     )
-    return f"groups are of other tasks; {row.task}, most of all, is {shares}"
 
 
 def _number(measure: str, value: float, *, sign: str = "") -> str:
@@ -150,7 +137,7 @@ def _number(measure: str, value: float, *, sign: str = "") -> str:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Words to the left, numbers to the right."""
+    """Return the rows as lines of a table: words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     n_words = 2 if rows[0] == COMPARED else 1
     return [

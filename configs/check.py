@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.derived import groups_of_a_step, is_offline, most_updates
 from configs.schema import AlgorithmConfig, Config, LearnerConfig, OfflineConfig, PromptConfig
-from printable import did_you_mean
+from printable import UserError, did_you_mean
 
 # Key -> the meaning of 0, for the message about a negative value.
 MAY_BE_ZERO = {
@@ -67,7 +67,7 @@ HEAD_SIZES = (32, 64, 128)  # vLLM has kernels for these
 MIN_SNAPSHOT_WINDOW_S = 60.0  # a reader needs this long to open a file that it was told of
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A mistake in a config; the message is one line that names the value and the fix."""
 
 

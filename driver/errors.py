@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from printable import UserError
+
 DIED = "died: its process was killed, ran out of memory, or crashed"
 CAUSE_CHARACTERS = 1000  # of a cause; the log has all of it
 
 
-class ComponentFailed(RuntimeError):
+class ComponentFailed(UserError, RuntimeError):
     """A part of the run failed; the message is its name, its own error and where its log is."""
 
 

@@ -1,4 +1,4 @@
-"""A new run from any kept checkpoint of another: python cli/train.py --fork RUN@STEP run_dir=NEW
+"""A new run from any kept checkpoint of another: gigpo train --fork RUN@STEP run_dir=NEW
 [key=value ...]
 
 The new run has the other's settings but for those given, its rollouts and its lineage up to that

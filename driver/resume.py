@@ -1,4 +1,4 @@
-"""A run goes on: python cli/train.py --resume RUN [key=value ...]
+"""A run goes on: gigpo train --resume RUN [key=value ...]
 
     RUN/config.yaml     the settings of the run's newest start; run.json keeps those of its first
     RUN/outside.json    what the run uses that is not in its directory, so that it is known again elsewhere
@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import configs
-from analysis.run_status import CONFIG_FILE
+from analysis import CONFIG_FILE
 from configs import Config, ConfigError
 from store import (
     READ_WRITE,
@@ -51,7 +51,7 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
         )
     try:
         text, name = read_run_file(run, CONFIG_FILE), str(run / CONFIG_FILE)
-    except FileNotFoundError:  # of a run that an older cli/train.py made
+    except FileNotFoundError:  # of a run that an older gigpo train made
         text, name = layout.info.config_yaml, f"the config in {layout.run_json}"
     return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 

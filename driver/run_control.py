@@ -1,9 +1,9 @@
 """A run seen from outside: who drives it, how it is, how to stop it, and what a killed one left
 behind.
 
-    python cli/train.py --status RUN             how far it is, and what every component does
-    python cli/train.py --stop RUN               ends it in order, and removes what is left of it
-    python cli/train.py --workers RUN N          N workers from now on
+    gigpo status RUN             how far it is, and what every component does
+    gigpo stop RUN               ends it in order, and removes what is left of it
+    gigpo workers RUN N          N workers from now on
 
 Every process of a run carries RUN_MARK with the run's directory in its environment. That is how its
 leftovers are told from everything else on the machine.
@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import store
-from analysis.run_status import progress_lines
+from analysis import progress_lines
+from configs import ConfigError, from_yaml, is_offline
 from driver.shutdown import stop_held_back
 from learner import remove_ray_directories, started_ticks
 from printable import printable
@@ -64,7 +65,7 @@ COMPONENTS = "SELECT name, waiting_on, last_beat_at FROM components WHERE waitin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """The process that runs cli/train.py for a run."""
+    """The process that runs gigpo train for a run."""
 
     pid: int
     started_ticks: int  # numbers of processes are used again
@@ -119,7 +120,7 @@ def driving(run: Path) -> Iterator[int]:
     other = driver_of(run)
     if other is not None and other.process() is not None and other.pid != os.getpid():
         raise StoreError(
-            f"process {other.pid} drives {run}; stop it (python cli/train.py --stop {run}), or "
+            f"process {other.pid} drives {run}; stop it (gigpo stop {run}), or "
             "choose another run_dir"
         )
     n_removed = remove_leftovers(run)
@@ -160,8 +161,7 @@ def check_idle(run: Path, *, instead: str) -> None:
     driver = driver_of(run)
     if driver is not None and driver.pid != os.getpid() and driver.process() is not None:
         raise StoreError(
-            f"process {driver.pid} drives {run}; {instead}, or stop it: python cli/train.py --stop "
-            f"{run}"
+            f"process {driver.pid} drives {run}; {instead}, or stop it: gigpo stop {run}"
         )
 
 
@@ -231,7 +231,7 @@ def stop(run: Path, console: Console) -> None:
         if process is not None
         else "is driven by nobody, or by a process that has just begun"
     )
-    console.print(f"{run} {how}{left}. Its cli/train.py command goes on from here")
+    console.print(f"{run} {how}{left}. Its gigpo train command goes on from here")
 
 
 def status(run: Path, console: Console) -> None:
@@ -307,9 +307,12 @@ def _components_table(components: Sequence[Mapping[str, Any]], *, is_driven: boo
 
 
 def ask_for_workers(run: Path, n_workers: int) -> None:
-    """The run's driver starts or stops workers until there are so many. Raises StoreError if nobody
-    drives it.
+    """Tell the run's driver to start or stop workers until there are so many.
+
+    Raises StoreError if nobody drives the run, ConfigError if it has no workers.
     """
+    if RunLayout.exists(run) and is_offline(from_yaml(RunLayout.open(run).info.config_yaml)):
+        raise ConfigError(f"{run} plays nothing (offline.share=1), so it has no workers")
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")

@@ -1,5 +1,5 @@
 """The processes of a run: starts them, watches them, starts them again, stops them. Shared by
-cli/train.py and cli/evaluate.py only.
+gigpo train and gigpo evaluate only.
 
     with Supervisor(config, model_path, learns=True, say=print, say_stopping=print) as session:
         session.train(progress.show)
@@ -326,7 +326,7 @@ class Supervisor:
         }
 
     def _follow_wanted_workers(self) -> None:
-        """Somebody may have asked for more workers, or fewer: `python cli/train.py --workers RUN
+        """Somebody may have asked for more workers, or fewer: `gigpo workers RUN
         N`.
         """
         wanted = wanted_workers(Path(self.config.run_dir))

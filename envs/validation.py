@@ -17,6 +17,7 @@ from envs.errors import one_line
 from envs.images import check_images
 from envs.options import SPLITS, Options, OptionsError
 from envs.registry import environment_class, is_program, program_class
+from printable import UserError
 
 if TYPE_CHECKING:
     from envs.hosting.program_pool import Program  # whose process checks its answers with this file
@@ -34,7 +35,7 @@ MAX_CHARACTERS = 64 * 2**20
 MAX_ACTIONS = 1_000_000
 
 
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(UserError, RuntimeError):
     """An environment cannot be used; the message is one line that names it, what it did, and what
     to change.
 

@@ -8,7 +8,7 @@ advantages of a claimed batch (of offline ones, those that `selection.py` picks)
 name it. `publish.py` writes weights (over old ones, `spare.py`), `broadcast.py` sends them,
 `checkpoint.py` writes what a restart needs, with `directories.py` and `shards.py`. `vision.py`
 (with `row_images.py`) is for models that see images, `lora.py` adapts, `tiny_model.py` makes a base
-policy where there is none. `export.py` and `replay.py` are `python -m learner`: what was learned
+policy where there is none. `export.py` and `replay.py` are `gigpo export-model` and `gigpo replay`: what was learned
 for other programs, and learner steps again, which `explain.py` shows. `ray_directory.py` is where a
 private Ray lives.
 """

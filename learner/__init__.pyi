@@ -6,9 +6,12 @@ from .learner import Learner as Learner
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
 from .objective import objective_of as objective_of
+from .publishing.export import ExportError as ExportError
+from .publishing.export import export_adapter as export_adapter
 from .publishing.export import export_checkpoint as export_checkpoint
 from .publishing.export import export_version as export_version
 from .publishing.export import find_version as find_version
+from .publishing.export import newest_checkpoint as newest_checkpoint
 from .publishing.publish import copy_weights as copy_weights
 from .publishing.publish import write_weights as write_weights
 from .ray_actor import LEARNER_STEP as LEARNER_STEP
@@ -17,6 +20,7 @@ from .ray_actor import LearnerActor as LearnerActor
 from .ray_actor import LearnerSetup as LearnerSetup
 from .ray_actor import RankError as RankError
 from .ray_actor import ray_token as ray_token
+from .replay.replay import replay_steps as replay_steps
 from .training.alarms import BadUpdatesError as BadUpdatesError
 from .training.alarms import CollapseError as CollapseError
 from .training.alarms import StarvationError as StarvationError

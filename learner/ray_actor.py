@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 
 from configs import Config
 from coordinator import capture_output
+from printable import UserError
 from store import RunLayout
 
 # Ray 2.60 leaves CUDA_VISIBLE_DEVICES as it is in an actor with num_gpus=0. With this variable, in
@@ -64,7 +65,7 @@ def _read_token_again() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-class RankError(RuntimeError):
+class RankError(UserError, RuntimeError):
     """A rank of the learner is lost, and a restart may help. The message says which one and why.
 
     Another rank died or failed, or the learner's own GPU was full at its start: a killed process

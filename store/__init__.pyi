@@ -2,6 +2,9 @@ from . import broadcast as broadcast
 from .atomic_write import READ_WRITE as READ_WRITE
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
+from .bias.report import BiasReport as BiasReport
+from .bias.report import Comparison as Comparison
+from .bias.report import bias_report as bias_report
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
@@ -21,6 +24,8 @@ from .errors import FormatError as FormatError
 from .errors import LockedError as LockedError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
+from .exchange.datasets import export_selection as export_selection
+from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
 from .exchange.fork import fork as fork
 from .exchange.offline_import import find_sources as find_sources
@@ -37,8 +42,17 @@ from .layout import RunLayout as RunLayout
 from .layout import read_run_file as read_run_file
 from .maintenance.compact import COMPACTION_POLICY as COMPACTION_POLICY
 from .maintenance.compact import CompactionPolicy as CompactionPolicy
+from .maintenance.finding import Finding as Finding
 from .maintenance.maintainer import Maintainer as Maintainer
 from .maintenance.maintainer import MaintainerSettings as MaintainerSettings
+from .maintenance.whole_run import Compacted as Compacted
+from .maintenance.whole_run import check_run as check_run
+from .maintenance.whole_run import compact_run as compact_run
+from .maintenance.whole_run import move_open_sql as move_open_sql
+from .maintenance.whole_run import needs_rebuild as needs_rebuild
+from .maintenance.whole_run import needs_repair as needs_repair
+from .maintenance.whole_run import rebuild_run as rebuild_run
+from .maintenance.whole_run import repair_run as repair_run
 from .reading.lineage import Metric as Metric
 from .reading.lineage import MetricChanges as MetricChanges
 from .reading.lineage import TrainedStep as TrainedStep
@@ -48,6 +62,8 @@ from .reading.lineage import restart_points as restart_points
 from .reading.lineage import trained_step as trained_step
 from .reading.manifest import export as export
 from .reading.open_sql import write_open_sql as write_open_sql
+from .reading.manifest import read_manifest as read_manifest
+from .reading.mirror import fetch_run as fetch_run
 from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run

@@ -13,8 +13,9 @@ StoreError                   bad data, a wrong path, a broken file
 
 from __future__ import annotations
 
+from printable import UserError
 
-class StoreError(Exception):
+class StoreError(UserError):
     """Base of all errors for bad data or a bad request."""
 
 

@@ -25,7 +25,7 @@ from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
 from configs import Config, EndpointConfig
 from envs import PendingOperations
-from printable import did_you_mean
+from printable import UserError, did_you_mean
 from store import whole_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SAID_CHARACTERS = 300  # of what a server says to an error
 NAMES_SHOWN = 10  # of its models
 
 
-class EndpointFailed(RuntimeError):
+class EndpointFailed(UserError, RuntimeError):
     """The server cannot be played with; the message is one line with its URL, and never the API
     key.
     """

@@ -1,4 +1,4 @@
-"""Seconds per learner step of the quick start with a real engine and a real learner: cli/train.py
+"""Seconds per learner step of the quick start with a real engine and a real learner: gigpo train
 as anybody runs it.
 """
 
@@ -15,7 +15,7 @@ STEP_TIMES = "SELECT epoch_us(max(trained_at)) / 1e6 AS ended_s FROM lineage WHE
 
 
 def train(run_dir: Path, *, max_staleness: int, steps: int, base: Path | None) -> None:
-    """Runs cli/train.py to learner step `steps`; `base` is a base policy made before, None makes
+    """Runs gigpo train to learner step `steps`; `base` is a base policy made before, None makes
     one. Raises CalledProcessError.
     """
     settings = {
@@ -30,7 +30,7 @@ def train(run_dir: Path, *, max_staleness: int, steps: int, base: Path | None) -
     }
     overrides = [f"{name}={value}" for name, value in settings.items()]
     subprocess.run(
-        [sys.executable, "cli/train.py", "configs/quickstart.yaml", *overrides],
+        [sys.executable, "-m", "cli", "train", "configs/quickstart.yaml", *overrides],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,

@@ -38,7 +38,7 @@ WHERE CASE
     WHEN estimator = 'hgpo' AND anchor <> 'state'
         THEN error(format('anchor must be state with estimator hgpo, whose anchors are suffixes of states, not {}', anchor))
     WHEN anchor IN ('similar', 'similar_greedy')
-        THEN error(format('anchor {} compares texts, which SQL alone cannot: ask `python cli/audit.py RUN`, or make a column '
+        THEN error(format('anchor {} compares texts, which SQL alone cannot: ask `gigpo audit RUN`, or make a column '
             || 'anchor_key with gigpo.similarity_keys and ask advantages(anchor := ''anchor_key''), or for no texts '
             || 'advantages(anchor := ''state'')', anchor))
     ELSE true

@@ -47,6 +47,7 @@ from learner.files.atomic_directory import (
 from learner.files.safetensors_writer import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
 from learner.training.update_stats import from_all_ranks
+from printable import UserError
 from store import files_digest, parse_object, whole
 
 POINT_FILE = "checkpoint.json"
@@ -55,7 +56,7 @@ FILE_NAME = re.compile(r"[a-z_]+-rank[0-9]+[0-9a-z-]*\.safetensors")  # beside c
 OLDER = "use an older checkpoint"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError, ValueError):
     """A checkpoint that cannot be loaded; the message says which and why."""
 
 

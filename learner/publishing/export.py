@@ -1,10 +1,9 @@
-"""python -m learner export RUN [--version N | --checkpoint STEP] [--adapter] DEST: a run's policy
+"""gigpo export-model RUN[@STEP] DEST [--version N] [--adapter]: a run's policy
 for other programs.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -30,31 +29,12 @@ from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
 from learner.publishing.base_model import base_model
 from learner.publishing.publish import weight_files, write_weights
-from printable import printable
+from printable import UserError
 from store import RunLayout, VersionRecord, check_trusted, files_digest, local_directory
 
 
-class ExportError(ValueError):
+class ExportError(UserError, ValueError):
     """What was asked for cannot be exported; the message says why, and what can."""
-
-
-def run(options: argparse.Namespace) -> int:
-    layout = RunLayout.open(options.run_dir)
-    if options.dest.exists():
-        raise ExportError(f"{options.dest} exists; choose another directory, or remove it")
-    if options.adapter:
-        learner_step = find_checkpoint(layout, options)
-        digest = export_adapter(layout, learner_step, options.dest)
-        what = f"the adapters after learner step {learner_step}"
-    elif options.checkpoint is not None:
-        digest = export_checkpoint(layout, options.checkpoint, options.dest)
-        what = f"the checkpoint after learner step {options.checkpoint}"
-    else:
-        version = find_version(layout, options.version)
-        digest = export_version(layout, version, options.dest)
-        what = f"version {version.version}, of learner step {version.learner_step}"
-    print(printable(f"{options.dest}: {what} of {layout.root}; digest {digest}"))
-    return 0
 
 
 def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
@@ -72,17 +52,8 @@ def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
     raise ExportError(f"{asked} of {layout.root} {gone}; {_what_there_is(layout, there)}")
 
 
-def find_checkpoint(layout: RunLayout, options: argparse.Namespace) -> int:
-    """The learner step of the checkpoint whose adapters are wanted. Raises ExportError naming those
-    that are there.
-    """
-    if options.version is not None:
-        raise ExportError(
-            f"--version {options.version} was published with its adapters merged; give "
-            "--checkpoint STEP instead"
-        )
-    if options.checkpoint is not None:
-        return int(options.checkpoint)
+def newest_checkpoint(layout: RunLayout) -> int:
+    """Return the learner step of the newest checkpoint. Raises ExportError if there is none."""
     with store.open_run(layout.root, warn=False) as reader:
         rows = reader.rows(
             "SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC"

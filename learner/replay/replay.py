@@ -1,4 +1,4 @@
-"""python -m learner replay RUN --step K [--to M] [--explain] [--set key=value ...]: learner steps
+"""gigpo replay RUN K [key=value ...] [--to M] [--explain]: learner steps
 again, from what is stored.
 
     for step in replayed(layout, config, first=21, last=40, explained=None, say=print):
@@ -13,7 +13,6 @@ run itself is only read, also while it trains: what is written goes to a tempora
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import ray
 import torch
+from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 import configs
@@ -40,7 +40,7 @@ from learner.rank_group import RankGroup
 from learner.ray_actor import RAY_HIDES_GPUS, ray_token
 from learner.replay.explain import Explanation, explain, reasons, table
 from learner.training.step_metrics import timeless_metrics
-from printable import plain_console
+from printable import UserError
 from store import (
     CheckpointRecord,
     RunLayout,
@@ -51,7 +51,6 @@ from store import (
     trained_step,
 )
 
-SAME, DIFFERENT = 0, 1
 LEARNING_RATE = "loss/learning_rate"  # the first to look at
 # Settings that a run may be continued with and that change what a learner step does, to the last
 # bit at least.
@@ -66,7 +65,7 @@ CHANGES_BITS = (
     "model.lora_tf32",
     "offline.train_on",
 )
-NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `cli/train.py` leaves it
+NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `gigpo train` leaves it
 SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest
 LEAST_WIDTH = 140  # characters, of the explanation
 
@@ -74,7 +73,7 @@ Say = Callable[[str], None]
 Explained = Callable[[Explanation], None]
 
 
-class ReplayError(ValueError):
+class ReplayError(UserError, ValueError):
     """What was asked for cannot be replayed here; the message says why, and what can be done."""
 
 
@@ -96,15 +95,25 @@ class Replayed:
         return self.digest == self.published.digest and not self.changed
 
 
-def run(options: argparse.Namespace) -> int:
-    layout = RunLayout.open(options.run_dir)
-    last = options.step if options.to is None else options.to
-    if not 1 <= options.step <= last:
+def replay_steps(
+    run: Path,
+    *,
+    first: int,
+    last: int,
+    settings: Sequence[str],
+    explains: bool,
+    console: Console,
+) -> bool:
+    """Train learner steps `first` to `last` of a run again and show how they compare.
+
+    Return whether all of them are identical. `explains` shows what each group brought into step
+    `first`. Raises ReplayError, StoreError, CheckpointError.
+    """
+    layout = RunLayout.open(run)
+    if not 1 <= first <= last:
         raise ReplayError(
-            f"--step {options.step} --to {last}: steps count from 1, and the last is not before "
-            "the first"
+            f"steps {first} to {last}: steps count from 1, and the last is not before the first"
         )
-    console = plain_console(soft_wrap=False)
     console.width = max(console.width, LEAST_WIDTH)
 
     def say(line: str) -> None:
@@ -115,30 +124,20 @@ def run(options: argparse.Namespace) -> int:
         for reason in reasons(explanation):
             say(reason)
 
-    n_trained, seconds, n_figures = 0, 0.0, 0
-    config = _config(layout, options.set)
-    for step in replayed(
-        layout,
-        config,
-        first=options.step,
-        last=last,
-        explained=show if options.explain else None,
-        say=say,
-    ):
+    config = _config(layout, settings)
+    explained = show if explains else None
+    trained = []
+    for step in replayed(layout, config, first=first, last=last, explained=explained, say=say):
         if not step.same:
             say(_difference(step, config, layout))
-            return DIFFERENT
-        n_trained, seconds, n_figures = n_trained + 1, seconds + step.seconds, step.n_figures
-    each = (
-        f"weights and {n_figures} figures of each, bit for bit"
-        if n_trained > 1
-        else f"weights and {n_figures} figures"
-    )
-    say(
-        f"{n_trained} of {n_trained} learner steps identical, {each}; {seconds / n_trained:.1f} s "
-        "a step"
-    )
-    return SAME
+            return False
+        trained.append(step)
+    each = f"weights and {trained[-1].n_figures} figures"
+    if len(trained) > 1:
+        each += " of each, bit for bit"
+    step_s = sum(step.seconds for step in trained) / len(trained)
+    say(f"{len(trained)} of {len(trained)} learner steps identical, {each}; {step_s:.1f} s a step")
+    return True
 
 
 def replayed(
@@ -357,7 +356,7 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
         f"this is torch {torch.__version__} on {device}; another release, processor or code than "
         "the run's changes bits. So do "
         f"{', '.join(CHANGES_BITS)}: where the run was continued with others than run.json has, "
-        "give those with --set"
+        "give those too, as key=value"
     )
     if (layout.root / NEWEST_CONFIG).is_file():
         started = configs.from_yaml(read_run_file(layout.root, NEWEST_CONFIG))
@@ -366,5 +365,5 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
             for key in CHANGES_BITS
             if (now := attrgetter(key)(started)) != attrgetter(key)(config)
         ]
-        lines += [f"its newest start had others; try --set {' '.join(changed)}"] * bool(changed)
+        lines += [f"its newest start had others; try {' '.join(changed)}"] * bool(changed)
     return "\n".join(lines)

@@ -45,11 +45,12 @@ from learner.training.update_stats import (
     token_values,
     update_stats,
 )
+from printable import UserError
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 
-class NonFiniteWeightsError(RuntimeError):
+class NonFiniteWeightsError(UserError, RuntimeError):
     """Updates with finite gradients left a policy that has no finite log-probabilities, or will not
     have any.
     """

@@ -188,8 +188,7 @@ def live_files(run: Path | str) -> tuple[Path, ...]:
         )
     if sum(part.n_rows for part in manifest.tables["excluded"]):
         raise StoreError(
-            f"files of {layout.root} hold duplicates; read it with SQL, or export it: python -m "
-            "store export"
+            f"files of {layout.root} hold duplicates; read it with SQL, or export it: gigpo export"
         )
     return tuple(layout.root / path for path in manifest.segments[1:])
 

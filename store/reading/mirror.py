@@ -65,7 +65,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     return copy
 
 
-def fetch(uri: str, dest: Path) -> RunLayout:
+def fetch_run(uri: str, dest: Path) -> RunLayout:
     """Make or update a readable copy of the run whose storage is at `uri`. It has no catalog.
 
     Raises StoreError if `dest` holds something else, or the run itself.

@@ -1,4 +1,4 @@
-"""Check how far `cli/train.py --status` says that a run is."""
+"""Check how far `gigpo status` says that a run is."""
 
 from __future__ import annotations
 

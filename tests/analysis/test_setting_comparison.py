@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from analysis import setting_comparison as comparison
-from analysis.setting_comparison import CHANGE_KINDS, NO_BATCH, Span, fates, plot, spans
+from analysis.setting_comparison import CHANGE_KINDS, NO_BATCH, Span, fates, plot_settings, spans
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -97,7 +97,7 @@ def test_bars_of_a_plot_are_as_high_as_the_shares() -> None:
     table = rows(
         [(1, 1.0, -1.0), (1, 1.0, 1.0), (2, 1.0, 1.2), (2, 1.0, -1.0), (2, 1.0, 1.0), (2, 1.0, 1.0)]
     )
-    root = ElementTree.fromstring(plot(table, ["a<b", "b"]))
+    root = ElementTree.fromstring(plot_settings(table, ["a<b", "b"]))
     bars = root.findall(f"{SVG}g")
     heights = [[float(box.attrib["height"]) for box in bar.findall(f"{SVG}rect")] for bar in bars]
     full = comparison.HEIGHT - comparison.TOP - comparison.BOTTOM
@@ -114,5 +114,7 @@ def test_bars_of_a_plot_are_as_high_as_the_shares() -> None:
 
 
 def test_a_plot_of_no_difference_is_empty() -> None:
-    bars = ElementTree.fromstring(plot(rows([(1, 1.0, 1.0)]), ["a", "b"])).findall(f"{SVG}g")
+    bars = ElementTree.fromstring(plot_settings(rows([(1, 1.0, 1.0)]), ["a", "b"])).findall(
+        f"{SVG}g"
+    )
     assert [box.attrib["height"] for box in bars[0].findall(f"{SVG}rect")] == ["0.00"] * 4

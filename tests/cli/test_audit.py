@@ -1,4 +1,4 @@
-"""cli/audit.py: the advantages of a stored run under other settings."""
+"""gigpo audit: the advantages of a stored run under other settings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 
 import configs
 import store
+from analysis import audit
 from analysis import setting_comparison as comparison
-from cli import audit
+from cli.__main__ import main
+from cli.audit import write_new
 from configs import AlgorithmConfig, Config
 from gigpo import (
     PUBLISHED_SETTINGS,
@@ -26,7 +28,7 @@ from gigpo import (
 )
 from store import (
     Catalog,
-    Group,
+    GroupRecord,
     RunLayout,
     StoreError,
     Trajectory,
@@ -42,7 +44,7 @@ GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group w
 IN_GROUPS = "group_uid IN (SELECT group_uid FROM groups WHERE ordinal IN ({}))"
 
 
-def played(group: Group, member: int) -> Trajectory:
+def played(group: GroupRecord, member: int) -> Trajectory:
     """2 or 3 steps, the second without a state; only the last has a reward, which is another one in
     every trajectory but for those of group 0. The first action is invalid."""
     n_steps = 2 + member % 2
@@ -59,7 +61,7 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     with Catalog.open(layout) as catalog:
 
-        def commit(group: Group) -> None:
+        def commit(group: GroupRecord) -> None:
             trajectories = [played(group, member) for member in group.missing]
             catalog.commit(
                 write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch),
@@ -83,12 +85,12 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.as_yaml(Config()))
+    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.to_yaml(Config()))
 
 
 def rows_of(run: Path, tmp_path: Path, *arguments: str) -> pa.Table:
     table = tmp_path / "rows.parquet"
-    assert audit.main([str(run), *arguments, "--output", str(table)]) == 0
+    assert main(["audit", str(run), *arguments, "--output", str(table)]) == 0
     return pq.read_table(table)
 
 
@@ -168,8 +170,8 @@ def test_what_a_step_is_compared_with_does_not_depend_on_the_selection(
         )
     }
     with store.open_run(run) as reader:
-        everything = audit.advantages(reader, named, where="true")
-        selected = audit.advantages(reader, named, where=where)
+        everything = audit.audit_rows(reader, named, where="true")
+        selected = audit.audit_rows(reader, named, where=where)
         wanted = reader.sql(f"SELECT traj_uid, step_index FROM steps WHERE {where}\n")
     by_step = {(row["traj_uid"], row["step_index"]): row for row in everything.to_pylist()}
     assert len(by_step) == 42, "15 training and 3 held-out trajectories"
@@ -185,7 +187,7 @@ def test_groups_that_no_batch_has_had_are_whitened_by_split(run: Path) -> None:
     settings = replace(PUBLISHED_SETTINGS, estimator="reinforce_pp")
     with store.open_run(run) as reader:
         named = {"a": audit.Setting(advantages=settings, group_filter="returns")}
-        rows = audit.advantages(reader, named, where=IN_GROUPS.format("0, 4"))
+        rows = audit.audit_rows(reader, named, where=IN_GROUPS.format("0, 4"))
     # Held-out group 0 by itself, as training group 4; training group 0 in the batch of groups 0 and
     # 1.
     held, waiting = stored(run, "split = 'heldout'"), stored(run, "split = 'train' AND ordinal = 4")
@@ -200,14 +202,14 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     2.
     """
     layout = RunLayout.create(
-        tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.as_yaml(Config())
+        tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.to_yaml(Config())
     )
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     take_sources(layout.root, [parse_source(f"{run}@ordinal < 3")], order="ordinal")
     with Catalog.open(layout) as catalog:
         for step in (1, 2, 3):
-            batch = catalog.claim(
-                n_groups=0, n_offline=2, uses=2, current_version=0, max_staleness=1
+            batch = catalog.stored.claim(
+                n_live=0, n_stored=2, uses=2, current_version=0, max_staleness=1
             )
             assert batch is not None
             catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)
@@ -266,8 +268,13 @@ def test_groups_are_whole_however_little_is_read_at_once(
 
 def test_the_run_itself_and_a_selection(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        audit.main(
-            [str(run), "--where", "group_uid IN (SELECT group_uid FROM groups WHERE ordinal < 2)"]
+        main(
+            [
+                "audit",
+                str(run),
+                "--where",
+                "group_uid IN (SELECT group_uid FROM groups WHERE ordinal < 2)",
+            ]
         )
         == 0
     )
@@ -279,22 +286,13 @@ def test_the_run_itself_and_a_selection(run: Path, capsys: pytest.CaptureFixture
     [
         ("algorithm: {group_filter: advantages}", "0 of 5 (advantages)"),
         ("algorithm: {group_filter: returns}", "1 of 5 (returns)"),
-        # Group 0 won sooner or later and was paid the same; as the run was told, penalties do not
-        # count.
-        ("algorithm: {penalty_is_signal: false, gamma: 1.0}", "1 of 5 (rewards)"),
-        (
-            "algorithm: {penalty_is_signal: true, gamma: 1.0}\nlearner: {gpus: 0}",
-            "0 of 5 (advantages)",
-        ),
+        ("algorithm: {group_filter: rewards, gamma: 1.0}", "1 of 5 (rewards)"),
     ],
 )
 def test_a_groups_signal_is_what_the_run_says_it_is(
     tmp_path: Path, algorithm: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where another version of this code wrote the config: penalty_is_signal=false is
-    group_filter=rewards.
-    """
-    assert audit.main([str(make_run(tmp_path / "run", config_yaml=algorithm))]) == 0
+    assert main(["audit", str(make_run(tmp_path / "run", config_yaml=algorithm))]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
 
 
@@ -306,9 +304,7 @@ def test_another_filter_says_which_groups_it_would_have_trained_on(
     """
     rows = rows_of(run, tmp_path, "group_filter=returns", "--against", "group_filter=advantages")
     silent = stored(run, "split = 'train' AND ordinal = 0")["group_uid"].unique().to_pylist()
-    assert {row["group_uid"] for row in rows.to_pylist() if not row["passes_filter_a"]} == set(
-        silent
-    )
+    assert {row["group_uid"] for row in rows.to_pylist() if not row["passes_filter_a"]} == set(silent)
     assert all(rows["passes_filter_b"].to_pylist()) and rows["advantage_a"] == rows["advantage_b"]
     printed = capsys.readouterr().out
     assert "another sign in" not in printed, (
@@ -341,7 +337,7 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", config_yaml="algorithm: {lambda: 0.5}")
-    assert audit.main([str(run)]) == 2
+    assert main(["audit", str(run)]) == 2
     error = capsys.readouterr().err
     assert "algorithm.lambda" in error and len(error.splitlines()) == 1
 
@@ -353,15 +349,12 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(
         (["gamma=much"], "float"),
         (["gamma=2"], "outside [0, 1]"),
         (["gamma=1", "gamma=0.9"], "'gamma=0.9': gamma is given twice"),
-        (["--against", "omega=1", "omega=1"], "omega is given twice"),
+        (["--against", "omega=1", "--against", "omega=1"], "omega is given twice"),
         # before any work
         (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),
         (["--where", "false"], "no step"),
-        (
-            ["group_filter=loud"],
-            "group_filter='loud' is unknown; it is one of advantages, rewards, returns",
-        ),
-        (["--plot", "plot.svg"], "--plot plot.svg is of two settings; add --against"),
+        (["group_filter=loud"], "group_filter='loud' is unknown; it is one of advantages, rewards, returns"),
+        (["--plot", "plot.svg"], "--plot plot.svg shows two settings; add --against"),
         (
             ["--plot", "plot.png", "--against"],
             "--plot plot.png: only SVG can be drawn; name it plot.svg",
@@ -393,7 +386,7 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(
 def test_a_mistake_is_one_line(
     run: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert audit.main([str(run), *arguments]) == 2
+    assert main(["audit", str(run), *arguments]) == 2
     error = capsys.readouterr().err
     assert word in error and len(error.splitlines()) == 1
 
@@ -402,13 +395,13 @@ def test_only_settings_that_are_read_are_named(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """rloo has no step term, so no discount and no anchor groups."""
-    assert audit.main([str(run), "estimator=rloo"]) == 0
+    assert main(["audit", str(run), "estimator=rloo"]) == 0
     printed = capsys.readouterr().out
     assert "estimator=rloo" in printed and "group_filter=" in printed
     assert not any(name in printed for name in ("gamma", "omega", "normalise"))
     (sizes,) = [line for line in printed.splitlines() if "anchor group" in line]
     assert sizes.split("│")[2].strip() == "-"
-    assert audit.main([str(run), "estimator=rloo", "--against"]) == 0
+    assert main(["audit", str(run), "estimator=rloo", "--against"]) == 0
     printed = capsys.readouterr().out
     assert "gamma=0.95" in printed and "omega=1.0" in printed, (
         "they are of the run's own, which has both"
@@ -417,7 +410,7 @@ def test_only_settings_that_are_read_are_named(
 
 def test_a_file_that_is_there_is_not_written_over(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    assert audit.main([str(run), "--output", str(tmp_path / "mine")]) == 2
+    assert main(["audit", str(run), "--output", str(tmp_path / "mine")]) == 2
     assert (tmp_path / "mine").read_text() == "mine"
 
 
@@ -437,7 +430,7 @@ def test_an_output_is_whole_or_absent(
 
     with monkeypatch.context() as patched:
         patched.setattr(pq, "write_table", half)
-        assert audit.main([str(run), "--output", str(file)]) == 2
+        assert main(["audit", str(run), "--output", str(file)]) == 2
     error = capsys.readouterr().err
     assert str(file) in error and len(error.splitlines()) == 1 and list(tmp_path.iterdir()) == []
     assert len(rows_of(run, tmp_path)) == 35
@@ -449,7 +442,7 @@ def test_an_output_of_another_process_meanwhile_is_not_written_over(
 ) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(StoreError, match="mine exists; name another file"):
-        audit.write_new("--output", tmp_path / "mine", lambda file: file.write_text("theirs"))
+        write_new("--output", tmp_path / "mine", lambda file: file.write_text("theirs"))
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 
 
@@ -457,9 +450,9 @@ def test_steps_by_the_size_of_their_anchor_group(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every third step of an anchor group is selected, and counts as one of a group of three."""
-    assert audit.by_doubling({1: 5, 3: 2, 5: 3}) == "1: 50.0%\n2 to 3: 20.0%\n4 to 5: 30.0%"
-    assert audit.by_doubling({1: 4}) == "1: 100.0%"
-    assert audit.main([str(run), "--where", "step_index = 0 AND won AND split = 'train'"]) == 0
+    assert audit.shares_by_size({1: 5, 3: 2, 5: 3}) == "1: 50.0%\n2 to 3: 20.0%\n4 to 5: 30.0%"
+    assert audit.shares_by_size({1: 4}) == "1: 100.0%"
+    assert main(["audit", str(run), "--where", "step_index = 0 AND won AND split = 'train'"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "5 steps" in said
@@ -469,9 +462,7 @@ def test_steps_by_the_size_of_their_anchor_group(
 
 
 def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:
-    config = audit.advantage_config("{}")
-    assert config.algorithm == AlgorithmConfig()
-    assert AdvantageSettings.of(config.algorithm) == PUBLISHED_SETTINGS
+    assert AdvantageSettings.of(AlgorithmConfig()) == PUBLISHED_SETTINGS
     other = replace(
         PUBLISHED_SETTINGS, estimator="rloo", gamma=0.5, anchor_history=4, version_window=7
     )

@@ -1,4 +1,4 @@
-"""cli/evaluate.py: what it refuses, and what it shows of the rounds in a store. Whole evaluations
+"""gigpo evaluate: what it refuses, and what it shows of the rounds in a store. Whole evaluations
 are in test_run.py.
 """
 
@@ -29,11 +29,13 @@ from analysis.evaluation_stats import (
     success,
     wilson_interval,
 )
-from cli import evaluate
+from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import run_control as runs
+from driver.evaluate_run import model_as_version_zero, new_run_settings, own_run_settings
 from driver.preflight import check_same_run
+from learner import fill_defaults
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
@@ -85,7 +87,7 @@ def played(tmp_path: Path) -> Path:
     """A run with two evaluation rounds of its 20 held-out tasks."""
     run = tmp_path / "run"
     config = make_config(run, max_staleness=0)
-    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
+    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=0)
     coordinator = Coordinator(config, learns=False)
     for version in (0, 1):
@@ -102,7 +104,7 @@ def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
         tasks = newest_round(reader)
     assert len(tasks) == 20 and {one.played for one in tasks} == {2}
     console = Console(width=100, record=True)
-    evaluation.show(played, console)
+    evaluation.show_evaluation(played, console)
     assert "all   20     40" in console.export_text()
 
 
@@ -113,7 +115,7 @@ def graded_round(tmp_path: Path, *, graded_task: int | None) -> Path:
     run = tmp_path / "run"
     config = make_config(run, max_staleness=0)
     write_open_sql(
-        RunLayout.create(run, config_yaml=configs.as_yaml(config)), macros=[], max_staleness=0
+        RunLayout.create(run, config_yaml=configs.to_yaml(config)), macros=[], max_staleness=0
     )
     coordinator = Coordinator(config, learns=False)
     publish(coordinator, 0, 0)
@@ -141,7 +143,7 @@ def test_an_episode_without_a_grade_scores_zero_in_a_graded_round(tmp_path: Path
     assert sorted(task.score for task in tasks if task.score is not None) == [0.0] * 19 + [0.25]
     assert mean_score(tasks) == 0.5 / 40
     console = Console(width=100, record=True)
-    evaluation.show(run, console)
+    evaluation.show_evaluation(run, console)
     assert "0.013" in console.export_text()
 
 
@@ -161,18 +163,18 @@ def test_a_task_counts_as_often_in_the_score_as_it_was_played() -> None:
 
 def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
     console = Console(width=200, record=True)
-    evaluation.show_comparison(played, played, console)
+    evaluation.show_evaluation_comparison(played, played, console)
     text = console.export_text()
     assert "20 tasks in common" in text and "p = 1.0000" in text and "0 tasks differ" in text
 
 
 def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=0)
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(config, learns=False).close()
     with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
-        evaluation.show(tmp_path / "run", Console())
+        evaluation.show_evaluation(tmp_path / "run", Console())
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     weights: str, overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        evaluate.asked_config(weights, overrides)
+        new_run_settings(weights, overrides)
 
 
 def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
@@ -204,19 +206,16 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
     config = replace(configs.load(ROOT / "configs/key_room.yaml"), run_dir=str(run))
     ticks = runs.started_ticks(other)
     assert ticks is not None
-    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
+    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
     driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run))
     (run / "driver.json").write_text(json.dumps(asdict(driver)))
     with Catalog.open(layout):
-        assert evaluate.main([str(run)]) == 2
+        assert main(["evaluate", str(run)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(
             f"error: process {other} drives {run}; evaluate its newest weights beside it: "
         )
-        assert (
-            f"python cli/evaluate.py {run} run_dir=NEW, or stop it: python cli/train.py --stop "
-            f"{run}" in error
-        )
+        assert f"gigpo evaluate {run} run_dir=NEW, or stop it: gigpo stop {run}" in error
         with pytest.raises(
             StoreError, match=f"process {other} drives .*; choose another run_dir, or stop it"
         ):
@@ -226,12 +225,12 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
 @pytest.mark.parametrize("weights", ["runs/a@40", "configs/key_room.yaml"])
 def test_without_a_directory_only_a_run_is_evaluated(weights: str) -> None:
     with pytest.raises(ConfigError, match="in a store of its own; give its directory"):
-        evaluate.own_config(weights)
+        own_run_settings(weights)
 
 
 def test_settings_of_the_run_that_is_evaluated_are_kept(played: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
-    config = evaluate.asked_config(f"{played}@3", [f"run_dir={new}", "evaluation.temperature=0"])
+    config = new_run_settings(f"{played}@3", [f"run_dir={new}", "evaluation.temperature=0"])
     run_id = RunLayout.open(played).info.run_id
     assert config.run_dir == str(new) and config.model.path == str(new / f"{run_id}-step000003")
     assert config.evaluation.temperature == 0.0
@@ -243,9 +242,9 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
     played: Path, tmp_path: Path
 ) -> None:
     def asked(step: int) -> Config:
-        return evaluate.asked_config(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"])
+        return fill_defaults(new_run_settings(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"]))
 
-    RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(asked(3)))
+    RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(asked(3)))
     check_same_run(asked(3))
     with pytest.raises(
         ConfigError,
@@ -260,8 +259,8 @@ def test_weights_inside_the_directory_are_linked_so_that_it_can_be_moved(
     layout = RunLayout.open(played)
     (played / "model").mkdir()
     (played / "model" / "model.safetensors").write_bytes(b"weights")
-    record = evaluate.version_zero(layout, played / "model")
-    assert evaluate.version_zero(layout, played / "model") == record
+    record = model_as_version_zero(layout, played / "model")
+    assert model_as_version_zero(layout, played / "model") == record
     moved = played.rename(tmp_path / "moved")
     assert (moved / record.path / "model.safetensors").read_bytes() == b"weights"
 
@@ -280,7 +279,9 @@ def test_any_model_is_evaluated_in_a_store_of_its_own_and_never_twice(
     ]
     command = [
         sys.executable,
-        "cli/evaluate.py",
+        "-m",
+        "cli",
+        "evaluate",
         "configs/key_room.yaml",
         *given,
         "evaluation.final_episodes_per_task=2",
@@ -294,5 +295,5 @@ def test_any_model_is_evaluated_in_a_store_of_its_own_and_never_twice(
             "SELECT count(*) AS n, max(version) AS version FROM versions"
         ).to_pylist() == [{"n": 1, "version": 0}]
         assert reader.sql("SELECT count(*) AS n FROM trajectories").to_pylist() == [{"n": 40}]
-    assert evaluate.main([f"{new}@7", f"run_dir={tmp_path / 'other'}"]) == 2
+    assert main(["evaluate", f"{new}@7", f"run_dir={tmp_path / 'other'}"]) == 2
     assert "has no checkpoint of learner step 7" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""cli/evaluate.py with a model behind a server: whole evaluations, what is recorded of them, and
+"""gigpo evaluate with a model behind a server: whole evaluations, what is recorded of them, and
 what is refused.
 """
 
@@ -17,8 +17,9 @@ from rich.console import Console
 import configs
 import store
 from analysis import evaluation_stats as evaluation
-from cli import evaluate, train
+from cli.__main__ import main
 from configs import Config, ConfigError, EndpointConfig
+from driver.evaluate_run import new_run_settings
 from driver.offline_sources import check_sources
 from store import RunLayout
 from tests.support.chat_server import Answer, ChatServer, chat_server, plays_key_room
@@ -31,7 +32,9 @@ AT = ["endpoint.url=http://127.0.0.1:9/v1", "endpoint.model=m"]
 
 def command(server: ChatServer, *given: str) -> list[str]:
     return [
-        "cli/evaluate.py",
+        "-m",
+        "cli",
+        "evaluate",
         *given,
         f"endpoint.url={server.url}",
         "endpoint.model=quick-7b",
@@ -86,10 +89,10 @@ def test_a_model_behind_a_server_is_evaluated_into_a_store_and_goes_on_where_it_
     )
     check_recorded(new)
     check_nothing_loaded(new)
-    fsck = run(["-m", "store", "fsck", str(new)])
+    fsck = run(["-m", "cli", "fsck", str(new)])
     assert fsck.returncode == 0, fsck.stdout + fsck.stderr
     console = Console(width=200, record=True)
-    evaluation.show_comparison(new, new, console)
+    evaluation.show_evaluation_comparison(new, new, console)
     assert "20 tasks in common" in console.export_text()
     check_not_trained_on(new, tmp_path)
 
@@ -102,8 +105,10 @@ def check_recorded(new: Path) -> None:
         ).to_pylist()
         assert row["n"] == row["uids"] == 40 and 0.3 < row["success"] <= 1.0
         said = reader.sql(
-            """SELECT action_text, obs_text, array_to_string(list_transform(response_ids, lambda c: chr(c)), '') AS reply,
-                      array_to_string(list_transform(prompt_ids, lambda c: chr(c)), '') AS prompt FROM steps LIMIT 20"""
+            """SELECT action_text, obs_text,
+            array_to_string(list_transform(response_ids, lambda c: chr(c)), '') AS reply,
+            array_to_string(list_transform(prompt_ids, lambda c: chr(c)), '') AS prompt
+            FROM steps LIMIT 20"""
         ).to_pylist()
     for step in said:
         assert (
@@ -138,15 +143,19 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
     code = """if True:
         import sys
         from dataclasses import replace
-        import configs, evaluate
+        import configs
+        from driver.evaluate_run import new_run_settings
+        from driver.preflight import published
         from actors import Policy
         from actors.inference.codepoint_tokenizer import character_form
         from actors.inference.openai_policy import ChatPolicy
-        config = evaluate.asked_config('configs/key_room.yaml', ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m'])
-        ChatPolicy(evaluate.published(config)), character_form(config.prompt)
-        import progress, session
+        given = ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m']
+        config = new_run_settings('configs/key_room.yaml', given)
+        ChatPolicy(published(config)), character_form(config.prompt)
+        from driver.progress import Progress
+        import driver.supervisor
         from rich.console import Console
-        progress.Progress(config, 'evaluating', Console())
+        Progress(config, 'evaluating', Console())
         print(*sys.modules)"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -156,26 +165,26 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
 
 def test_the_settings_are_the_runs_and_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
     given = [f"run_dir={tmp_path / 'new'}", *AT]
-    config = evaluate.asked_config(str(ROOT / "configs" / "alfworld_qwen2.5_1.5b.yaml"), given)
+    config = new_run_settings(str(ROOT / "configs" / "alfworld_qwen2.5_1.5b.yaml"), given)
     assert (config.model.path, config.model.lora_rank, config.actors.gpus_per_worker) == ("", 0, 0)
     made = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}", "env.max_steps=7"])
-    RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(made))
-    of_run = evaluate.asked_config(str(tmp_path / "run"), given)
+    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(made))
+    of_run = new_run_settings(str(tmp_path / "run"), given)
     assert (of_run.env.max_steps, of_run.endpoint.model, of_run.run_dir) == (
         7,
         "m",
         str(tmp_path / "new"),
     )
     with pytest.raises(ConfigError, match="endpoint.url= beside .*@3"):
-        evaluate.asked_config(f"{tmp_path / 'run'}@3", given)
+        new_run_settings(f"{tmp_path / 'run'}@3", given)
 
 
 def test_another_server_goes_on_and_another_model_does_not() -> None:
     config = Config(endpoint=EndpointConfig(url="http://a/v1", model="m"))
     moved = Config(endpoint=EndpointConfig(url="http://b/v1", model="m", attempts=3))
     other = Config(endpoint=EndpointConfig(url="http://a/v1", model="n"))
-    assert configs.forbidden_changes(config, moved) == []
-    assert configs.forbidden_changes(config, other) == ["endpoint.model: 'm' -> 'n'"]
+    assert configs.differences(config, moved) == []
+    assert configs.differences(config, other) == ["endpoint.model: 'm' -> 'n'"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_nothing_starts_where_no_server_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "new"
-    assert evaluate.main([KEY_ROOM, f"run_dir={new}", *AT]) == 2
+    assert main(["evaluate", KEY_ROOM, f"run_dir={new}", *AT]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: http://127.0.0.1:9/v1 cannot be reached (") and not new.exists()
 
@@ -220,7 +229,7 @@ def test_a_dry_run_asks_the_server_and_lists_the_tasks(
             f"endpoint.url={server.url}",
             "endpoint.model=quick-7b",
         ]
-        assert evaluate.main([KEY_ROOM, "--dry-run", *given]) == 0
+        assert main(["evaluate", KEY_ROOM, "--dry-run", *given]) == 0
         assert len(server.asked) == 1
     shown = capsys.readouterr().out
     assert (
@@ -230,8 +239,8 @@ def test_a_dry_run_asks_the_server_and_lists_the_tasks(
 
 
 def test_nothing_is_trained_from_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([KEY_ROOM, *AT]) == 2
-    assert "is for python cli/evaluate.py" in capsys.readouterr().err
+    assert main(["train", KEY_ROOM, *AT]) == 2
+    assert "is for gigpo evaluate" in capsys.readouterr().err
 
 
 def test_an_agent_program_has_its_own_client(
@@ -244,7 +253,7 @@ def test_an_agent_program_has_its_own_client(
         "env.name=number_game_agent:Agent",
         "env.options={highest: 5, guesses: 2}",
     ]
-    config = evaluate.asked_config(KEY_ROOM, given)
+    config = new_run_settings(KEY_ROOM, given)
     from driver.preflight import try_tasks
 
     with pytest.raises(ConfigError, match="is an agent program, which calls its model by itself"):

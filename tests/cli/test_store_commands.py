@@ -10,17 +10,20 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import duckdb
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.support.store_samples import open_train_group, play
+
+FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1.tar.gz"
 
 
 @pytest.fixture
@@ -49,9 +52,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(
         *(([*compact, "--keep-days", text], "days") for text in ("1e300", "inf", "nan", "0")),
         *(([*compact, "--keep-versions", text], "whole number of 1 to") for text in (huge, "0")),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
+        assert main(arguments) == 2
         assert named in capsys.readouterr().err
     assert main(["sql", str(run.root), "SELECT 1", "--limit", huge]) == 0
 
@@ -99,9 +100,25 @@ def test_files_that_cannot_be_read_are_said_once(
     assert re.fullmatch(f"warning: {said}.*; gigpo fsck .*\n", printed.err)
 
 
+def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tarfile.open(FORMAT_1) as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = str(tmp_path / "format-1")
+    for arguments, hinted in (
+        (["FROM ledger"], True),
+        (["SELECT l.newest_weights_digest FROM lineage l"], True),
+        (["SELECT 1", "--as-of", "1"], True),
+        (["SELEC 1"], False),
+    ):
+        assert main(["sql", root, *arguments]) == 2
+        assert (f"gigpo compact {root} upgrades it" in capsys.readouterr().err) == hinted
+
+
 LIMITED = """import resource, sys
-from cli.store_main import main
-import store.reading.reader, store.maintenance.fsck, store.maintenance.repair, store.catalog.catalog, cli.sql
+from cli.__main__ import main
+import store.reading.reader, store.maintenance.whole_run, store.catalog.catalog
 held = [open("/dev/null")]
 resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1].fileno() + int(sys.argv[1]), 4096))
 sys.exit(main(sys.argv[2:]))"""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.errors import FormatError
 from store.exchange import fork as forked
@@ -37,7 +37,7 @@ READERS = "readers/"  # pins of killed readers may stay in it
 # findings in a fork that was not started yet
 WRITTEN_AT_A_START = ("open_sql_missing", "manifest_missing")
 WORDS_OF_A_REMEDY = (
-    "python -m store",
+    "gigpo",
     "export it again",
     "choose another",
     "give the command again",
@@ -55,7 +55,7 @@ class Command:
 
 
 def said(*arguments: object) -> str:
-    """The output of `python -m store`. Raises StoreError if it refuses, with what it says."""
+    """The output of `gigpo`. Raises StoreError if it refuses, with what it says."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -117,7 +117,7 @@ def rebuild(world: Path) -> None:
 
 
 def make_fork(world: Path) -> None:
-    """Fork the run unless that is done, and export the fork, as `cli/train.py --fork` does."""
+    """Fork the run unless that is done, and export the fork, as `gigpo train --fork` does."""
     made = world / "made"
     if not RunLayout.exists(made):
         fork(run_of(world), made, learner_step=STEP, config_yaml="a: 2\n")

@@ -30,7 +30,7 @@ from store.maintenance.compact import CompactionPolicy, compact_once
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
-from store.reading.mirror import fetch
+from store.reading.mirror import fetch_run
 from store.segments import SegmentMeta
 from tests.support.store_samples import make_step, make_trajectory, open_train_group
 
@@ -180,7 +180,7 @@ def fetch_notices_changed_bytes(root: str) -> None:
     remote = Path(root) / "remote"
     _, segment = run_with_everything(root, storage_uri=remote.as_uri())
     change_a_byte(remote / segment.path)
-    refuses(DigestError, lambda: fetch(remote.as_uri(), Path(root) / "copy"))
+    refuses(DigestError, lambda: fetch_run(remote.as_uri(), Path(root) / "copy"))
 
 
 def rebuild_notices_changed_bytes(root: str) -> None:

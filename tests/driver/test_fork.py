@@ -1,4 +1,4 @@
-"""cli/train.py --fork: a new run from a checkpoint of another, with other settings."""
+"""gigpo train --fork: a new run from a checkpoint of another, with other settings."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
         )
     assert not (source.run / "weights" / "v000002").exists()
     fork = tmp_path / "fork"
-    command = [sys.executable, "cli/train.py", "--fork", f"{source.run}@2", f"run_dir={fork}"]
+    command = [sys.executable, "-m", "cli", "train", "--fork", f"{source.run}@2", f"run_dir={fork}"]
     changed = ["learner.steps=5", "learner.learning_rate=1e-3", "algorithm.omega=0.5"]
     environ = source.environ()
     for _ in range(2):  # the second time it is finished, and says so

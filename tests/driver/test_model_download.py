@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 
 import configs
-from cli import train
+from cli.__main__ import main
 from configs import Config, ConfigError, ModelConfig
 from driver import model_download as hub
 from driver import preflight as opening
@@ -350,14 +350,14 @@ def test_offline_is_one_line_that_says_how_to_get_the_model(
 ) -> None:
     how = f"hf download {NAME} --local-dir models/Tiny-1B`, bring the directory here, and give model.path=models/Tiny-1B"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert train.main([KEY_ROOM, f"model.path={NAME}", "run_dir=run"]) == 2
+    assert main(["train", KEY_ROOM, f"model.path={NAME}", "run_dir=run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         f"error: model.path='{NAME}' is not downloaded and the Hugging Face Hub cannot be reached "
         "(Offline"
     )
     assert how in line and not Path("run").exists()
-    assert train.main([KEY_ROOM, f"model.path={NAME}", "run_dir=run", "--dry-run"]) == 0
+    assert main(["train", KEY_ROOM, f"model.path={NAME}", "run_dir=run", "--dry-run"]) == 0
     assert how in capsys.readouterr().out
 
 
@@ -367,7 +367,7 @@ def test_a_dry_run_lists_what_is_missing(
     asked = [KEY_ROOM, "--dry-run", "run_dir=run"]
 
     def said(*overrides: str) -> str:
-        assert train.main([*asked, *overrides]) == 0
+        assert main(["train", *asked, *overrides]) == 0
         return capsys.readouterr().out
 
     shown = said(f"model.path={NAME}")
@@ -403,7 +403,7 @@ def test_a_repository_that_is_not_there_is_refused_also_by_a_dry_run(
     server: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more in ([], ["--dry-run"]):
-        assert train.main([KEY_ROOM, "model.path=mine/Tyni-1B", "run_dir=run", *more]) == 2
+        assert main(["train", KEY_ROOM, "model.path=mine/Tyni-1B", "run_dir=run", *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert (
             "model.path='mine/Tyni-1B' is no directory here, and the Hugging Face Hub refuses it"
@@ -447,7 +447,7 @@ def test_a_download_and_a_run_that_fit_one_disk_only_one_by_one_are_named(
     monkeypatch.setattr("opening.shutil.disk_usage", lambda path: enough)
     if disks_differ:
         monkeypatch.setattr("opening._device", lambda path: hash(path))
-    assert train.main([KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
+    assert main(["train", KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
     missing = capsys.readouterr().out.partition("missing here:")[2]
     fault = re.search(
         r"the disk of run_dir=run and .* has .* GiB free and the run needs .*", missing

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import configs
-from cli import train
+from cli.__main__ import main
 from configs import Config, ConfigError, TinyModelConfig
 from driver import offline_sources as sources
 from learner import make_tiny_model, train_tokenizer
@@ -52,7 +52,7 @@ def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> N
     config = from_source(tmp_path, f"{played}@won")
     sources.check_sources(config, Console(quiet=True))
     assert not (tmp_path / "new").exists(), "what is mistyped leaves no run behind"
-    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(config))
+    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=1)
     copied = sources.base_policy(config, tmp_path / "new" / "base" / "policy")
     files = {path.name: path.read_bytes() for path in (played / "base" / "policy").iterdir()}
@@ -77,10 +77,10 @@ def test_a_dry_run_refuses_what_no_run_could_train_on(
     make_source(tmp_path / "played")
     key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
     asked = ["--dry-run", "offline.share=1", f"run_dir={tmp_path / 'new'}"]
-    assert train.main([key_room, *asked, f"source={tmp_path / source}"]) == 2
+    assert main(["train", key_room, *asked, f"source={tmp_path / source}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
-    assert train.main([key_room, *asked, f"source={tmp_path / 'played'}@won"]) == 0
+    assert main(["train", key_room, *asked, f"source={tmp_path / 'played'}@won"]) == 0
     assert not (tmp_path / "new").exists()
 
 
@@ -125,7 +125,7 @@ def strangers(played: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     path = played / "run.json"
     content = json.loads(path.read_text())
     config = configs.from_yaml(content["config_yaml"])
-    text = configs.as_yaml(replace(config, model=replace(config.model, path=str(base))))
+    text = configs.to_yaml(replace(config, model=replace(config.model, path=str(base))))
     path.unlink()
     path.write_text(json.dumps({**content, "config_yaml": text}))
     monkeypatch.setenv("XDG_STATE_HOME", str(played.parent / "another home"))
@@ -156,10 +156,10 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
         f"run_dir={tmp_path / 'new'}",
         f"source={played}",
     ]
-    assert train.main(command) == 2
+    assert main(["train", *command]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert train.main([*command, "--trust"]) == 0, capsys.readouterr().err
-    assert train.main(command) == 0  # it was said once
+    assert main(["train", *command, "--trust"]) == 0, capsys.readouterr().err
+    assert main(["train", *command]) == 0  # it was said once
     assert (sources.base_policy(config, policy) / "token").is_file()
 
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import configs
-from cli import train
+from cli.__main__ import main
 from configs import Config, ConfigError, EnvConfig
 from coordinator import Status
 from driver import preflight as opening
@@ -64,7 +64,7 @@ def tried(name: str, options: dict[str, object]) -> str:
 def test_a_dry_run_refuses_an_environment_that_no_run_could_play(
     overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main([KEY_ROOM, "--dry-run", *overrides]) == 2
+    assert main(["train", KEY_ROOM, "--dry-run", *overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
 
@@ -88,7 +88,7 @@ def test_a_dry_run_refuses_an_environment_that_no_run_could_play(
 def test_a_dry_run_refuses_an_option_that_is_impossible_wherever_the_data_is(
     name: str, override: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main([str(CONFIGS[0].with_name(f"{name}.yaml")), "--dry-run", override]) == 2
+    assert main(["train", str(CONFIGS[0].with_name(f"{name}.yaml")), "--dry-run", override]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
 
@@ -97,8 +97,9 @@ def test_a_dry_run_looks_at_a_model_that_is_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tried_with(*overrides: str) -> str:
-        code = train.main(
+        code = main(
             [
+                "train",
                 KEY_ROOM,
                 "--dry-run",
                 f"model.path={tmp_path}/Tiny-1B",
@@ -148,7 +149,7 @@ def test_images_that_no_prompt_has_a_place_for_are_refused_before_there_is_a_run
         "prompt.history_length=-1",
         f"run_dir={tmp_path / 'run'}",
     ]
-    assert train.main([sokoban, *asked]) == 2
+    assert main(["train", sokoban, *asked]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: env.name=sokoban: ") and words in line
     assert not (tmp_path / "run").exists()
@@ -157,7 +158,7 @@ def test_images_that_no_prompt_has_a_place_for_are_refused_before_there_is_a_run
 def test_a_dry_run_counts_tasks_but_makes_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main([KEY_ROOM, "--dry-run"]) == 0
+    assert main(["train", KEY_ROOM, "--dry-run"]) == 0
     assert "key_room: 40 training tasks, 20 held out" in capsys.readouterr().out
     cache = tmp_path / "games"
     assert "its tasks are made when a run starts" in tried(
@@ -304,8 +305,8 @@ def test_a_directory_of_other_things_does_not_become_a_run(
         ):
             opening.check_run_dir(replace(Config(), run_dir=given))
         assert (
-            train.main([KEY_ROOM, f"run_dir={given}"])
-            == train.main([KEY_ROOM, f"run_dir={given}", "--dry-run"])
+            main(["train", KEY_ROOM, f"run_dir={given}"])
+            == main(["train", KEY_ROOM, f"run_dir={given}", "--dry-run"])
             == 2
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "young"]
@@ -316,15 +317,15 @@ def test_a_dry_run_looks_at_the_run_that_is_there(
 ) -> None:
     config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
     opening.open_run(opening.published(config))
-    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
-    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
+    assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
+    assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rich would make an emoji of `:coffee:` and a colour of `[red]`."""
     name = str(tmp_path / ":coffee:[red]")  # without a space, at which YAML breaks lines
-    assert train.main([KEY_ROOM, "--dry-run", f"run_dir='{name}'"]) == 0
+    assert main(["train", KEY_ROOM, "--dry-run", f"run_dir='{name}'"]) == 0
     assert name in capsys.readouterr().out
     out = io.StringIO()
     with said_with_spinner(
@@ -340,13 +341,13 @@ def test_a_dry_run_says_which_gpus_are_missing_here(
     shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"]
     command = [KEY_ROOM, "--dry-run", *shared]
     monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 0)
-    assert train.main(command) == 0
+    assert main(["train", *command]) == 0
     assert (
         "missing here:\n  GPUs: the config asks for 1, this machine has 0"
         in capsys.readouterr().out
     )
     monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 1)
-    assert train.main(command) == 0
+    assert main(["train", *command]) == 0
     assert "GPUs:" not in capsys.readouterr().out
     monkeypatch.undo()
     assert opening.missing_gpus(Config()) == [] and opening.gpus_of_this_machine() == 0, (

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from cli import train
+from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import resume
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_the_settings_of_its_newest_start(config: Config) -> 
     assert resume.load(run, ["learner.steps=7"]).learner.steps == 7
     resume.remember(replace(config, learner=replace(config.learner, steps=500)))
     assert resume.load(run, []).learner.steps == 500
-    # of an older cli/train.py: run.json has those of the first start
+    # of an older gigpo train: run.json has those of the first start
     (run / resume.CONFIG_FILE).unlink()
     assert resume.load(run, []) == config
 
@@ -257,7 +257,7 @@ def test_resume_of_a_run_that_another_config_made_is_refused(
 ) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert train.main(["--resume", config.run_dir, "algorithm.omega=0.5"]) == 2
+        assert main(["train", "--resume", config.run_dir, "algorithm.omega=0.5"]) == 2
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

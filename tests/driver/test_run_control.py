@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import configs
-from cli import train
+from cli.__main__ import main
 from driver import run_control as runs
 from driver.run_control import (
     DRIVER_FILE,
@@ -203,7 +203,7 @@ def test_a_run_that_plays_nothing_takes_no_workers(
         tmp_path / "run", config_yaml=configs.as_yaml(configs.Config(source=["runs/a"]))
     )
     with driving(tmp_path / "run"):
-        assert train.main(["--workers", str(tmp_path / "run"), "3"]) == 2
+        assert main(["workers", str(tmp_path / "run"), "3"]) == 2
         assert runs.wanted_workers(tmp_path / "run") is None
     assert "plays nothing (offline.share=1)" in capsys.readouterr().err
 
@@ -445,7 +445,7 @@ def test_a_stop_waits_for_as_long_as_the_driver_says_why(
     runs.stop(tmp_path / "run", Console(file=output, soft_wrap=True))
     assert ending.now_s > 10 * runs.STOP_SILENCE_S / 2
     assert "waiting for learner, 28 min" in output.getvalue()
-    assert output.getvalue().endswith("Its cli/train.py command goes on from here\n")
+    assert output.getvalue().endswith("Its gigpo train command goes on from here\n")
     assert ending.signals == [signal.SIGTERM, signal.SIGCONT]
 
 

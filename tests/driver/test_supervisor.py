@@ -4,7 +4,6 @@ and who is to blame.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import secrets
@@ -14,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +20,9 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
-from rich.console import Console
 
 import configs
+import driver
 from actors import (
     ENGINE_SOCKETS,
     EngineLostError,
@@ -33,7 +31,7 @@ from actors import (
     PromptForm,
     PromptStuckError,
 )
-from cli import train
+from cli.__main__ import main
 from configs import PromptConfig
 from coordinator import Component, Coordinator
 from driver import processes as parts
@@ -656,48 +654,45 @@ class session_entered:
 
 
 @pytest.mark.parametrize(
-    ("stop", "named", "arguments", "line"),
+    ("stop", "arguments", "line"),
     [
         (
             Stopped("runs/a: stopped in order"),
-            {},
-            ["c.yaml", "env.options={x: 1}"],
-            "runs/a: stopped in order. Go on with:  python",
+            ["train", "c.yaml", "env.options={x: 1}"],
+            "runs/a: stopped in order. Go on with:  gigpo train c.yaml 'env.options={x: 1}'",
         ),
         (
             KeyboardInterrupt(),
-            {},
-            ["c.yaml"],
-            "stopped; no process of the run was up. Go on with:  python cli/train.py c.yaml",
+            ["train", "c.yaml", "--trust"],
+            "stopped; no process of the run was up. Go on with:  gigpo train c.yaml\n",
         ),
         (
             KeyboardInterrupt(),
-            {"resume": "a"},
-            ["x=1"],
-            "Go on with:  python cli/train.py --resume a x=1",
+            ["train", "--resume", "a", "x=1"],
+            "Go on with:  gigpo train --resume a x=1",
         ),
         (
             KeyboardInterrupt(),
-            {"fork": "a@4"},
-            ["run_dir=b"],
-            "Go on with:  python cli/train.py --fork a@4 run_dir=b",
+            ["train", "--fork", "a@4", "run_dir=b"],
+            "Go on with:  gigpo train --fork a@4 run_dir=b",
         ),
-        (KeyboardInterrupt(), {}, [], "interrupted"),
     ],
 )
 def test_train_says_what_came_of_ctrl_c(
-    stop: KeyboardInterrupt, named: dict[str, str], arguments: list[str], line: str
+    stop: KeyboardInterrupt,
+    arguments: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = argparse.Namespace(
-        config=arguments[0] if arguments else None,
-        overrides=arguments[1:],
-        **{"resume": None, "fork": None, **named},
-    )
-    output = StringIO()
-    assert train.interrupted(stop, options, Console(file=output, soft_wrap=True)) == 130
-    assert line in output.getvalue()
-    if len(arguments) > 1:  # a config, and a setting
-        assert "'env.options={x: 1}'" in output.getvalue(), "as a shell needs it"
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise stop
+
+    for name in ("settings_to_train", "settings_to_resume", "settings_to_fork"):
+        monkeypatch.setattr(driver, name, interrupted)
+    monkeypatch.setattr(driver.Interrupt, "listen", lambda interrupt: None)
+    assert main(arguments) == 130
+    assert line in capsys.readouterr().out
 
 
 def test_ctrl_c_while_another_run_is_asked_about(
@@ -706,10 +701,9 @@ def test_ctrl_c_while_another_run_is_asked_about(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train.runs, "stop", interrupted)
-    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
-    assert train.main(["--stop", "runs/a"]) == 130
-    assert "interrupted" in capsys.readouterr().out
+    monkeypatch.setattr(driver, "stop", interrupted)
+    assert main(["stop", "runs/a"]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 # with Ray

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import configs
-from cli import evaluate, train
+from cli.__main__ import main
 from configs import Config, ConfigError, EnvConfig
 from driver import preflight as opening
 from driver.preflight import FAILURE_LOG, try_tasks
@@ -386,7 +386,7 @@ def test_a_module_that_cannot_be_used_is_one_line(
     code: str,
     words: str,
 ) -> None:
-    """In a start and in a dry run of cli/train.py, and in a start of cli/evaluate.py."""
+    """In a start and in a dry run of gigpo train, and in a start of gigpo evaluate."""
     (tmp_path / "odd_module.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -399,9 +399,9 @@ def test_a_module_that_cannot_be_used_is_one_line(
         f"run_dir={tmp_path / 'run'}",
     ]
     expected = words.format(file=re.escape(str(tmp_path / "odd_module.py")))
-    for main in (train.main, evaluate.main):
+    for command in ("train", "evaluate"):
         for more in ([], ["--dry-run"]):
-            assert main([*given, *more]) == 2
+            assert main([command, *given, *more]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith("error: env.name") and re.search(expected, line)
             log = re.search("; log: (.*)", line)
@@ -422,8 +422,8 @@ def test_a_start_that_fails_keeps_its_log_and_the_next_one_removes_it(
         f"run_dir={run}",
         "env.options.how=init-raise",
     ]
-    for main in (train.main, train.main):  # what is left is no hindrance
-        assert main(asked) == 2
+    for _ in range(2):  # what is left is no hindrance
+        assert main(["train", *asked]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert (
             re.search(said("raise", broken), line)
@@ -445,7 +445,7 @@ def test_a_run_that_is_evaluated_tries_its_environment_before_anything_starts(
         f"run_dir={tmp_path / 'run'}",
     ]
     opening.open_run(opening.published(configs.load(KEY_ROOM, asked)))
-    assert evaluate.main([str(tmp_path / "run")]) == 2
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     log = tmp_path / "run" / "logs" / FAILURE_LOG
     assert "does not start with task train/train-0" in line and line.endswith(
@@ -512,7 +512,7 @@ def test_an_asynchronous_environment_keeps_its_traceback_too(broken: str, tmp_pa
     assert "Traceback" in log.read_text()
 
 
-@pytest.mark.parametrize("main", [train.main, evaluate.main])
+@pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize(
     ("run_dir", "why"),
     [
@@ -522,14 +522,12 @@ def test_an_asynchronous_environment_keeps_its_traceback_too(broken: str, tmp_pa
     ],
 )
 def test_a_run_dir_that_cannot_be_written_is_one_line(
-    main: object, run_dir: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, run_dir: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "config.json").write_text("{}")
-    assert callable(main)
-    assert (
-        main([KEY_ROOM, f"model.path={tmp_path}", f"run_dir={run_dir.format(tmp=tmp_path)}"]) == 2
-    )
+    given = [f"model.path={tmp_path}", f"run_dir={run_dir.format(tmp=tmp_path)}"]
+    assert main([command, KEY_ROOM, *given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert (
         line.startswith("error: run_dir=")

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.run]
 def test_the_smallest_search_config_trains(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        "cli/train.py",
+        "-m",
+        "cli",
+        "train",
         "configs/search_cpu.yaml",
         f"run_dir={tmp_path / 'run'}",
         "learner.steps=2",

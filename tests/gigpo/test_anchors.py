@@ -165,7 +165,7 @@ def test_the_macro_of_a_run_that_compares_texts_says_what_to_do(anchor):
         shell.execute(advantages_macro(settings(anchor=anchor)))
         with pytest.raises(
             duckdb.InvalidInputException,
-            match=f"anchor {anchor} compares texts.*`python cli/audit.py RUN`.*similarity_keys",
+            match=f"anchor {anchor} compares texts.*`gigpo audit RUN`.*similarity_keys",
         ) as caught:
             shell.execute("FROM advantages()").fetchall()
         by_key, by_state = re.findall(r"advantages\(.*?\)", str(caught.value))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import configs
 from actors.inference.engine_environment import engine_environment
-from cli.learner import main
+from cli.__main__ import main
 from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
 from learner.checkpointing.checkpoint import save_checkpoint
 from learner.distributed.deepspeed_setup import initialize, join_ranks
@@ -96,18 +96,19 @@ def assert_weights(directory: Path, weights: Weights) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "version"),
-    [([], 3), (["--version", "1"], 1), (["--version", "2"], 2), (["--checkpoint", "1"], 1)],
+    ("at", "options", "version"),
+    [("", [], 3), ("", ["--version", "1"], 1), ("", ["--version", "2"], 2), ("@1", [], 1)],
 )
 def test_what_is_exported_is_what_was_published(
     trained: tuple[RunLayout, dict[int, Weights]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    at: str,
     options: list[str],
     version: int,
 ) -> None:
     layout, weights = trained
-    assert main(["export", str(layout.root), *options, str(tmp_path / "out")]) == 0
+    assert main(["export-model", f"{layout.root}{at}", *options, str(tmp_path / "out")]) == 0
     assert_weights(tmp_path / "out", weights[version])
     digest = files_digest([layout.weights_dir(version) / "model.safetensors"])
     assert capsys.readouterr().out.strip().endswith(f"of {layout.root}; digest {digest}")
@@ -115,19 +116,22 @@ def test_what_is_exported_is_what_was_published(
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("at", "options", "words"),
     [
         (
+            "",
             ["--version", "0"],
             "version 0 of RUN has been removed; there are versions 1, 2, 3 and checkpoints of "
             "learner steps 1, 3",
         ),
         (
+            "",
             ["--version", "7"],
             "version 7 of RUN was never published; there are versions 1, 2, 3 and checkpoints",
         ),
         (
-            ["--checkpoint", "2"],
+            "@2",
+            [],
             "RUN has no checkpoint of learner step 2; there are versions 1, 2, 3 and checkpoints",
         ),
     ],
@@ -136,11 +140,12 @@ def test_what_is_gone_is_named_with_what_there_is(
     trained: tuple[RunLayout, dict[int, Weights]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    at: str,
     options: list[str],
     words: str,
 ) -> None:
     root = str(trained[0].root)
-    assert main(["export", root, *options, str(tmp_path / "out")]) == 2
+    assert main(["export-model", f"{root}{at}", *options, str(tmp_path / "out")]) == 2
     assert words.replace("RUN", root) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -151,20 +156,20 @@ def test_damaged_files_are_not_exported(
     out = tmp_path / "out"
     weights = run / "weights" / "v000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
-    assert main(["export", str(run), str(out)]) == 2
+    assert main(["export-model", str(run), str(out)]) == 2
     assert (
         "it was changed or cut; export another version, or a checkpoint" in capsys.readouterr().err
     )
     master = run / "checkpoints" / "step000003" / "master-rank00000.safetensors"
     tensors = load_file(master)
     save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, master)
-    assert main(["export", str(run), "--checkpoint", "3", str(out)]) == 2
+    assert main(["export-model", f"{run}@3", str(out)]) == 2
     assert "step000003/master-rank00000.safetensors" in capsys.readouterr().err
     shutil.rmtree(run / "base")
-    assert main(["export", str(run), "--checkpoint", "1", str(out)]) == 2
+    assert main(["export-model", f"{run}@1", str(out)]) == 2
     assert "base model of" in capsys.readouterr().err
     out.mkdir()
-    assert main(["export", str(run), str(out)]) == 2
+    assert main(["export-model", str(run), str(out)]) == 2
     assert f"{out} exists; choose another directory" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert list(out.iterdir()) == []
@@ -202,20 +207,20 @@ def test_adapters_of_a_checkpoint_are_merged_into_the_base_model(
     adapted: tuple[RunLayout, PreTrainedModel], tmp_path: Path
 ) -> None:
     layout, model = adapted
-    assert main(["export", str(layout.root), "--checkpoint", "5", str(tmp_path / "out")]) == 0
+    assert main(["export-model", f"{layout.root}@5", str(tmp_path / "out")]) == 0
     assert_weights(tmp_path / "out", {name: tensor.clone() for name, tensor in merged(model)})
 
 
-@pytest.mark.parametrize("options", [[], ["--checkpoint", "5"]])
+@pytest.mark.parametrize("at", ["", "@5"])
 def test_adapters_alone_are_the_same_policy_in_peft(
     adapted: tuple[RunLayout, PreTrainedModel],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    options: list[str],
+    at: str,
 ) -> None:
     layout, model = adapted
     out = tmp_path / "out"
-    assert main(["export", str(layout.root), str(out), "--adapter", *options]) == 0
+    assert main(["export-model", f"{layout.root}{at}", str(out), "--adapter"]) == 0
     assert sorted(path.name for path in out.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -241,7 +246,7 @@ def test_adapters_alone_are_the_same_policy_in_vllm(
     """
     layout, _ = adapted
     base, out = layout.root / "base" / "policy", tmp_path / "out"
-    assert main(["export", str(layout.root), str(out), "--adapter"]) == 0
+    assert main(["export-model", str(layout.root), str(out), "--adapter"]) == 0
     command = [sys.executable, "-m", "tests.support.vllm_adapter", str(base), str(out)]
     environment = os.environ | engine_environment(ActorsConfig(), tmp_path / "engine.log")
     done = subprocess.run(
@@ -270,25 +275,28 @@ def test_adapters_that_are_nowhere_are_an_error_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = str(tmp_path / "out")
-    for layout, options, words in (
+    for layout, at, options, words in (
         (
             trained[0],
-            ["--checkpoint", "3"],
+            "@3",
+            [],
             "has model.lora_rank=0: there are no adapters; leave out --adapter",
         ),
-        (trained[0], [], "has no checkpoint yet; adapters are in checkpoints only"),
+        (trained[0], "", [], "has no checkpoint yet; adapters are in checkpoints only"),
         (
             adapted[0],
+            "",
             ["--version", "1"],
-            "--version 1 was published with its adapters merged; give --checkpoint STEP instead",
+            "--version 1 was published with its adapters merged; give RUN@STEP instead",
         ),
         (
             adapted[0],
-            ["--checkpoint", "8"],
+            "@8",
+            [],
             "has no checkpoint of learner step 8; there are versions (none) and",
         ),
     ):
-        assert main(["export", str(layout.root), out, "--adapter", *options]) == 2
+        assert main(["export-model", f"{layout.root}{at}", out, "--adapter", *options]) == 2
         assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -296,7 +304,7 @@ def test_adapters_that_are_nowhere_are_an_error_in_one_line(
 def test_a_directory_that_is_no_run_is_an_error_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert main(["export-model", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
 
@@ -315,8 +323,8 @@ def test_a_link_in_a_strangers_run_is_not_followed(
     (run / name).rename(outside)
     (run / name).symlink_to(outside)
     for words in (
-        ["export", str(run), str(tmp_path / "dest")],
-        ["replay", str(run), "--step", "5"],
+        ["export-model", str(run), str(tmp_path / "dest")],
+        ["replay", str(run), "5"],
     ):
         assert main(words) == 2
         assert f"{run / name} is a symbolic link" in capsys.readouterr().err
@@ -342,7 +350,7 @@ def test_a_strangers_run_brings_no_model_of_the_reader_into_an_export(
     (run / "run.json").write_text(json.dumps(content))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
-    words = ["export", str(run), "--checkpoint", "5", str(dest)]
+    words = ["export-model", f"{run}@5", str(dest)]
     assert main(words) == 2
     assert "--trust" in capsys.readouterr().err
     assert not dest.exists()

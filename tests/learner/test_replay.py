@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import store
-from cli.learner import main
+from cli.__main__ import main
 from learner.replay.explain import Explanation
 from learner.replay.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step
@@ -85,7 +85,7 @@ def test_a_whole_run_is_identical_from_the_base_model_and_not_touched(
         "it was restored in the middle"
     )
     before = fingerprint(run)
-    status, output, errors = replay(run, "--step", 1, "--to", STEPS)
+    status, output, errors = replay(run, 1, "--to", STEPS)
     assert (status, errors) == (0, "")
     assert (
         f"begins with the base model {run}/base/policy; its weights are those of version 0"
@@ -97,28 +97,28 @@ def test_a_whole_run_is_identical_from_the_base_model_and_not_touched(
 
 def test_it_begins_at_the_newest_checkpoint_that_is_still_there(copy: Path, replay: Replay) -> None:
     assert [point.learner_step for point in restart_points(RunLayout.open(copy))] == [22, 16, 8]
-    status, output, _ = replay(copy, "--step", STEPS)
+    status, output, _ = replay(copy, STEPS)
     assert (status, "the checkpoint of learner step 16; its weights are those" in output) == (
         0,
         True,
     )
     assert "6 of 6 learner steps identical" in output
     shutil.rmtree(copy / "checkpoints" / "step000016")
-    status, output, _ = replay(copy, "--step", 9)
+    status, output, _ = replay(copy, 9)
     assert (status, "the checkpoint of learner step 8; its weights are those" in output) == (
         0,
         True,
     )
     assert "1 of 1 learner steps identical" in output
     shutil.rmtree(copy / "checkpoints" / "step000008")
-    assert "begins with the base model" in replay(copy, "--step", 1)[1]
+    assert "begins with the base model" in replay(copy, 1)[1]
 
 
 @pytest.mark.parametrize(
     "setting", ["seed=1", "learner.learning_rate=0.00200001", "learner.steps=23"]
 )
 def test_other_settings_give_other_weights(run: Path, replay: Replay, setting: str) -> None:
-    status, output, _ = replay(run, "--step", 17, "--set", setting)
+    status, output, _ = replay(run, 17, setting)
     assert status == 1
     assert "the weights after learner step 17 are" in output
     assert "  loss/learning_rate: " in output, (
@@ -132,18 +132,18 @@ def test_a_changed_byte_of_a_segment_a_checkpoint_or_the_base_model_is_named(
     segment = copy / trained_step(RunLayout.open(copy), 18).batch.segments[-1].path
     flip(segment, 8 * (segment.stat().st_size // 2))
     # a merged file may hold rows of earlier steps too
-    status, output, errors = replay(copy, "--step", 20)
+    status, output, errors = replay(copy, 20)
     assert (status, str(segment) in errors, errors.count("\n")) == (2, True, 1)
     assert "learner step 18: " not in output
 
     checkpoint = next((copy / "checkpoints" / "step000016").glob("exp_avg_sq*"))
     flip(checkpoint, 8 * (checkpoint.stat().st_size - 3))
-    status, _, errors = replay(copy, "--step", 20)
+    status, _, errors = replay(copy, 20)
     assert (status, str(checkpoint) in errors, errors.count("\n")) == (2, True, 1)
 
     weights = copy / "base" / "policy" / "model.safetensors"
     flip(weights, 8 * (weights.stat().st_size - 3))
-    status, output, _ = replay(copy, "--step", 1)
+    status, output, _ = replay(copy, 1)
     assert (status, f"{weights.parent}; its weights are NOT those of version 0" in output) == (
         1,
         True,
@@ -152,7 +152,7 @@ def test_a_changed_byte_of_a_segment_a_checkpoint_or_the_base_model_is_named(
 
 def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> None:
     layout = RunLayout.open(copy)
-    status, _, errors = replay(copy, "--step", STEPS + 1)
+    status, _, errors = replay(copy, STEPS + 1)
     assert (status, errors) == (
         2,
         f"error: {copy} was trained to learner step {STEPS}; there is no {STEPS + 1}\n",
@@ -160,16 +160,16 @@ def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> No
     with Catalog.open(layout) as catalog:
         expired = [segment.segment_id for segment in trained_step(layout, 17).batch.segments]
         catalog.expire(expired)
-        assert replay(copy, "--step", 17)[0] == 0, "the file is still there"
+        assert replay(copy, 17)[0] == 0, "the file is still there"
         catalog.mark_removed(expired)
-    status, _, errors = replay(copy, "--step", 18)
+    status, _, errors = replay(copy, 18)
     assert (status, "were removed: segments/" in errors, "store.keep_days" in errors) == (
         2,
         True,
         True,
     )
     shutil.rmtree(copy / "base")
-    status, _, errors = replay(copy, "--step", 20)
+    status, _, errors = replay(copy, 20)
     assert (status, f"{copy}/base/policy, the base model of {copy}, is not here" in errors) == (
         2,
         True,
@@ -180,7 +180,7 @@ def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> No
 
 
 def test_explaining_a_step_does_not_change_it(run: Path, replay: Replay) -> None:
-    status, output, _ = replay(run, "--step", 17, "--to", 18, "--explain")
+    status, output, _ = replay(run, 17, "--to", 18, "--explain")
     assert (status, "2 of 2 learner steps identical" in output) == (0, True)
     assert output.count("gradient") == 1, "one table, of the step that was asked for"
 
@@ -227,7 +227,7 @@ def test_updates_of_a_given_number_of_rows_are_replayed(replay: Replay) -> None:
                 "SELECT max(value) AS n FROM metrics WHERE name = 'learner/updates'"
             ).to_pylist()
         assert counted == [{"n": 3.0}]
-        status, output, _ = replay(directory / "run", "--step", 1, "--to", 5)
+        status, output, _ = replay(directory / "run", 1, "--to", 5)
         assert (status, "5 of 5 learner steps identical" in output) == (0, True)
 
 
@@ -235,7 +235,7 @@ def test_adapters_are_replayed(replay: Replay) -> None:
     with fast_directory() as directory:
         train(config_of(directory / "run", steps=5, checkpoint_every=2, lora_rank=4, kl_coef=0.01))
         for first, n in ((1, 5), (5, 1)):
-            status, output, _ = replay(directory / "run", "--step", first, "--to", 5, "--explain")
+            status, output, _ = replay(directory / "run", first, "--to", 5, "--explain")
             assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
 
 
@@ -243,22 +243,22 @@ def test_adapters_are_replayed(replay: Replay) -> None:
     ("arguments", "said"),
     [
         (
-            ("--set", "learner.gpus_per_rank=1"),
+            ("learner.gpus_per_rank=1"),
             "the run's learner had GPUs (learner.gpus_per_rank=1), there is none here",
         ),
         (
-            ("--set", "learner.zero_stage=3", "--explain"),
+            ("learner.zero_stage=3", "--explain"),
             "learner.zero_stage=3 spreads the gradient over the ranks",
         ),
-        (("--set", "learner.rate=3"), "unknown key 'learner.rate'"),
-        (("--to", "0"), "--step 1 --to 0: steps count from 1"),
+        (("learner.rate=3"), "unknown key 'learner.rate'"),
+        (("--to", "0"), "steps 1 to 0: steps count from 1"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU")
 def test_what_cannot_be_replayed_is_refused_in_a_line(
     run: Path, replay: Replay, arguments: tuple[str, ...], said: str
 ) -> None:
-    status, _, errors = replay(run, "--step", 1, *arguments)
+    status, _, errors = replay(run, 1, *arguments)
     assert (status, said in errors, errors.count("\n")) == (2, True, 1)
 
 

@@ -18,8 +18,8 @@ import pytest
 import configs
 from actors import EpisodeIds, EpisodeRules, PromptForm, ScriptedPolicy, play_episode, sample_chats
 from envs import EnvironmentPool, Task, environment_class, list_tasks
-from gigpo import AdvantageSettings, compute_advantages
-from learner import make_tiny_model, train_tokenizer
+from gigpo import compute_advantages
+from learner import advantage_settings, make_tiny_model, train_tokenizer
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 from store import RunLayout, Trajectory, to_table, uid
@@ -28,7 +28,7 @@ from store.reading.query import connect
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs/your_environment.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
-(COMMAND,) = re.findall(r"```sh\nPYTHONPATH=\. python (train\.py .*?)\n```", DOC, re.DOTALL)
+(COMMAND,) = re.findall(r"```sh\nPYTHONPATH=\. gigpo (train .*?)\n```", DOC, re.DOTALL)
 NAME = "lamps:Lamps"
 MAX_LINES = 40
 TIMEOUT_S = 900.0  # only for what hangs
@@ -46,7 +46,7 @@ def trained(folder: Path, *overrides: str) -> Path:
     """The run of the documented command, elsewhere and shorter."""
     run = folder / "run"
     answer = subprocess.run(
-        [sys.executable, *shlex.split(COMMAND), f"run_dir={run}", *overrides],
+        [sys.executable, "-m", "cli", *shlex.split(COMMAND), f"run_dir={run}", *overrides],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder), "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
@@ -134,7 +134,7 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
     trajectories = asyncio.run(play())
     assert 0 < sum(trajectory.won for trajectory in trajectories) < len(trajectories) == 40
     rows = to_table(trajectories)
-    computed = compute_advantages(rows, AdvantageSettings.of(config.algorithm))
+    computed = compute_advantages(rows, advantage_settings(config))
     assert any(computed["steps_differ"].to_pylist()), (
         "no two steps of a group have the same anchor and another worth"
     )
@@ -174,7 +174,7 @@ def test_the_documented_command_trains_it(lamps: Path) -> None:
         "loss.policy=behaviour_cloning",
         "algorithm.estimator=grpo",
         "algorithm.group_size=1",
-        "algorithm.group_filter=advantages",
+        "algorithm.signal=advantages",
         "learner.steps=2",
         "max_staleness=2",
         "evaluation.every=0",
@@ -194,6 +194,9 @@ def test_the_documented_command_as_it_stands_learns(lamps: Path) -> None:
     run = trained(
         lamps, "learner.steps=20", "evaluation.every=0", "evaluation.final_episodes_per_task=2"
     )
-    success = "SELECT avg(won::INT) FROM trajectories JOIN lineage USING (group_uid) WHERE batch_state = 'trained' AND learner_step"
+    success = (
+        "SELECT avg(won::INT) FROM trajectories JOIN lineage USING (group_uid) "
+        "WHERE batch_state = 'trained' AND learner_step"
+    )
     ((before,),), ((after,),) = rows(run, f"{success} <= 2"), rows(run, f"{success} > 18")
     assert after > before + 0.3  # it was 0.63 more

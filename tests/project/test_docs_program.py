@@ -16,16 +16,15 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 import configs
-from cli import train
+from cli.__main__ import main
+from driver.train_run import _make_base_policy
 from store import RunLayout
 from store.reading.query import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples"
 DOC = (ROOT / "docs/agent_programs.md").read_text()
-(COMMAND,) = re.findall(
-    r"```sh\nPYTHONPATH=docs/examples python train\.py (.*?)\n```", DOC, re.DOTALL
-)
+(COMMAND,) = re.findall(r"```sh\nPYTHONPATH=docs/examples gigpo train (.*?)\n```", DOC, re.DOTALL)
 CONFIG, *OVERRIDES = shlex.split(COMMAND.replace("\\\n", " "))
 TIMEOUT_S = 900.0  # only for what hangs
 
@@ -35,7 +34,7 @@ def test_the_documented_command_has_tasks_and_all_its_options(
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     given = [str(ROOT / CONFIG), *OVERRIDES, f"run_dir={tmp_path / 'run'}", "--dry-run"]
-    assert train.main(given) == 0
+    assert main(["train", *given]) == 0
     assert "number_game_agent:Agent: 6 training tasks, 2 held out" in capsys.readouterr().out
 
 
@@ -46,11 +45,11 @@ def test_a_missing_option_is_named_before_anything_starts(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     others = [text for text in OVERRIDES if not text.startswith("env.options=")]
     given = [str(ROOT / CONFIG), *others, f"run_dir={tmp_path / 'run'}"]
-    assert train.main([*given, "env.options={highest: 8}"]) == 2
+    assert main(["train", *given, "env.options={highest: 8}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     said = "option 'guesses' is missing (given: highest); set env.options.guesses=..."
     assert said in line and said in DOC
-    assert train.main([*given, "env.options={guesses: 3}", "--dry-run"]) == 2
+    assert main(["train", *given, "env.options={guesses: 3}", "--dry-run"]) == 2
     assert "option 'highest' is missing (given: guesses)" in capsys.readouterr().err
 
 
@@ -60,12 +59,8 @@ def test_a_program_without_a_model_gets_one_made_from_nothing(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     config = configs.load(ROOT / CONFIG, [*OVERRIDES, f"run_dir={tmp_path}"])
     assert config.model.path == ""
-    policy = train.make_base_policy(config, Console(quiet=True))
-    assert (
-        policy
-        == tmp_path / "base" / "policy"
-        == train.make_base_policy(config, Console(quiet=True))
-    )
+    policy = _make_base_policy(config, Console(quiet=True))
+    assert policy == tmp_path / "base" / "policy" == _make_base_policy(config, Console(quiet=True))
     assert sorted(path.name for path in policy.parent.iterdir()) == ["policy"]
     tokenizer = AutoTokenizer.from_pretrained(policy)
     chat = [{"role": "user", "content": "Guess: 7"}]
@@ -79,7 +74,7 @@ def test_the_documented_command_trains(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shorter = ["learner.steps=2", "evaluation.every=0", "evaluation.final_episodes_per_task=1"]
     answer = subprocess.run(
-        [sys.executable, "cli/train.py", CONFIG, *OVERRIDES, f"run_dir={run}", *shorter],
+        [sys.executable, "-m", "cli", "train", CONFIG, *OVERRIDES, f"run_dir={run}", *shorter],
         cwd=ROOT,
         env={
             **os.environ,

@@ -51,7 +51,7 @@ def test_the_users_runs_cannot_be_opened(tmp_path: Path) -> None:
     for touch in (os.listdir, os.mkdir, open):
         with pytest.raises(PermissionError, match="may not see the user's runs"):
             touch(ROOT / "runs" / "quickstart")
-    command = [sys.executable, "cli/train.py", "configs/quickstart.yaml", "--dry-run"]
+    command = [sys.executable, "-m", "cli", "train", "configs/quickstart.yaml", "--dry-run"]
     with pytest.raises(PermissionError, match=r"give run_dir=\.\.\. in tmp_path"):
         subprocess.run(command, cwd=ROOT, check=False)
     subprocess.run(

@@ -97,7 +97,7 @@ def module_names() -> dict[str, Path]:
 
 
 def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
-    """Return the modules of ours that a file imports, also inside functions and for type checkers."""
+    """Return our modules that a file imports, also in functions and for type checkers."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -134,7 +134,7 @@ def test_only_the_vllm_files_import_vllm() -> None:
     }
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", sorted(set(FOLDERS) - {"cli"}))  # nobody imports from cli
 def test_the_public_list_is_sorted_and_importable(folder: str) -> None:
     package = importlib.import_module(folder)
     constants_first = sorted(
@@ -201,12 +201,13 @@ def test_tests_are_no_package() -> None:
     "code",
     [
         "import actors",  # all that the coordinator loads
-        "import train, evaluate; train.main(['--status', RUN]); train.main(['--stop', RUN])",
+        "from cli.__main__ import main; main(['status', RUN]); main(['stop', RUN])",
         # what the driver looks at and writes before it starts the others
-        "import configs, opening; from pathlib import Path; from learner import objective_of; "
-        "config = configs.from_yaml('{run_dir: ' + RUN + '/it}'); objective_of(config.loss); "
+        "import configs; from driver import preflight; from pathlib import Path; "
+        "from learner import fill_defaults; "
+        "config = fill_defaults(configs.from_yaml('{run_dir: ' + RUN + '/it}')); "
         "Path(config.run_dir).mkdir(); "
-        "opening.open_run(config); opening.check_same_run(config)",
+        "preflight.open_run(config); preflight.check_same_run(config)",
     ],
 )
 def test_a_process_that_computes_nothing_loads_nothing_to_compute_with(

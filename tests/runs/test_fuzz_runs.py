@@ -38,7 +38,11 @@ def test_no_crafted_run_reaches_outside_itself() -> None:
             base = Path(directory) / str(number)
             base.mkdir()
             base.chmod(0o777)
-            words = [str(base), str(FIRST + number * share), str(min(share, N_RUNS - number * share))]
+            words = [
+                str(base),
+                str(FIRST + number * share),
+                str(min(share, N_RUNS - number * share)),
+            ]
             command = [sys.executable, "-m", "tests.support.fuzz_commands", *words]
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
         outputs = [process.communicate()[0] for process in processes]

@@ -25,10 +25,10 @@ import pytest
 import torch
 
 from actors import TEMPLATES, PromptForm, render
-from configs import Config, LearnerConfig, LossConfig, ModelConfig, PpoClipConfig, PromptConfig, TinyModelConfig
+from configs import Config, LearnerConfig, LossConfig, ModelConfig, PromptConfig, TinyModelConfig
 from envs import Observation, environment_class
-from gigpo import AdvantageSettings, compute_advantages
-from learner import make_tiny_model, train_tokenizer, write_weights
+from gigpo import compute_advantages
+from learner import advantage_settings, make_tiny_model, train_tokenizer, write_weights
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
@@ -82,12 +82,21 @@ class Variant:
 
 
 def plain(**changes: Any) -> Variant:
-    usual = {"loss": LossConfig(), "learning_rate": 7e-4, "zero_stage": 0, "lora_rank": 0, "shows": lambda *_: True}
+    usual = {
+        "loss": LossConfig(),
+        "learning_rate": 7e-4,
+        "zero_stage": 0,
+        "lora_rank": 0,
+        "shows": lambda *_: True,
+    }
     return Variant(**{**usual, **changes})
 
 
 def zero(stage: int) -> Variant:
-    return plain(zero_stage=stage, shows=lambda engine, *_: engine.deepspeed.zero_optimization_stage() == stage)
+    return plain(
+        zero_stage=stage,
+        shows=lambda engine, *_: engine.deepspeed.zero_optimization_stage() == stage,
+    )
 
 
 VARIANTS = {
@@ -95,22 +104,28 @@ VARIANTS = {
     "zero_1": zero(1),
     "zero_2": zero(2),
     "zero_3": zero(3),
-    "kl": plain(loss=LossConfig(kl_coef=0.05), shows=lambda _, updates, *__: 0.01 < updates[-1].kl < 1.0),
+    "kl": plain(
+        loss=LossConfig(kl_coef=0.05), shows=lambda _, updates, *__: 0.01 < updates[-1].kl < 1.0
+    ),
     # The published 3 is never reached in so few updates; a token's ratio above it loses its
     # gradient if it is to fall.
     "dual_clip": plain(
         # with one, token_tis would have to be below it
-        loss=LossConfig(ppo_clip=PpoClipConfig(dual_clip=1.3), corrections=[]),
-        shows=lambda _, updates, *__: any(update.tokens["dropped_negative_high"] > 0 for update in updates),
+        loss=LossConfig(dual_clip=1.3, corrections=[]),
+        shows=lambda _, updates, *__: any(
+            update.tokens["dropped_negative_high"] > 0 for update in updates
+        ),
     ),
     "gspo": plain(
-        loss=LossConfig(policy="gspo"), shows=lambda _, updates, *__: any(u.tokens["clip_fraction"] > 0.2 for u in updates)
+        loss=LossConfig(policy="gspo"),
+        shows=lambda _, updates, *__: any(u.tokens["clip_fraction"] > 0.2 for u in updates),
     ),
     "lora": plain(
         lora_rank=4,
         learning_rate=1.5e-3,
         shows=lambda engine, _, base: (
-            {n for n, t in engine.weights() if not torch.equal(t, base[n])} == {n for n in base if n.endswith("_proj.weight")}
+            {n for n, t in engine.weights() if not torch.equal(t, base[n])}
+            == {n for n in base if n.endswith("_proj.weight")}
         ),
     ),
 }
@@ -138,8 +153,15 @@ def test_two_ranks_learn_to_win(world: World, tmp_path: Path) -> None:
     """
     (tmp_path / "world.pickle").write_bytes(pickle.dumps(world))
     rendezvous = host_ranks(LOOPBACK)
-    command = [sys.executable, "-c", "from tests.runs.test_learning import main; main()", f"{LOOPBACK}:{rendezvous.port}"]
-    processes = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT) for rank in range(2)]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.runs.test_learning import main; main()",
+        f"{LOOPBACK}:{rendezvous.port}",
+    ]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT) for rank in range(2)
+    ]
     try:
         assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
     finally:
@@ -158,7 +180,9 @@ def main() -> None:
     before = success(world, scored(engine, world))
     reached, updates = learn(engine, world)
     losses = [update.loss for update in updates]
-    (directory / f"rank{rank}.json").write_text(json.dumps({"before": before, "reached": reached, "losses": losses}))
+    (directory / f"rank{rank}.json").write_text(
+        json.dumps({"before": before, "reached": reached, "losses": losses})
+    )
     engine.close()
 
 
@@ -171,12 +195,16 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
     policy = scored(engine, world)
     for step in range(MAX_LEARNER_STEPS):
         rows = played(world, policy, rng, version=step)
-        rows = rows.append_column("advantage", compute_advantages(rows, AdvantageSettings.of(Config().algorithm))["advantage"])
+        rows = rows.append_column(
+            "advantage", compute_advantages(rows, advantage_settings(Config()))["advantage"]
+        )
         rows = rows.append_column("staleness", pa.array([0] * len(rows)))
         updates += engine.train(
             [
                 packed(part, ranks=engine.ranks)
-                for part in split_updates(rows, updates=UPDATES_PER_STEP, rows_per_update=0, seed=step)
+                for part in split_updates(
+                    rows, updates=UPDATES_PER_STEP, rows_per_update=0, seed=step
+                )
             ]
         )
         policy = scored(engine, world)
@@ -188,11 +216,20 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     directory = tmp_path_factory.mktemp("learning")
-    options = {"cache_dir": str(directory), "seed": 0, "train_games": 2, "heldout_games": 1, "rooms": 2, "things": 1}
+    options = {
+        "cache_dir": str(directory),
+        "seed": 0,
+        "train_games": 2,
+        "heldout_games": 1,
+        "rooms": 2,
+        "things": 1,
+    }
     observations, tried, starts = explored(options)
     texts = [render(TEMPLATES[TEMPLATE], seen, (), kept=0) for seen in observations]
     tokenizer = train_tokenizer(texts, vocabulary_size=SIZE.vocabulary_size)
-    form = PromptForm(tokenizer, PromptConfig(template=TEMPLATE, history_length=0, max_prompt_tokens=500))
+    form = PromptForm(
+        tokenizer, PromptConfig(template=TEMPLATE, history_length=0, max_prompt_tokens=500)
+    )
     choices = [
         Choice(
             situation=situation,
@@ -204,15 +241,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         for situation, command, leads_to in tried
     ]
     make_tiny_model(directory / "untrained", tokenizer, SIZE, seed=0)
-    engine = make_engine(directory / "untrained", plain(loss=LossConfig(policy="behaviour_cloning"), learning_rate=1e-2))
+    engine = make_engine(
+        directory / "untrained",
+        plain(loss=LossConfig(policy="behaviour_cloning"), learning_rate=1e-2),
+    )
     for _ in range(CLONE_UPDATES):
         engine.train([packed(as_rows(choices), ranks=1)])
     write_weights(engine.weights(), directory / "base", source_dir=directory / "untrained")
     engine.close()
-    return World(observations=tuple(observations), choices=tuple(choices), starts=tuple(starts), base=directory / "base")
+    return World(
+        observations=tuple(observations),
+        choices=tuple(choices),
+        starts=tuple(starts),
+        base=directory / "base",
+    )
 
 
-def explored(options: dict[str, object]) -> tuple[list[Observation], list[tuple[int, str, int | None]], list[int]]:
+def explored(
+    options: dict[str, object],
+) -> tuple[list[Observation], list[tuple[int, str, int | None]], list[int]]:
     """The situations of all games; (situation, command, situation it leads to) for each command in
     each; the games' starts.
     """
@@ -224,7 +271,9 @@ def explored(options: dict[str, object]) -> tuple[list[Observation], list[tuple[
         numbers: dict[tuple[str | None, str], int] = {}
         ways: list[tuple[str, ...]] = []  # commands to each situation of this game, from its start
 
-        def number(seen: Observation, way: tuple[str, ...], numbers: Any = numbers, ways: Any = ways) -> int:
+        def number(
+            seen: Observation, way: tuple[str, ...], numbers: Any = numbers, ways: Any = ways
+        ) -> int:
             if (seen.anchor, seen.text) not in numbers:
                 numbers[seen.anchor, seen.text] = len(observations)
                 observations.append(seen)
@@ -236,13 +285,26 @@ def explored(options: dict[str, object]) -> tuple[list[Observation], list[tuple[
             for command in observations[situation].actions or ():
                 env.reset(task)
                 *_, after = [env.step(each) for each in (*way, command)]
-                tried.append((situation, command, None if after.won else number(after.observation, (*way, command))))
+                tried.append(
+                    (
+                        situation,
+                        command,
+                        None if after.won else number(after.observation, (*way, command)),
+                    )
+                )
     env.close()
     return observations, tried, starts
 
 
-def make_engine(path: Path, variant: Variant, *, rank: int = 0, ranks: int = 1, address: str | None = None) -> Engine:
-    learner = LearnerConfig(learning_rate=variant.learning_rate, zero_stage=variant.zero_stage, weight_decay=0.0, ranks=ranks)
+def make_engine(
+    path: Path, variant: Variant, *, rank: int = 0, ranks: int = 1, address: str | None = None
+) -> Engine:
+    learner = LearnerConfig(
+        learning_rate=variant.learning_rate,
+        zero_stage=variant.zero_stage,
+        weight_decay=0.0,
+        ranks=ranks,
+    )
     return Engine(
         model_path=path,
         model=ModelConfig(lora_rank=variant.lora_rank),
@@ -264,9 +326,13 @@ def as_rows(choices: Sequence[Choice]) -> pa.Table:
     answers = [list(choice.answer_ids) for choice in choices]
     return pa.table(
         {
-            "prompt_ids": pa.array([list(choice.prompt_ids) for choice in choices], pa.list_(pa.int32())),
+            "prompt_ids": pa.array(
+                [list(choice.prompt_ids) for choice in choices], pa.list_(pa.int32())
+            ),
             "response_ids": pa.array(answers, pa.list_(pa.int32())),
-            "response_logprobs": pa.array([[0.0] * len(answer) for answer in answers], pa.list_(pa.float32())),
+            "response_logprobs": pa.array(
+                [[0.0] * len(answer) for answer in answers], pa.list_(pa.float32())
+            ),
             "advantage": pa.array([0.0] * len(answers)),
             "staleness": pa.array([0] * len(answers)),
         }
@@ -285,7 +351,11 @@ def scored(engine: Engine, world: World) -> list[list[float]]:
 
 def chances(world: World, policy: list[list[float]], situation: int) -> dict[int, float]:
     """Index of each choice in a situation -> probability, 1 together."""
-    weights = {c: np.exp(sum(policy[c])) for c, choice in enumerate(world.choices) if choice.situation == situation}
+    weights = {
+        c: np.exp(sum(policy[c]))
+        for c, choice in enumerate(world.choices)
+        if choice.situation == situation
+    }
     return {c: weight / sum(weights.values()) for c, weight in weights.items()}
 
 
@@ -297,11 +367,15 @@ def success(world: World, policy: list[list[float]]) -> float:
     wins_S = [0.0] * len(chances_S)
     for _ in range(MAX_STEPS):
         after = {None: 1.0, **dict(enumerate(wins_S))}
-        wins_S = [sum(p * after[world.choices[c].leads_to] for c, p in each.items()) for each in chances_S]
+        wins_S = [
+            sum(p * after[world.choices[c].leads_to] for c, p in each.items()) for each in chances_S
+        ]
     return float(np.mean([wins_S[start] for start in world.starts]))
 
 
-def played(world: World, policy: list[list[float]], rng: np.random.Generator, *, version: int) -> pa.Table:
+def played(
+    world: World, policy: list[list[float]], rng: np.random.Generator, *, version: int
+) -> pa.Table:
     """A group of episodes of each game, as rows of the store."""
     return to_table(
         [
@@ -324,7 +398,9 @@ def played(world: World, policy: list[list[float]], rng: np.random.Generator, *,
     )
 
 
-def walked(world: World, policy: list[list[float]], rng: np.random.Generator, *, start: int, version: int) -> tuple[Step, ...]:
+def walked(
+    world: World, policy: list[list[float]], rng: np.random.Generator, *, start: int, version: int
+) -> tuple[Step, ...]:
     steps: list[Step] = []
     situation: int | None = start
     while situation is not None and len(steps) < MAX_STEPS:

@@ -1,4 +1,4 @@
-"""cli/train.py on what another run has played, with the real learner and processes: killed in the
+"""gigpo train on what another run has played, with the real learner and processes: killed in the
 middle, it goes on, and ends.
 """
 
@@ -16,15 +16,17 @@ from pathlib import Path
 import pytest
 
 from store import RunLayout, VersionRecord
-from store.reading.query import connect
 from store.maintenance.fsck import CONTENTS, check
+from store.reading.query import connect
 from tests.support.engine_samples import make_base
 from tests.support.learner_loop import make_config, open_coordinator, play
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTED_QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "stored_rollouts.md").read_text(), re.DOTALL)
+DOCUMENTED_QUERIES = re.findall(
+    r"```sql\n(.*?)```", (ROOT / "docs" / "stored_rollouts.md").read_text(), re.DOTALL
+)
 CONFIG = """
 env: {name: not_installed_here:World}
 learner: {steps: 99, groups_per_step: 2, learning_rate: 1.0e-3, checkpoint_every: 2}
@@ -50,9 +52,22 @@ def make_source(root: Path) -> RunLayout:
 def start(run: Path, source: Path) -> subprocess.Popen[str]:
     config = run.parent / "offline.yaml"
     config.write_text(CONFIG)
-    command = [sys.executable, "cli/train.py", str(config), f"run_dir={run}", f"source={source}@won"]
+    command = [
+        sys.executable,
+        "-m",
+        "cli",
+        "train",
+        str(config),
+        f"run_dir={run}",
+        f"source={source}@won",
+    ]
     return subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
@@ -62,10 +77,14 @@ def rows(run: Path, sql: str) -> list[tuple]:
 
 
 def learner_step(run: Path) -> int:
-    return rows(run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'")[0][0]
+    return rows(
+        run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'"
+    )[0][0]
 
 
-def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_used_up(tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_used_up(
+    tmp_path: Path,
+) -> None:
     source, run = make_source(tmp_path / "source"), tmp_path / "run"
     process = start(run, source.root)
     deadline = time.monotonic() + TIMEOUT_S
@@ -80,14 +99,28 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
     output, _ = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, output
     assert "continues at learner step" in output
-    assert f"offline rollouts are used up after learner step {LAST_STEP}" in output and "python cli/evaluate.py" in output
-    per_step = "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live GROUP BY 1 ORDER BY 1"
+    assert (
+        f"stored rollouts are used up after learner step {LAST_STEP}" in output
+        and "gigpo evaluate" in output
+    )
+    per_step = (
+        "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' AND live "
+        "GROUP BY 1 ORDER BY 1"
+    )
     assert rows(run, per_step) == [(step, 2) for step in range(1, LAST_STEP + 1)]
-    uses = "SELECT list(DISTINCT n) FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    uses = (
+        "SELECT list(DISTINCT n) FROM "
+        "(SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    )
     assert rows(run, uses) == [([4],)]
     assert rows(run, "SELECT DISTINCT source FROM lineage") == [(source.info.run_id,)]
-    assert rows(run, "SELECT count(DISTINCT digest) > 10 FROM versions") == [(True,)], "it learned something in each step"
-    assert sorted(path.name for path in (run / "logs").iterdir()) == ["coordinator.log", "learner.log"], "nobody played"
+    assert rows(run, "SELECT count(DISTINCT digest) > 10 FROM versions") == [(True,)], (
+        "it learned something in each step"
+    )
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        "coordinator.log",
+        "learner.log",
+    ], "nobody played"
     assert check(RunLayout.open(run), level=CONTENTS) == []
     for query in DOCUMENTED_QUERIES:
         assert rows(run, query), query

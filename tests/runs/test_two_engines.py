@@ -23,7 +23,14 @@ import pytest
 import torch
 
 from actors.policy import Completion, Prompt
-from tests.support.fault_runs import NAMED_WITHIN_S, ROOT, FaultRun, check_nothing_lost, processes_of, seen_now
+from tests.support.fault_runs import (
+    NAMED_WITHIN_S,
+    ROOT,
+    FaultRun,
+    check_nothing_lost,
+    processes_of,
+    seen_now,
+)
 from tests.support.learner_logprobs import both_logprobs
 
 pytestmark = pytest.mark.faults
@@ -57,7 +64,8 @@ ROWS = """
     SELECT v.path, s.prompt_ids, s.response_ids, s.response_logprobs
     FROM steps AS s JOIN versions AS v ON v.version = s.version_min
     WHERE s.split = 'train' AND s.version_min = s.version_max
-    QUALIFY row_number() OVER (PARTITION BY s.version_min ORDER BY hash(s.traj_uid), s.step_index) <= 8"""
+    QUALIFY 8 >= row_number() OVER (
+        PARTITION BY s.version_min ORDER BY hash(s.traj_uid), s.step_index)"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,16 @@ def start() -> Iterator[Start]:
 
     def start(run: Path, *overrides: str) -> FaultRun:
         output = run.parent / f"{run.name}.out"
-        command = [sys.executable, "cli/train.py", "configs/key_room.yaml", f"run_dir={run}", *SETTINGS, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "cli",
+            "train",
+            "configs/key_room.yaml",
+            f"run_dir={run}",
+            *SETTINGS,
+            *overrides,
+        ]
         with output.open("a") as out:
             process = subprocess.Popen(
                 command,
@@ -125,14 +142,18 @@ def loads_of_worker_1(run: FaultRun) -> int:
     """Return how often an engine of worker-1 has loaded weights: an engine that starts has loaded
     none.
     """
-    ((n,),) = run.sql("SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'weights loaded'")
+    ((n,),) = run.sql(
+        "SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'weights loaded'"
+    )
     return int(n)
 
 
 def workers_that_played(run: FaultRun) -> list[str]:
     """Return the workers that committed rows; only the catalog knows whose a file was."""
     with contextlib.closing(sqlite3.connect(run.run / "catalog.sqlite")) as catalog:
-        rows = catalog.execute("SELECT DISTINCT worker FROM segment WHERE level = 0 AND n_steps > 0 ORDER BY 1")
+        rows = catalog.execute(
+            "SELECT DISTINCT worker FROM segment WHERE level = 0 AND n_steps > 0 ORDER BY 1"
+        )
         return [worker for (worker,) in rows]
 
 
@@ -143,16 +164,24 @@ def check_logprobs(run: FaultRun) -> None:
     played: dict[str, list[tuple[Prompt, Completion]]] = {}
     for path, prompt, response, logprobs in run.sql(ROWS):
         completion = Completion(
-            token_ids=tuple(response), logprobs=tuple(logprobs), finish_reason="stop", version_min=0, version_max=0
+            token_ids=tuple(response),
+            logprobs=tuple(logprobs),
+            finish_reason="stop",
+            version_min=0,
+            version_max=0,
         )
-        played.setdefault(path, []).append((Prompt(token_ids=tuple(prompt), actions=None), completion))
+        played.setdefault(path, []).append(
+            (Prompt(token_ids=tuple(prompt), actions=None), completion)
+        )
     there = [path for path in sorted(played) if (run.run / path).is_dir()]
     assert len(there) > STEPS / 2
     for path in there:
         behaviour_N, learner_N = both_logprobs(run.run / path, played[path], temperature=1.0)
         torch.testing.assert_close(behaviour_N, learner_N, atol=SAME, rtol=0.0)
     behaviour_N, learner_N = both_logprobs(run.run / there[-1], played[there[0]], temperature=1.0)
-    assert (behaviour_N - learner_N).abs().max() > 100 * SAME, "weights of another version give the same"
+    assert (behaviour_N - learner_N).abs().max() > 100 * SAME, (
+        "weights of another version give the same"
+    )
 
 
 def test_left_alone_it_is_whole(alone: FaultRun) -> None:
@@ -165,7 +194,11 @@ def test_killed_three_times_it_is_whole(start: Start, tmp_path: Path, alone: Fau
     for step in KILL_AFTER_STEPS:
         wait_for_step(killed, step)
         before = len(killed.events("started again"))
-        killed.wait(lambda n=n_loads: loads_of_worker_1(killed) > n, what="an engine that serves", within_s=LONGEST_S)  # type: ignore[misc]
+        killed.wait(
+            lambda n=n_loads: loads_of_worker_1(killed) > n,
+            what="an engine that serves",
+            within_s=LONGEST_S,
+        )  # type: ignore[misc]
         killed.part("worker-1 engine").send_signal(signal.SIGKILL)
         killed.wait(
             lambda before=before: len(killed.events("started again")) > before,  # type: ignore[misc]
@@ -175,16 +208,23 @@ def test_killed_three_times_it_is_whole(start: Start, tmp_path: Path, alone: Fau
         seen = seen_now(killed)
         n_loads = loads_of_worker_1(killed)
     check_whole(killed, seen=seen, workers=("worker-0", "worker-1"))
-    received = "SELECT count(DISTINCT component) FROM events WHERE what = 'weights loaded' AND (detail ->> 'received')::BOOLEAN"
+    received = (
+        "SELECT count(DISTINCT component) FROM events "
+        "WHERE what = 'weights loaded' AND (detail ->> 'received')::BOOLEAN"
+    )
     assert killed.sql(received) == [(2,)], "also the engines that came later were sent weights"
 
 
-def test_resumed_with_one_worker_and_two_ranks_it_is_whole(start: Start, tmp_path: Path, alone: FaultRun) -> None:
+def test_resumed_with_one_worker_and_two_ranks_it_is_whole(
+    start: Start, tmp_path: Path, alone: FaultRun
+) -> None:
     first = start(tmp_path / "run", base_of(alone))
     wait_for_step(first, 15)
     os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait()
     seen = seen_now(first)
     again = start(tmp_path / "run", base_of(alone), "actors.workers=1", "learner.ranks=2")
-    again.wait(lambda: "continues at learner step" in again.said(), what="the resume", within_s=LONGEST_S)
+    again.wait(
+        lambda: "continues at learner step" in again.said(), what="the resume", within_s=LONGEST_S
+    )
     check_whole(again, seen=seen, workers=("worker-0", "worker-1"))  # the first start had two

@@ -34,16 +34,18 @@ max_staleness: 1
 env:
   name: sokoban
   options:
-    {rows: 6, columns: 7, boxes: 1, least_moves: 1, most_moves: 4, train_rooms: 8, heldout_rooms: 2, seed: 0,
-     observation: image}
+    {rows: 6, columns: 7, boxes: 1, least_moves: 1, most_moves: 4, train_rooms: 8, heldout_rooms: 2,
+     seed: 0, observation: image}
   max_steps: 3
   win_reward: 1.0
-# Random tokens are an action now and then: a reply is whole with its first space, and " up" is one token.
+# Random tokens are an action now and then: a reply is whole with its first space, and " up" is
+# one token.
 prompt: {history_length: 0, max_prompt_tokens: 150, parser: text, stop: [" "]}
 actors: {groups_in_flight: 4, max_response_tokens: 16, max_model_tokens: 166, kv_cache_gib: 0.25}
 algorithm: {group_size: 4, invalid_penalty: 0.5}
 loss: {entropy_coef: 0.1}
-learner: {steps: 3, groups_per_step: 2, learning_rate: 1.0e-2, micro_batch_tokens: 1500, checkpoint_every: 3}
+learner: {steps: 3, groups_per_step: 2, learning_rate: 1.0e-2, micro_batch_tokens: 1500,
+          checkpoint_every: 3}
 evaluation: {every: 0, final_episodes_per_task: 1, temperature: 1.0}
 """
 TEMPLATE = """
@@ -66,10 +68,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_vision_model(place / "base", [" up down left right"], seed=0)
     (place / "config.yaml").write_text(CONFIG)
     (place / "template.yaml").write_text(TEMPLATE)
-    paths = [f"run_dir={place / 'run'}", f"model.path={place / 'base'}", f"prompt.template={place / 'template.yaml'}"]
-    command = [sys.executable, "cli/train.py", place / "config.yaml", *paths]
+    paths = [
+        f"run_dir={place / 'run'}",
+        f"model.path={place / 'base'}",
+        f"prompt.template={place / 'template.yaml'}",
+    ]
+    command = [sys.executable, "-m", "cli", "train", place / "config.yaml", *paths]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    finished = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=TIMEOUT_S, check=False)
+    finished = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return place / "run"
 
@@ -82,13 +96,17 @@ def steps(run: Path) -> pa.Table:
 
 def micro(rows: pa.Table) -> list[MicroBatch]:
     nothing = pa.array(np.zeros(rows.num_rows))
-    rows = rows.append_column("advantage", nothing).append_column("staleness", pc.cast(nothing, pa.int64()))
+    rows = rows.append_column("advantage", nothing).append_column(
+        "staleness", pc.cast(nothing, pa.int64())
+    )
     return micro_batches(rows, micro_batch_tokens=1500, merge_steps=True, ranks=1)
 
 
 def published(run: Path) -> dict[int, tuple[Path, str]]:
     with connect(RunLayout.open(run)) as connection:
-        rows = connection.sql("SELECT version, path, digest FROM versions ORDER BY version").fetchall()
+        rows = connection.sql(
+            "SELECT version, path, digest FROM versions ORDER BY version"
+        ).fetchall()
     return {version: (run / path, digest) for version, path, digest in rows}
 
 
@@ -101,10 +119,16 @@ def test_the_stored_image_is_the_one_that_was_drawn(run: Path, steps: pa.Table) 
         assert row["anchor_text"] == row["obs_text"]
 
 
-def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled(run: Path, steps: pa.Table) -> None:
+def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled(
+    run: Path, steps: pa.Table
+) -> None:
     compared = set()
     for version, (path, digest) in published(run).items():
-        rows = steps.filter(pc.and_(pc.equal(steps["version_min"], version), pc.equal(steps["version_max"], version)))
+        rows = steps.filter(
+            pc.and_(
+                pc.equal(steps["version_min"], version), pc.equal(steps["version_max"], version)
+            )
+        )
         if not rows.num_rows or not path.is_dir():
             continue
         assert files_digest(sorted(path.glob("*.safetensors"))) == digest
@@ -115,8 +139,14 @@ def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled
             behaviour = torch.cat([batch.behaviour_logprobs_N for batch in batches])
             torch.testing.assert_close(found, behaviour, rtol=0, atol=ATOL)
             # Had the engine, or the learner, not looked at the image, this would say so.
-            black = [tuple(tuple(np.zeros_like(i) for i in images) for images in batch.images_S) for batch in batches]
-            blind = [policy(replace(batch, images_S=none))[0] for batch, none in zip(batches, black, strict=True)]
+            black = [
+                tuple(tuple(np.zeros_like(i) for i in images) for images in batch.images_S)
+                for batch in batches
+            ]
+            blind = [
+                policy(replace(batch, images_S=none))[0]
+                for batch, none in zip(batches, black, strict=True)
+            ]
             assert (torch.cat(blind) - behaviour).abs().max() > 1000 * ATOL
         compared.add(version)
     assert 3 in compared, "the final evaluation plays with what the learner published last"
@@ -125,7 +155,9 @@ def test_recorded_log_probabilities_are_the_learners_of_the_version_that_sampled
 def test_every_version_served_has_the_digest_that_was_published(run: Path) -> None:
     digests = {version: digest for version, (_, digest) in published(run).items()}
     with connect(RunLayout.open(run)) as connection:
-        events = connection.sql("SELECT detail FROM events WHERE what = 'weights loaded'").fetchall()
+        events = connection.sql(
+            "SELECT detail FROM events WHERE what = 'weights loaded'"
+        ).fetchall()
     loads = [json.loads(detail) for (detail,) in events]
     assert max(load["version"] for load in loads) == 3
     assert all(load["digest"] == digests[load["version"]] for load in loads)
@@ -136,7 +168,10 @@ def test_no_engine_lost_an_image_when_weights_changed_under_its_requests(run: Pa
     0.32 does.
     """
     with connect(RunLayout.open(run)) as connection:
-        lost = "SELECT detail FROM events WHERE what = 'started again' AND detail LIKE '%lost its engine%'"
+        lost = (
+            "SELECT detail FROM events "
+            "WHERE what = 'started again' AND detail LIKE '%lost its engine%'"
+        )
         assert connection.sql(lost).fetchall() == []
 
 
@@ -147,8 +182,14 @@ def test_both_the_tower_and_the_text_model_were_trained(run: Path) -> None:
 
     newest, _ = published(run)[3]
     before, after = weights(run.parent / "base"), weights(newest)
-    for part in ("model.visual.patch_embed", "model.visual.merger", "model.language_model.layers.0"):
-        assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith(part)), part
+    for part in (
+        "model.visual.patch_embed",
+        "model.visual.merger",
+        "model.language_model.layers.0",
+    ):
+        assert any(
+            not torch.equal(before[name], after[name]) for name in before if name.startswith(part)
+        ), part
 
 
 def test_a_checkpoint_is_exported_as_the_version_it_belongs_to(run: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import (
     Catalog,
     FormatError,

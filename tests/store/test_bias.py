@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import (
     Catalog,
     Group,

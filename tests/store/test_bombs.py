@@ -40,7 +40,7 @@ LIMITED = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, ({LIMIT_BYTES}, -1))  # a query's process has its own
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-from cli.store_main import main
+from cli.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 

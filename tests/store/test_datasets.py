@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import (
     FORMAT,
     SEGMENT_SCHEMA,

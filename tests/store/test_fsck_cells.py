@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import Catalog, RunLayout
 from store.errors import FormatError
 from store.maintenance.fsck import CONTENTS, NAMES, check

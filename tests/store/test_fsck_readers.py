@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import Catalog, FormatError, RunLayout, export, write_open_sql
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.repair import repair

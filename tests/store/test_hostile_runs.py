@@ -18,7 +18,7 @@ import pytest
 
 import store
 from analysis.run_status import config_of
-from cli.store_main import main
+from cli.__main__ import main
 from configs import Config, ConfigError
 from driver import run_control as runs
 from driver.preflight import check_same_run
@@ -390,7 +390,14 @@ def test_a_fork_of_a_run_whose_catalog_is_none_is_one_line(
     assert not list(tmp_path.glob("forked*"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, StoreError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_error_of_the_query_process_keeps_its_message(kind: type[Exception]) -> None:
     answer = bytearray(
         json.dumps({"type": kind.__name__, "message": "w1 is a link; remove it"}).encode()

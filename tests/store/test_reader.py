@@ -19,7 +19,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import (
     Catalog,
     FormatError,

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import (
     Catalog,
     FencedError,

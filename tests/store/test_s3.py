@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow.fs as pafs
 import pytest
 
-from cli.store_main import main
+from cli.__main__ import main
 from store import (
     Catalog,
     DigestError,
@@ -33,7 +33,7 @@ from store.exchange.datasets import export_selection, import_selection, live_fil
 from store.maintenance.compact import CompactionPolicy, compact_once
 from store.maintenance.sweep import sweep_retired
 from store.reading.manifest import read_manifest
-from store.reading.mirror import fetch, mirror
+from store.reading.mirror import fetch_run, mirror
 from store.reading.query import connect
 from store.reading.reader import open_run
 from store.remote_directory import local_directory, publish_directory
@@ -165,7 +165,7 @@ def test_compaction_and_retirement_work_on_objects(server: Server, tmp_path: Pat
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0)
         assert count(layout.root) == [24, 8, 4]
-        copy = fetch(server.uri("compacts"), tmp_path / "copy")
+        copy = fetch_run(server.uri("compacts"), tmp_path / "copy")
         reader = open_run(copy.root)
         policy = CompactionPolicy(fan_in=4, max_live_files=500, min_file_bytes=1 << 20)
         result = compact_once(catalog, layout, policy=policy, skip=())
@@ -185,13 +185,13 @@ def test_compaction_and_retirement_work_on_objects(server: Server, tmp_path: Pat
         ]
         assert not list(layout.segments.rglob("*.parquet"))
     with reader:  # of the copy, from before: its files stay until it is done
-        fetch(server.uri("compacts"), copy.root)
+        fetch_run(server.uri("compacts"), copy.root)
         assert reader.sql("SELECT count(*) AS n FROM steps")["n"].to_pylist() == [24]
         assert {copy.relative(path) for path in copy.segments.rglob("*.parquet")} == {
             *old,
             result.merged.path,
         }
-    fetch(server.uri("compacts"), copy.root)
+    fetch_run(server.uri("compacts"), copy.root)
     assert [copy.relative(path) for path in copy.segments.rglob("*.parquet")] == [
         result.merged.path
     ]
@@ -206,19 +206,19 @@ def test_another_machine_fetches_a_copy_and_catches_up(server: Server, tmp_path:
     shutil.move(tmp_path / "hidden", layout.root)
     add_groups(layout, 1)
     assert count(copy) == [12, 4, 2]
-    fetch(server.uri("fetched"), copy)
+    fetch_run(server.uri("fetched"), copy)
     assert count(copy) == [18, 6, 3]
     # what is done to a copy does nothing to the run
     assert RunLayout.open(copy).info.storage_uri is None
     for wrong in (layout.root, tmp_path):
         with pytest.raises(StoreError, match="choose a new directory"):
-            fetch(server.uri("fetched"), wrong)
+            fetch_run(server.uri("fetched"), wrong)
     manifest = read_manifest(layout)
     assert manifest is not None
     path = manifest.segments[-1]
     layout.storage.write(path, bytes(reversed(layout.storage.read(path).to_pybytes())))
     with pytest.raises(DigestError, match=f"s3://{BUCKET}/fetched/{path}"):
-        fetch(server.uri("fetched"), tmp_path / "another")
+        fetch_run(server.uri("fetched"), tmp_path / "another")
 
 
 def test_weights_go_up_whole_and_come_down_whole(

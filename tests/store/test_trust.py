@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import configs
+import driver
 import store.untrusted.trust
-from cli import evaluate, train
+from cli.__main__ import main
 from driver import resume
 from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
 from store.untrusted.trust import FOLLOWED
@@ -72,28 +73,27 @@ def strangers(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.mark.parametrize(
-    ("main", "arguments"),
+    "arguments",
     [
-        (train.main, ["--resume", "{run}", "--dry-run"]),
-        (train.main, ["--resume", "{run}"]),
-        (train.main, ["--fork", "{run}@1", "run_dir={run}-fork"]),
-        (train.main, ["{config}", "run_dir={run}", "--dry-run"]),
-        (train.main, ["{config}", "run_dir={run}"]),
-        (evaluate.main, ["{run}"]),
-        (evaluate.main, ["{run}", "run_dir={run}-new"]),
-        (evaluate.main, ["{run}@1", "run_dir={run}-new", "--dry-run"]),
+        ["train", "--resume", "{run}", "--dry-run"],
+        ["train", "--resume", "{run}"],
+        ["train", "--fork", "{run}@1", "run_dir={run}-fork"],
+        ["train", "{config}", "run_dir={run}", "--dry-run"],
+        ["train", "{config}", "run_dir={run}"],
+        ["evaluate", "{run}"],
+        ["evaluate", "{run}", "run_dir={run}-new"],
+        ["evaluate", "{run}@1", "run_dir={run}-new", "--dry-run"],
     ],
 )
 def test_nothing_that_a_strangers_run_names_is_imported(
     strangers: Path,
     mark: Path,
     tmp_path: Path,
-    main: type[train.main],
     arguments: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
+    monkeypatch.setattr(driver.Interrupt, "listen", lambda interrupt: None)
     config = tmp_path / "given.yaml"
     config.write_text("env: {name: 'payload_of_a_run:Env'}\n")
     assert main([word.format(run=strangers, config=config) for word in arguments]) == 2
@@ -110,13 +110,13 @@ def test_nothing_that_a_strangers_run_names_is_imported(
 def test_what_was_trusted_once_is_not_asked_about_again(
     strangers: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train.Interrupt, "listen", lambda interrupt: None)
-    assert train.main(["--resume", str(strangers), "--dry-run", "--trust"]) == 0, (
+    monkeypatch.setattr(driver.Interrupt, "listen", lambda interrupt: None)
+    assert main(["train", "--resume", str(strangers), "--dry-run", "--trust"]) == 0, (
         capsys.readouterr().err
     )
     assert mark.exists(), "the attack itself works"
     assert made_by_this_user(strangers)
-    assert train.main(["--resume", str(strangers), "--dry-run"]) == 0
+    assert main(["train", "--resume", str(strangers), "--dry-run"]) == 0
 
 
 def test_ones_own_run_goes_on_wherever_it_lies(mine: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ SCRIPTED = (
     "actors.scripted=true",
     "loss.policy=behaviour_cloning",
     "max_staleness=3000",
-    "algorithm.group_filter=advantages",
+    "algorithm.signal=advantages",
 )
 
 
@@ -194,7 +194,9 @@ def started(run: Path, model: Path, *overrides: str) -> Iterator[FaultRun]:
     fault, output = home / f"{run.name}.fault", home / f"{run.name}.out"
     command = [
         sys.executable,
-        "gigpo train",
+        "-m",
+        "cli",
+        "train",
         str(home / "faults.yaml"),
         f"run_dir={run}",
         f"model.path={model}",

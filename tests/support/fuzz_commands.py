@@ -118,14 +118,12 @@ def become_nobody() -> None:
 
 def all_commands(run: Path, base: Path) -> dict[str, Callable[[], int]]:
     """Return every command that reads a run, by a name."""
-    import cli.learner as learner_commands
-    import cli.store_main as store_commands
-    from cli import audit, evaluate, train
+    from cli.__main__ import main
 
     new, text = str(base / "destination"), str(run)
 
     def store_command(*words: str) -> Callable[[], int]:
-        return lambda: store_commands.main(list(words))
+        return lambda: main(list(words))
 
     return {
         "sql": store_command("sql", text, "SELECT * FROM steps LIMIT 5"),
@@ -142,17 +140,17 @@ def all_commands(run: Path, base: Path) -> dict[str, Callable[[], int]]:
         "compact": store_command("compact", text, "--snapshot-window", "0", "--keep-versions", "1"),
         "import": store_command("import", text, text),
         "fetch": store_command("fetch", f"file://{text}", new),
-        "status": lambda: train.main(["--status", text]),
-        "stop": lambda: train.main(["--stop", text]),
-        "workers": lambda: train.main(["--workers", text, "2"]),
-        "resume": lambda: train.main(["--resume", text, "--dry-run"]),
-        "fork": lambda: train.main(["--fork", f"{text}@1", f"run_dir={new}", "--dry-run"]),
-        "evaluate": lambda: evaluate.main([text, f"run_dir={new}", "--dry-run"]),
-        "compare": lambda: evaluate.main(["--compare", text, text]),
-        "audit": lambda: audit.main([text]),
-        "audit against": lambda: audit.main([text, "omega=0", "--against"]),
-        "export model": lambda: learner_commands.main(["export", text, new]),
-        "replay": lambda: learner_commands.main(["replay", text, "--step", "1"]),
+        "status": lambda: main(["status", text]),
+        "stop": lambda: main(["stop", text]),
+        "workers": lambda: main(["workers", text, "2"]),
+        "resume": lambda: main(["train", "--resume", text, "--dry-run"]),
+        "fork": lambda: main(["train", "--fork", f"{text}@1", f"run_dir={new}", "--dry-run"]),
+        "evaluate": lambda: main(["evaluate", text, f"run_dir={new}", "--dry-run"]),
+        "compare": lambda: main(["evaluate", "--compare", text, text]),
+        "audit": lambda: main(["audit", text]),
+        "audit against": lambda: main(["audit", text, "omega=0", "--against"]),
+        "export model": lambda: main(["export-model", text, new]),
+        "replay": lambda: main(["replay", text, "1"]),
     }
 
 

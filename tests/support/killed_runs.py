@@ -29,6 +29,7 @@ import store
 from configs import Config
 from coordinator import task_index
 from envs import list_tasks
+from learner import fill_defaults
 from store import RunLayout
 from tests.support.fault_runs import CONFIG, FAULTY_WORLD, ROOT, SCRIPTED, FaultRun, processes_of
 
@@ -78,7 +79,7 @@ class KilledRun:
             else [str(self.home / "killed.yaml"), f"run_dir={self.run}"]
         )
         settings = () if again else (f"model.path={self.model}", *self.settings)
-        command = [sys.executable, str(ROOT / "gigpo train"), *given, *settings, *overrides]
+        command = [sys.executable, "-m", "cli", "train", *given, *settings, *overrides]
         fault = self.home / "fault"
         output = self.home / f"{self.name}.out"
         with output.open("a") as out:
@@ -230,8 +231,8 @@ def killed_and_undisturbed(
         for name in ("killed", "undisturbed")
     ]
     overrides = [f"run_dir={runs[0].run}", f"model.path={model}", *settings]
-    config = configs.load(home / "killed.yaml", overrides)
-    RunLayout.create(runs[0].run, config_yaml=configs.as_yaml(config))
+    config = fill_defaults(configs.load(home / "killed.yaml", overrides))
+    RunLayout.create(runs[0].run, config_yaml=configs.to_yaml(config))
     shutil.copytree(runs[0].run, runs[1].run)
     return runs[0], runs[1]
 

@@ -1,0 +1,144 @@
+"""gigpo export-model and replay: take a policy out of a run, and train its steps again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cli.arguments import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Command,
+    run_argument,
+    settings_argument,
+    trust_option,
+)
+from printable import UserError, plain_console, printable
+
+DIFFERENT = 1  # exit status
+EXPORT_EPILOG = """\b
+Examples:
+  gigpo export-model runs/a model                  the newest version
+  gigpo export-model runs/a model --version 40     a published version
+  gigpo export-model runs/a@80 model               a checkpoint
+  gigpo export-model runs/a adapter --adapter      the newest checkpoint's LoRA adapters
+"""
+REPLAY_EPILOG = """\b
+Examples:
+  gigpo replay runs/a 6                  steps from the newest checkpoint before it, up to 6
+  gigpo replay runs/a 1 --to 25          the whole run, from the base model
+  gigpo replay runs/a 6 --explain        what each group brings into the step
+  gigpo replay runs/a 30 learner.steps=40
+\b
+Exit status: 0 all identical, 1 something differs, 2 a step cannot be replayed.
+"""
+
+
+@click.command(cls=Command, epilog=EXPORT_EPILOG)
+@click.argument("source", metavar="RUN[@STEP]")
+@click.argument("destination", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--version", type=AT_LEAST_0, metavar="N", help="Export this published version.")
+@click.option("--adapter", is_flag=True, help="Export a checkpoint's LoRA adapters, in float32.")
+@trust_option
+def export_model(
+    source: str, destination: Path, version: int | None, adapter: bool, trust: bool
+) -> None:
+    """Write the weights of a run as a new Hugging Face directory.
+
+    It holds weights, configuration and tokenizer, for transformers and vLLM. RUN@STEP is the
+    checkpoint after a learner step: its float32 weights are rounded to model.dtype, as those of its
+    version were, and LoRA adapters are merged into the base model. With --adapter only the adapters
+    are written, as peft and vLLM load them beside the base model. The printed digest is that of
+    `cat DIR/*.safetensors | b3sum`. The run may be training meanwhile.
+    """
+    run, step = _run_and_step(source)
+    if version is not None and step is not None:
+        raise click.UsageError(f"--version {version} and {source} are two models; give one of them")
+    if version is not None and adapter:
+        raise click.UsageError(
+            f"--version {version} was published with its adapters merged; give RUN@STEP instead"
+        )
+    _check_and_trust(run, trusts=trust)
+
+    import learner
+    from store import RunLayout
+
+    layout = RunLayout.open(run)
+    try:
+        if destination.exists():
+            raise UserError(f"{destination} exists; choose another directory, or remove it")
+        if adapter:
+            step = learner.newest_checkpoint(layout) if step is None else step
+            digest = learner.export_adapter(layout, step, destination)
+            exported = f"the adapters after learner step {step}"
+        elif step is not None:
+            digest = learner.export_checkpoint(layout, step, destination)
+            exported = f"the checkpoint after learner step {step}"
+        else:
+            record = learner.find_version(layout, version)
+            digest = learner.export_version(layout, record, destination)
+            exported = f"version {record.version}, of learner step {record.learner_step}"
+    except ValueError as error:  # of a model that transformers cannot load, for example
+        raise UserError(str(error)) from error
+    print(printable(f"{destination}: {exported} of {layout.root}; digest {digest}"))
+
+
+def _run_and_step(source: str) -> tuple[Path, int | None]:
+    """Split RUN@STEP. Without @STEP the step is None."""
+    run, at, step = source.rpartition("@")
+    if not at:
+        return Path(source), None
+    if not step.isdigit():
+        raise click.UsageError(f"{source}: give a run, or a run and a learner step, e.g. runs/a@40")
+    return Path(run), int(step)
+
+
+@click.command(cls=Command, epilog=REPLAY_EPILOG)
+@run_argument
+@click.argument("step", type=AT_LEAST_1)
+@settings_argument
+@click.option("--to", type=AT_LEAST_1, metavar="STEP", help="Also replay all steps up to this one.")
+@click.option("--explain", is_flag=True, help="Show what each group brings into the first step.")
+@trust_option
+def replay(
+    run: Path, step: int, settings: tuple[str, ...], to: int | None, explain: bool, trust: bool
+) -> int:
+    """Train learner steps again and compare the weights bit for bit.
+
+    The groups are those that the run stored. The digest of the weights has to be the published one,
+    and the figures have to be the recorded ones. Replaying begins at the newest kept checkpoint
+    before STEP, or else at the base model (learner.keep_every keeps more checkpoints), and compares
+    the steps in between too. The run is only read, and may be training.
+
+    KEY=VALUE gives settings that the run was continued with, learner.steps for example. run.json
+    has only those of its first start.
+    """
+    _check_and_trust(run, trusts=trust)
+
+    from learner import replay_steps
+
+    try:
+        is_same = replay_steps(
+            run,
+            first=step,
+            last=step if to is None else to,
+            settings=settings,
+            explains=explain,
+            console=plain_console(soft_wrap=False),
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return 0 if is_same else DIFFERENT
+
+
+def _check_and_trust(run: Path, *, trusts: bool) -> None:
+    """Check the run before libraries are loaded that read its files, and trust it if asked.
+
+    Those libraries would follow a link out of a stranger's run.
+    """
+    from store import RunLayout, trust
+
+    RunLayout.open(run).check_no_links()
+    if trusts:
+        trust(run)

@@ -1,0 +1,11 @@
+from .errors import ComponentFailed as ComponentFailed
+from .evaluate_run import evaluate as evaluate
+from .run_control import ask_for_workers as ask_for_workers
+from .run_control import status as status
+from .run_control import stop as stop
+from .shutdown import Interrupt as Interrupt
+from .train_run import dry_run as dry_run
+from .train_run import settings_to_fork as settings_to_fork
+from .train_run import settings_to_resume as settings_to_resume
+from .train_run import settings_to_train as settings_to_train
+from .train_run import train as train

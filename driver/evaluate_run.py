@@ -1,0 +1,300 @@
+"""Play every held-out task with the weights of a run, a checkpoint, a model or a server.
+
+A run is evaluated in its own store, if no settings are given. Otherwise the evaluation makes a run
+directory of its own, `run_dir=NEW`. Started again, it goes on where it was stopped: stored episodes
+are not played again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+import configs
+from actors import ChatPolicy, weight_files
+from analysis import show_evaluation
+from configs import Config, ConfigError
+from coordinator import Status
+from driver import resume, run_control
+from driver.preflight import (
+    check_gpus,
+    check_run_dir,
+    check_same_run,
+    check_tasks,
+    check_writable,
+    disk_faults,
+    open_run,
+    show_missing,
+    try_model,
+    try_tasks,
+    with_model,
+)
+from driver.processes import n_processes
+from driver.progress import Progress, said_while, said_with_spinner
+from driver.ray_cluster import ray_cluster
+from driver.supervisor import Supervisor
+from driver.tensorboard_writer import tensorboard_files
+from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest, trust
+
+
+def evaluate(
+    weights: str, overrides: Sequence[str], console: Console, *, trusts: bool, dry_run: bool
+) -> None:
+    """Evaluate `weights`: RUN, RUN@STEP or a config file. Show success by task type.
+
+    `trusts` counts the run as made by this user. `dry_run` only shows what would be evaluated, and
+    whether it can be. Raises UserError.
+    """
+    if trusts:
+        trust(_trusted_run(weights, overrides))
+    config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
+    check_run_dir(config)
+    _check_endpoint(config, console)
+    if dry_run:
+        missing: list[str] = []
+        if is_config(weights):  # the weights of a run are copied when its evaluation starts
+            config, missing, needs = try_model(config)
+            missing += disk_faults(needs)
+        console.print(configs.differences(config), markup=False)
+        show_missing([*missing, *try_tasks(config, console)], console)
+        return
+    check_writable(config)
+    if overrides:
+        _evaluate_in_new_run(config, weights, console)
+    else:
+        config = with_model(config, console)  # downloads it if the cache has lost it
+        check_tasks(config, console)
+        _play(config, console, in_new_run=False)
+    show_evaluation(Path(config.run_dir), console)
+
+
+def _trusted_run(weights: str, overrides: Sequence[str]) -> Path:
+    """Return the run that --trust is about: the evaluated one, or the run_dir of a config."""
+    if is_config(weights):
+        return Path(configs.load(weights, overrides).run_dir)
+    return run_and_step(weights)[0]
+
+
+def own_run_settings(run: str) -> Config:
+    """Return the settings to evaluate a run in its own store. Raises ConfigError, StoreError."""
+    if run.rpartition("@")[0] or is_config(run):
+        raise ConfigError(
+            f"{run} is evaluated in a store of its own; give its directory: run_dir=..."
+        )
+    layout = RunLayout.open(Path(run))
+    run_control.check_idle(
+        layout.root,
+        instead=f"evaluate its newest weights beside it: gigpo evaluate {run} run_dir=NEW",
+    )
+    check_unowned(layout)
+    return resume.load(Path(run), [])
+
+
+def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
+    """Return the settings of an evaluation in a new run. Raises ConfigError, StoreError."""
+    directories = [
+        text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")
+    ]
+    if not directories:
+        raise ConfigError(
+            f"gigpo evaluate {weights} with settings of its own needs a directory of its own: "
+            "run_dir=NEW"
+        )
+    if is_config(weights):
+        config = configs.load(weights, overrides)
+        if not config.model.path and not config.endpoint.url:
+            raise ConfigError(
+                f"{weights} has no model.path; give the model to evaluate: model.path=... or "
+                "endpoint.url=..."
+            )
+        return configs.without_model(config) if config.endpoint.url else config
+    run, step = run_and_step(weights)
+    others = [text for text in overrides if not text.startswith("run_dir=")]
+    if any(text.startswith("model.path=") for text in others):
+        raise ConfigError(
+            f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a "
+            "config instead"
+        )
+    config, new = resume.load(run, others), directories[-1]
+    if config.endpoint.url:  # the run's tasks and settings
+        if step is not None:
+            raise ConfigError(
+                f"endpoint.url= beside {weights}, whose weights are evaluated; leave it out, or "
+                f"give {run} instead"
+            )
+        return replace(configs.without_model(config), run_dir=new)
+    model = Path(new) / _weights_name(run, step)
+    return replace(
+        config, run_dir=new, source=[], model=replace(config.model, path=str(model), lora_rank=0)
+    )
+
+
+def is_config(weights: str) -> bool:
+    """Return whether the weights are named by a YAML file, not by a run."""
+    return weights.endswith((".yaml", ".yml"))
+
+
+def run_and_step(text: str) -> tuple[Path, int | None]:
+    """Split RUN@STEP: `runs/a@40` is runs/a and 40, `runs/a` is runs/a and None."""
+    run, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not step.isdigit():
+        raise ConfigError(
+            f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. "
+            "runs/a@40"
+        )
+    return Path(run), int(step)
+
+
+def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None:
+    """Evaluate in the directory of `config`, and make it if it is not there."""
+    if is_config(weights):
+        config = with_model(config, console)
+    try:
+        check_same_run(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}"
+        ) from None
+    if not is_config(weights) and not config.endpoint.url:
+        _copy_weights(*run_and_step(weights), Path(config.model.path))
+    configs.check_model_path(config)
+    check_tasks(config, console)
+    open_run(config)
+    resume.remember(config)
+    _play(config, console, in_new_run=True)
+
+
+def _weights_name(run: Path, step: int | None) -> str:
+    """Return the directory name of the weights: different weights have different names."""
+    layout = RunLayout.open(run)
+    return f"{layout.info.run_id}-" + (
+        f"v{_newest_version(layout).version:06d}" if step is None else f"step{step:06d}"
+    )
+
+
+def _newest_version(layout: RunLayout) -> VersionRecord:
+    """Return the newest version whose files are there. Raises StoreError."""
+    from learner import find_version
+
+    try:
+        return find_version(layout, None)
+    except ValueError as error:
+        raise StoreError(f"{layout.root} has no weights to evaluate: {error}") from error
+
+
+def _copy_weights(run: Path, step: int | None, model: Path) -> None:
+    """Write the weights to evaluate as a Hugging Face directory, unless it exists.
+
+    Raises StoreError.
+    """
+    from learner import export_checkpoint, export_version
+
+    if model.is_dir():
+        return
+    layout = RunLayout.open(run)
+    try:
+        if step is None:
+            export_version(layout, _newest_version(layout), model)
+        else:
+            export_checkpoint(layout, step, model)
+    except (ValueError, FileNotFoundError) as error:
+        raise StoreError(
+            f"{run}{'' if step is None else f'@{step}'} cannot be evaluated: {error}"
+        ) from error
+
+
+def _check_endpoint(config: Config, console: Console) -> None:
+    """Ask the model server once before anything starts. Raises EndpointFailed."""
+    if not config.endpoint.url:
+        return
+
+    async def ask() -> None:
+        policy = ChatPolicy(config)
+        try:
+            await policy.try_once(temperature=config.evaluation.temperature)
+        finally:
+            await policy.close()
+
+    with said_with_spinner(f"asking {config.endpoint.url} once", console):
+        asyncio.run(ask())
+    console.print(f"{config.endpoint.model} answers at {config.endpoint.url}", markup=False)
+
+
+def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
+    """Play every held-out task `final_episodes_per_task` times with the run's newest weights.
+
+    A new run has no weights yet: its version 0 is the model, or the server that plays.
+    """
+    run = Path(config.run_dir)
+    say = partial(console.print, markup=False)
+    # Without model.path a server plays, and no process reads this directory.
+    model_path = config.model.path or str(run / "base" / "policy")
+    with run_control.driving(run), ExitStack() as ray:
+        with said_while(lambda: "starting Ray", say):
+            processes = n_processes(config, learns=False)
+            ray.enter_context(ray_cluster(config.run_dir, processes=processes))
+        check_gpus(config, learns=False)
+        layout = RunLayout.open(run)
+        with (
+            tensorboard_files(layout, say) as curves,
+            Supervisor(
+                config,
+                model_path,
+                learns=False,
+                say=say,
+                say_stopping=partial(run_control.say_stopping, run),
+            ) as supervisor,
+            Progress(config, "evaluating", console) as progress,
+        ):
+            show: Callable[[Status], None] = progress.show_evaluation
+            has_weights = supervisor.status().version >= 0
+            if config.endpoint.url:
+                if not has_weights:
+                    supervisor.publish(endpoint_as_version_zero(layout, config))
+            else:
+                if in_new_run and not has_weights:
+                    supervisor.publish(model_as_version_zero(layout, Path(model_path)))
+                show = curves.beside(show)
+            supervisor.evaluate(config.evaluation.final_episodes_per_task, show)
+
+
+def model_as_version_zero(layout: RunLayout, model: Path) -> VersionRecord:
+    """Link the model as version 0 of the weights. Nobody changes it, so no copy is needed."""
+    directory = layout.weights_dir(0)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.unlink(missing_ok=True)  # a broken link
+        target = model.resolve()
+        if target.is_relative_to(layout.root.resolve()):  # then the run can be moved with it
+            target = Path(os.path.relpath(model, directory.parent))
+        directory.symlink_to(target, target_is_directory=True)
+    digest = files_digest(weight_files(directory))
+    return VersionRecord(
+        version=0, path=layout.relative(directory), digest=digest, learner_step=None
+    )
+
+
+def endpoint_as_version_zero(layout: RunLayout, config: Config) -> VersionRecord:
+    """Record the server and its model in `endpoint.json`, in place of weights."""
+    directory = layout.weights_dir(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "endpoint.json"
+    asked = {
+        "url": config.endpoint.url,
+        "model": config.endpoint.model,
+        "body": config.endpoint.body,
+    }
+    path.write_text(json.dumps(asked, indent=1) + "\n")
+    return VersionRecord(
+        version=0, path=layout.relative(directory), digest=files_digest([path]), learner_step=None
+    )

@@ -1,0 +1,237 @@
+"""Train a run from its settings to its last learner step and its held-out evaluation.
+
+`settings_to_train` reads the settings of a new run, `settings_to_resume` those of a run that goes
+on, `settings_to_fork` those of a new run from another's checkpoint. `train` makes what is missing
+(a download, games, a base policy), starts the processes, waits and stops them. `dry_run` only shows
+what `train` would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+import configs
+from actors import sample_chats
+from analysis import is_finished, show_report, trained_to
+from configs import Config, ConfigError
+from driver import fork, offline_sources, resume, run_control
+from driver.preflight import (
+    FAILURE_LOG,
+    check_gpus,
+    check_run_dir,
+    check_same_run,
+    check_tasks,
+    check_writable,
+    disk_faults,
+    missing_gpus,
+    open_run,
+    run_need,
+    show_missing,
+    try_model,
+    try_tasks,
+    with_model,
+)
+from driver.processes import n_processes
+from driver.progress import Progress, said_while
+from driver.ray_cluster import ray_cluster
+from driver.supervisor import Supervisor
+from driver.tensorboard_writer import tensorboard_files
+from envs import is_program, list_tasks
+from store import RunLayout, trust
+
+
+def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
+    """Return the settings of a config file with `key=value` overrides.
+
+    `trusts` counts the run in run_dir, or else its sources, as made by this user. Raises
+    ConfigError; StoreError for a stranger's run that is not trusted.
+    """
+    config = configs.load(config_file, overrides)
+    if trusts:
+        run = Path(config.run_dir)
+        there = [run] if RunLayout.exists(run) else []
+        for trusted in [*there, *offline_sources.runs(config)] or [run]:
+            trust(trusted)
+    return _checked(config)
+
+
+def settings_to_resume(run: Path, overrides: Sequence[str], *, trusts: bool) -> Config:
+    """Return the settings of a run's newest start with overrides. Raises as `settings_to_train`."""
+    if trusts:
+        trust(run)
+    return _checked(resume.load(run, overrides))
+
+
+def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> Config:
+    """Return the settings of the fork `source`, RUN@STEP. Raises as `settings_to_train`."""
+    if trusts:
+        trust(fork.parsed(source)[0])
+    return _checked(fork.load(source, overrides))
+
+
+def _checked(config: Config) -> Config:
+    """Refuse settings that cannot train, before a download that may take an hour."""
+    if config.endpoint.url:
+        raise ConfigError(
+            f"endpoint.url={config.endpoint.url} is for gigpo evaluate: a server gives neither its "
+            "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
+        )
+    check_run_dir(config)
+    return config
+
+
+def dry_run(config: Config, console: Console) -> None:
+    """Show what `train` would do and what is missing on this machine. Make nothing.
+
+    Raises the errors of `train`, as far as they are known here.
+    """
+    config, missing, needs = try_model(config)
+    check_same_run(config)
+    console.print(configs.differences(config) + configs.describe_plan(config), markup=False)
+    missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
+    if not configs.is_offline(config):
+        missing += try_tasks(config, console)
+    _check_new_sources(config, console)
+    show_missing(missing, console)
+
+
+def train(config: Config, console: Console, *, fork_of: str = "") -> None:
+    """Train a run from wherever it stands to its end, and show its report.
+
+    `fork_of` is the RUN@STEP that a new run begins from. Raises UserError.
+    """
+    config = with_model(config, console)
+    if fork_of:
+        fork.make(fork_of, config)
+    configs.check_model_path(config)
+    check_writable(config)
+    run = Path(config.run_dir)
+    with run_control.driving(run) as n_leftovers:
+        if n_leftovers:
+            console.print(f"removed {n_leftovers} processes that an earlier start of {run} left")
+        check_same_run(config)
+        if not configs.is_offline(config):
+            check_tasks(config, console)
+        _check_new_sources(config, console)
+        if (step := trained_to(config)) > config.learner.steps:
+            console.print(
+                f"{run} is trained to learner step {step} already, so "
+                f"learner.steps={config.learner.steps} trains nothing; raise learner.steps to go on"
+            )
+        if not is_finished(config):
+            with ExitStack() as ray:
+                with said_while(lambda: "starting Ray", partial(console.print, markup=False)):
+                    ray.enter_context(
+                        ray_cluster(config.run_dir, processes=n_processes(config, learns=True))
+                    )
+                _train_to_the_end(config, console)
+    show_report(config, console)
+
+
+def _check_new_sources(config: Config, console: Console) -> None:
+    """Check the sources of a new run. An existing run has already imported its sources."""
+    if config.source and not RunLayout.exists(Path(config.run_dir)):
+        offline_sources.check_sources(config, console)
+
+
+def _train_to_the_end(config: Config, console: Console) -> None:
+    """Train and evaluate on the Ray cluster that this process is connected to."""
+    check_gpus(config, learns=True)
+    with said_while(lambda: f"opening {config.run_dir}", partial(console.print, markup=False)):
+        layout = open_run(config)  # only now: the directory keeps the settings of this first start
+    resume.remember(config)
+    model_path = config.model.path or str(_make_base_policy(config, console))
+    if config.source:
+        offline_sources.take(config, console)
+    with (
+        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
+        _supervisor(config, model_path, config, console) as supervisor,
+        Progress(config, "training", console) as progress,
+    ):
+        console.print(f"{layout.root}: {supervisor.restored}")
+        learner_step = supervisor.train(curves.beside(progress.show))
+        if learner_step < config.learner.steps:
+            console.print(
+                f"stored rollouts are used up after learner step {learner_step}; raise offline.uses "
+                "to go on"
+            )
+        if not configs.is_offline(config):
+            episodes_per_task = config.evaluation.final_episodes_per_task
+            supervisor.evaluate(episodes_per_task, curves.beside(progress.show_evaluation))
+
+
+def _make_base_policy(config: Config, console: Console) -> Path:
+    """Make the tiny model that the training begins with, and return its directory.
+
+    In a run of its own it is cloned from a scripted player, so that it plays random but valid
+    commands. For an agent program it is the untrained model. A run with sources has theirs.
+    """
+    with said_while(lambda: "loading libraries", partial(console.print, markup=False)):
+        from learner import copy_weights, make_tiny_model, train_tokenizer
+
+    directory = Path(config.run_dir) / "base"
+    policy = directory / "policy"
+    if config.source:
+        return offline_sources.base_policy(config, policy)
+    if policy.is_dir():
+        return policy
+    if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
+        console.print(
+            f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
+            "first"
+        )
+        texts = (
+            text
+            for task in list_tasks(config.env.name, config.env.options)["train"]
+            for text in task.data.values()
+        )
+        tokenizer = train_tokenizer(texts, vocabulary_size=config.model.tiny.vocabulary_size)
+        make_tiny_model(policy, tokenizer, config.model.tiny, seed=config.seed)
+        return policy
+    console.print(
+        f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",
+    )
+    untrained = directory / "untrained"
+    if not untrained.is_dir():
+        log = Path(config.run_dir) / "logs" / FAILURE_LOG
+        with said_while(
+            lambda: "making a tokenizer and a tiny model", partial(console.print, markup=False)
+        ):
+            chats = sample_chats(config, log=log)
+            tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
+            make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
+    clone = replace(
+        configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri="")
+    )
+    layout = open_run(clone)
+    with (
+        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
+        _supervisor(clone, str(untrained), config, console) as supervisor,
+        Progress(clone, "cloning", console) as progress,
+    ):
+        supervisor.train(curves.beside(progress.show))
+        version = supervisor.status().version
+    run_control.goes_on(Path(config.run_dir))
+    copy_weights(layout.weights_dir(version), policy, follow_links=False)
+    console.print(f"the base policy is cloned: {policy}. Next comes the training", markup=False)
+    return policy
+
+
+def _supervisor(config: Config, model_path: str, driven: Config, console: Console) -> Supervisor:
+    """Return the supervisor of one training.
+
+    `driven` has the run that this process drives. It is another one while a base policy is cloned.
+    """
+    return Supervisor(
+        config,
+        model_path,
+        learns=True,
+        say=partial(console.print, markup=False),
+        say_stopping=partial(run_control.say_stopping, Path(driven.run_dir)),
+    )
