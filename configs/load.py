@@ -43,7 +43,7 @@ MAY_CHANGE = {  # between two starts of one run, and all of `alarms` and `superv
     "actors.lease_s",
     "learner.steps",
     "learner.learning_rate",
-    "learner.rank_group",
+    "learner.ranks",
     "learner.gpus_per_rank",
     "learner.zero_stage",
     "learner.offload",

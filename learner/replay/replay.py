@@ -58,7 +58,7 @@ LEARNING_RATE = "loss/learning_rate"  # the first to look at
 CHANGES_BITS = (
     "learner.learning_rate",
     "learner.steps",
-    "learner.rank_group",
+    "learner.ranks",
     "learner.threads",
     "learner.zero_stage",
     "learner.micro_batch_tokens",

@@ -128,7 +128,7 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("loss.policy=behaviour_cloning", ["actors.scripted=true"]),
         ("actors.gpus_per_worker=1.5", ["actors.gpus_per_worker=1.5", "use e.g. 1"]),
         ("actors.gpus_per_worker=-0.5", ["actors.gpus_per_worker=-0.5", "CPU engine"]),
-        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.rank_group"]),
+        ("learner.gpus_per_rank=2", ["learner.gpus_per_rank=2", "learner.ranks"]),
         ("learner.gpus_per_rank=nan", ["learner.gpus_per_rank=nan"]),
         ("learner.zero_stage=7", ["learner.zero_stage=7", "0, 1, 2, 3"]),
         ("model.dtype=bfloat16", ["zero_stage=1"]),

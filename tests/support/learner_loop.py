@@ -257,7 +257,7 @@ def make_learner(
     stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]],
 ) -> Learner:
     """Not started."""
-    monkeypatch.setattr("learner.learner.Ranks", type("Ranks", (StandIn,), {"stats": stats}))
+    monkeypatch.setattr("learner.learner.RankGroup", type("RankGroup", (StandIn,), {"stats": stats}))
     monkeypatch.setattr("learner.learner.Heartbeat", Silent)
     monkeypatch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
     return Learner(LearnerSetup(config=config, model_path="unused"), handle)  # type: ignore[arg-type]
