@@ -72,6 +72,10 @@ def protect_terminal() -> None:
     sys.excepthook = _print_traceback
 
 
+class UserError(Exception):
+    """Base of the errors that a user can mend. `gigpo` shows them in one line, without traceback."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Escape the arguments that a message quotes: a shell completes names of files."""
 

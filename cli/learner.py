@@ -10,9 +10,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from printable import ArgumentParser, fail, protect_terminal
+from printable import (
+    ArgumentParser,
+    UserError,
+    fail,
+    plain_console,
+    printable,
+    protect_terminal,
+)
 from store import StoreError
 
+EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 TRUST = "follow the settings of a run that somebody else made; needed once"
@@ -115,18 +123,52 @@ def add_replay(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command, and with it load torch. Raises StoreError, OSError."""
-    from learner.checkpointing.checkpoint import CheckpointError
-    from learner.publishing import export
-    from learner.ray_actor import RankError
-    from learner.replay import replay
-    from learner.training.engine import NonFiniteWeightsError
-
-    command = {"export": export.run, "replay": replay.run}[options.command]
     try:
-        return command(options)
-    # ValueError: of settings and models
-    except (ValueError, CheckpointError, RankError, NonFiniteWeightsError) as error:
+        return export_model(options) if options.command == "export" else replay(options)
+    except (ValueError, UserError) as error:  # ValueError: of settings and models
         return failed(error)
+
+
+def export_model(options: argparse.Namespace) -> int:
+    import learner
+    from store import RunLayout
+
+    layout = RunLayout.open(options.run_dir)
+    step: int | None = options.checkpoint
+    if options.dest.exists():
+        raise UserError(f"{options.dest} exists; choose another directory, or remove it")
+    if options.adapter:
+        if options.version is not None:
+            raise UserError(
+                f"--version {options.version} was published with its adapters merged; give "
+                "--checkpoint STEP instead"
+            )
+        step = learner.newest_checkpoint(layout) if step is None else step
+        digest = learner.export_adapter(layout, step, options.dest)
+        exported = f"the adapters after learner step {step}"
+    elif step is not None:
+        digest = learner.export_checkpoint(layout, step, options.dest)
+        exported = f"the checkpoint after learner step {step}"
+    else:
+        version = learner.find_version(layout, options.version)
+        digest = learner.export_version(layout, version, options.dest)
+        exported = f"version {version.version}, of learner step {version.learner_step}"
+    print(printable(f"{options.dest}: {exported} of {layout.root}; digest {digest}"))
+    return 0
+
+
+def replay(options: argparse.Namespace) -> int:
+    from learner import replay_steps
+
+    is_same = replay_steps(
+        options.run_dir,
+        first=options.step,
+        last=options.step if options.to is None else options.to,
+        settings=options.set,
+        explains=options.explain,
+        console=plain_console(soft_wrap=False),
+    )
+    return 0 if is_same else EXIT_DIFFERENT
 
 
 def failed(error: Exception) -> int:

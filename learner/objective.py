@@ -1,12 +1,10 @@
-"""From a config to gigpo's Objective (which loss, which corrections, with which numbers) and its
-AdvantageSettings.
+"""Make gigpo's Objective and AdvantageSettings from a config.
 
-    config = fill_defaults(config)     # every number in use is in the config; what does not go together is refused
+    config = fill_defaults(config)    # writes every number in use into the config
     objective = objective_of(config.loss)
     settings = advantage_settings(config)
 
-gigpo knows what its losses are used with and which of them go together, so neither is repeated here
-or in configs.
+gigpo defines the numbers of its losses and which of them combine; nothing of that is repeated here.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from gigpo import (
 
 
 class Part(Protocol):
-    """What losses, corrections and aggregations have in common: a record of numbers, some kind of
-    it by a name.
-    """
+    """A loss, correction or aggregation: a named record of numbers."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -43,8 +39,9 @@ _REGISTRIES: tuple[Mapping[str, type[Part]], ...] = (POLICY_LOSSES, CORRECTIONS,
 
 
 def objective_of(loss: LossConfig) -> Objective:
-    """The objective of a config; null is the usual. Raises ConfigError for what does not go
-    together.
+    """Return the objective of a config; null means the loss's default.
+
+    Raises ConfigError for parts that do not combine.
     """
     policy = _known("policy", loss.policy, POLICY_LOSSES)
     usual_corrections, usual_aggregation = DEFAULT_PAIRING[loss.policy]
@@ -68,10 +65,10 @@ def objective_of(loss: LossConfig) -> Objective:
 
 
 def fill_defaults(config: Config) -> Config:
-    """The config with every number and name of its loss written out, so that a run's record says
-    what it was trained with.
+    """Return the config with every number and name of its loss, so that a run records them.
 
-    What has no finite number (no cap at all) stays null. Raises ConfigError as `objective_of` does.
+    Values without a finite number (no cap at all) stay null. Raises ConfigError like
+    `objective_of`.
     """
     loss = config.loss
     if loss.aggregation == "sequence_mean_token_sum_norm" and loss.norm_tokens is None:
@@ -89,7 +86,7 @@ def fill_defaults(config: Config) -> Config:
 
 
 def advantage_settings(config: Config) -> AdvantageSettings:
-    """What the config says about advantages."""
+    """Return the advantage settings of a config."""
     return AdvantageSettings.of(config.algorithm)
 
 
@@ -112,7 +109,7 @@ def _made(kind: type[P], loss: LossConfig) -> P:
 
 
 def _check_all_used(loss: LossConfig, kinds: Sequence[type[Part]]) -> None:
-    """A number that nothing reads would be taken for one that acts."""
+    """Raise ConfigError for a number that no chosen part reads, as it would have no effect."""
     used = {item.name for kind in kinds for item in fields(kind)}
     owners: dict[str, list[str]] = {}
     for kind in (kind for registry in _REGISTRIES for kind in registry.values()):

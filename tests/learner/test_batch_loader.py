@@ -16,8 +16,8 @@ from learner.data.batch_loader import (
     PreparedBatch,
     cut_updates,
     in_batch_order,
-    ready_batch,
-    source_of,
+    make_loader,
+    prepare_batch,
 )
 from store import DigestError, VersionRecord, read_segments
 from tests.support.learner_loop import fast_directory, make_config, open_coordinator, play, play_all
@@ -40,10 +40,10 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 def next_ready(
     coordinator: Coordinator, *, config: Config | None = None, version: int = 0
 ) -> PreparedBatch:
-    source = source_of(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
+    source = make_loader(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
     batch = source.claim(version)
     assert batch is not None
-    return ready_batch(source, batch, version=version, learner_step=version + 1)
+    return prepare_batch(source, batch, version=version, learner_step=version + 1)
 
 
 def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coordinator) -> None:
@@ -53,7 +53,7 @@ def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coo
         play(coordinator, lease, alike=alike, n_response_tokens=3)
     ready = next_ready(coordinator)
     silent, telling = (group.group_uid for group in ready.batch.groups)
-    assert list(ready.no_signal) == [silent]
+    assert list(ready.filtered) == [silent]
     assert set(ready.rows["group_uid"].to_pylist()) == {telling}
     assert (ready.n_rows, ready.rows.num_rows, ready.n_response_tokens) == (8, 4, 24)
     assert ready.success == 0.5
@@ -67,7 +67,7 @@ def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coo
 def test_a_batch_without_any_signal_has_no_updates(coordinator: Coordinator) -> None:
     play_all(coordinator, alike=True)
     ready = next_ready(coordinator)
-    assert (ready.rows.num_rows, ready.updates, len(ready.no_signal)) == (0, [], 2)
+    assert (ready.rows.num_rows, ready.updates, len(ready.filtered)) == (0, [], 2)
 
 
 @pytest.mark.parametrize("updates_per_step", [2, 9])
@@ -77,7 +77,7 @@ def test_nor_has_it_any_where_a_batch_is_several_updates(
     play_all(coordinator, alike=True)
     learner = replace(coordinator.config.learner, updates_per_step=updates_per_step)
     ready = next_ready(coordinator, config=replace(coordinator.config, learner=learner))
-    assert (ready.rows.num_rows, ready.updates, len(ready.no_signal)) == (0, [], 2)
+    assert (ready.rows.num_rows, ready.updates, len(ready.filtered)) == (0, [], 2)
 
 
 def test_to_clone_is_to_need_no_signal(coordinator: Coordinator) -> None:

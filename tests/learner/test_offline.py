@@ -17,15 +17,15 @@ from configs import Config, ConfigError
 from coordinator import Coordinator
 from learner import Learner, check_train_on
 from learner.data.batch_loader import (
-    STORED_STALENESS,
+    OFFLINE_STALENESS,
     PreparedBatch,
-    ready_batch,
-    source_of,
+    make_loader,
+    prepare_batch,
     with_staleness,
 )
-from learner.replay.explain import explain, table
+from learner.explain import explain, table
 from learner.training.alarms import StarvationError, check_batches
-from learner.training.step_metrics import Times, step_metrics
+from learner.training.step_metrics import StepTimes, step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from store.reading.query import connect
 from tests.support.learner_loop import (
@@ -91,8 +91,8 @@ def next_ready(config: Config) -> PreparedBatch:
     try:
         batch = coordinator.claim(7)
         assert batch is not None
-        return ready_batch(
-            source_of(config, coordinator.layout, claim=coordinator.claim),
+        return prepare_batch(
+            make_loader(config, coordinator.layout, claim=coordinator.claim),
             batch,
             version=7,
             learner_step=1,
@@ -117,7 +117,6 @@ def loop(
         Handle(coordinator, playing=playing),
         lambda _, updates: answer(learner.step + 1, updates),
     )
-    learner.start()
     return learner, coordinator
 
 
@@ -134,10 +133,10 @@ def test_what_is_left_out_of_training_is_still_compared_with(tmp_path: Path, pla
     assert all(row["advantage"] > 0 for row in expected), (
         "a winner alone would have nothing to be better than"
     )
-    assert (winners.n_rows, winners.success, winners.no_signal) == (8, 0.5, {})
+    assert (winners.n_rows, winners.success, winners.filtered) == (8, 0.5, {})
     (update,) = winners.updates
     assert {int(value) for batch in update.micro_batches for value in batch.staleness_N} == {
-        STORED_STALENESS
+        OFFLINE_STALENESS
     }
 
 
@@ -145,8 +144,8 @@ def test_a_group_of_which_nothing_is_wanted_says_so(tmp_path: Path, played: Path
     first = "group_uid = (SELECT min(group_uid) FROM steps)"
     ready = next_ready(make_run(stored_config(tmp_path / "run", played, train_on=first)))
     kept = set(ready.rows["group_uid"].to_pylist())
-    (why,) = ready.no_signal.values()
-    assert len(kept) == 1 and not kept & ready.no_signal.keys() and "stored.train_on" in why
+    (why,) = ready.filtered.values()
+    assert len(kept) == 1 and not kept & ready.filtered.keys() and "stored.train_on" in why
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,8 @@ def test_batches_that_train_on_empties_end_the_run_with_its_name(
         StarvationError,
         match="no step of it is one of stored.train_on=false. Use another stored.train_on",
     ):
-        check_batches(11, success=1.0, no_signal=ready.no_signal)
-    check_batches(11, success=1.0, no_signal={b"g": "all returned 1"})
+        check_batches(11, success=1.0, filtered=ready.filtered)
+    check_batches(11, success=1.0, filtered={b"g": "all returned 1"})
 
 
 def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
@@ -202,7 +201,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
         next_ready(make_run(stored_config(tmp_path / "offline", played))),
     )
     assert 0 < mixed.n_live_tokens < mixed.n_response_tokens and offline.n_live_tokens == 0
-    times = Times(began_at_s=0.0, step_s=2.0)
+    times = StepTimes(step_s=2.0)
     figures = step_metrics(mixed, [], times)
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
     assert mixed.live is not None and mixed.stored is not None
@@ -222,7 +221,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     staleness = with_staleness(mixed.rows, version=7).select(["split", "staleness"]).to_pylist()
     assert {(row["split"], row["staleness"]) for row in staleness} == {
         ("train", 0),
-        ("imported", STORED_STALENESS),
+        ("imported", OFFLINE_STALENESS),
     }
 
 
@@ -232,17 +231,17 @@ def test_a_stored_group_is_explained_without_a_staleness(
     ready = next_ready(make_run(stored_config(tmp_path / "run", played)))
     seen: list[set[int]] = []
 
-    def learnt(engine: object, parts: Any) -> tuple[list[None], None]:
+    def gradients(engine: object, parts: Any) -> tuple[list[None], None]:
         seen.extend(set(part.rows["staleness"].to_pylist()) for part in parts)
         return [None for _ in parts], None
 
-    monkeypatch.setattr("learner.replay.explain._learnt", learnt)
+    monkeypatch.setattr("learner.explain._gradients", gradients)
     explanation = explain(
         SimpleNamespace(learner=make_config(tmp_path, max_staleness=1).learner), ready
     )  # type: ignore[arg-type]
     assert [group.staleness for group in explanation.groups] == [None, None]
     assert list(table(explanation).columns[4].cells) == ["-", "-"]
-    assert seen == [{STORED_STALENESS}, {STORED_STALENESS}]
+    assert seen == [{OFFLINE_STALENESS}, {OFFLINE_STALENESS}]
 
 
 def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_uses(

@@ -29,7 +29,7 @@ from cli import train
 from configs import Config
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
-from learner.distributed.ray_directory import RAY_DIRECTORY
+from learner.distributed.private_ray import RAY_DIRECTORY
 from store import RunLayout
 from store.reading.query import connect
 from tests.support.curves_read import in_store, in_tensorboard
