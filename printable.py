@@ -100,6 +100,10 @@ class UserError(Exception):
     """Base of the errors that a user can mend. `gigpo` shows them in one line."""
 
 
+class UserError(Exception):
+    """Base of the errors that a user can mend. `gigpo` shows them in one line, without traceback."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Escape the arguments that a message quotes: a shell completes names of files."""
 

@@ -1,20 +1,31 @@
-"""The learner turns claimed groups into numbered weights.
+"""The learner trains the policy on claimed groups and publishes numbered weights.
 
-`process.py` is what the driver sees of it, `learner.py` the loop. `source.py` makes rows with
-advantages of a claimed batch (of offline ones, those that `selection.py` picks), `batch.py` (with
-`sequences.py` and `packing.py`) tensors of the rows, `prefetch.py` does both beside the training.
-`ranks.py` trains: one `engine.py` (DeepSpeed around `policy_model.py`) a process, minimising what
-`objective.py` reads off the config. `guards.py` looks at the outcome, `metrics.py` and `stats.py`
-name it. `publish.py` writes weights (over old ones, `spare.py`), `broadcast.py` sends them,
-`checkpoint.py` writes what a restart needs, with `directories.py` and `shards.py`. `vision.py`
-(with `row_images.py`) is for models that see images, `lora.py` adapts, `tiny_model.py` makes a base
-policy where there is none. `export.py` and `replay.py` are `gigpo export-model` and `gigpo replay`: what was learned
-for other programs, and learner steps again, which `explain.py` shows. `ray_directory.py` is where a
-private Ray lives.
+In reading order:
+
+learner.py        the loop: batch, train, publish, settle, checkpoint
+interface.py      its setup, and the errors that end a run
+ray_actor.py      the Ray actor that the driver starts
+data/             batch_loader: groups to advantages; packing and micro_batch: rows to tensors;
+                  prefetch: the next batch in a thread
+rank_group.py     one call on all ranks
+training/         engine: one optimizer update with DeepSpeed; update_stats and step_metrics: its
+                  figures; alarms: errors and warnings that end a run
+objective.py      loss and advantage settings from the config
+model/            policy_model: the network; packed_attention, chunked_logprobs: its two ends;
+                  vision, lora; tiny_model: a base policy without a download
+publishing/       publish: weights as files; broadcast_sender: weights to engines; export: a
+                  run's policy for other programs
+checkpoint.py     everything a restart needs
+distributed/      deepspeed_setup, device, optimizer_state; private_ray: a Ray for one user
+files/            atomic_directory, safetensors_writer
+replay.py         learner steps again, bit for bit; explain.py shows each group's gradient
+
+A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages, `cut_updates`
+and `micro_batches` make tensors, `RankGroup.train` and `Engine.train` compute the gradient.
 """
 
 import lazy_loader
 
-# The public names stand in `__init__.pyi`. Each is imported when it is first used: `--help` and
-# errors of the command line need neither Arrow nor torch.
+# `__init__.pyi` lists the public names. Each is imported on first use, so that `--help` and errors
+# of the command line load neither Arrow nor torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

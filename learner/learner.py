@@ -1,20 +1,11 @@
-"""The learner's loop: take a batch, train, publish, settle, checkpoint.
-
-    run  consumes batches of complete groups, which `prefetch.py` makes ready beside it, produces numbered weights
-         waits for "groups" (the workers unblock it by committing); `starvation_timeout_s` ends the wait with the reason;
-         whatever else it does, it is killed and started again if nothing is heard of it within `step_timeout_s`
-
-Why a crash between any two of them is harmless: whatever was claimed or settled after the newest
-checkpoint is available again at the next start, to the checkpoint's weights, published under a new
-number; what is too old for that number becomes stale, with the reason, and stays in the store. If
-that checkpoint is damaged the same holds for the one before it.
-"""
+"""The learner's loop: take a batch, train, publish weights, settle the batch, save a checkpoint."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,124 +15,134 @@ from ray.actor import ActorHandle
 from configs import is_offline
 from coordinator import Heartbeat
 from gigpo import prepare_advantages
-from learner.checkpointing.checkpoint import CheckpointError, prune_checkpoints
-from learner.data.batch_loader import PreparedBatch, source_of
+from learner.checkpoint import CheckpointError, prune_checkpoints
+from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
+from learner.interface import LEARNER_STEP, CollapseError, LearnerSetup, NonFiniteWeightsError
 from learner.publishing.publish import prune_versions, weight_files
 from learner.rank_group import RankGroup
-from learner.ray_actor import LEARNER_STEP, LearnerSetup
-from learner.restored import restored_lines
 from learner.training.alarms import (
     ALARM,
     ALARM_ENDED,
-    BAD_IN_A_ROW,
     BAD_UPDATE,
-    EMPTY_IN_A_ROW,
-    CollapseError,
-    bad_update_line,
-    check_batches,
-    collapse_alarms,
+    RunHealth,
+    StarvationDeadline,
+    non_finite_weights,
     starved,
-    too_many_bad_updates,
-    wrecked_policy,
 )
-from learner.training.engine import NonFiniteWeightsError
-from learner.training.patience import Patience
-from learner.training.step_metrics import Times, step_metrics
+from learner.training.step_metrics import StepClock, StepTimes, step_metrics
 from learner.training.update_stats import UpdateStats
-from store import Batch, CheckpointRecord, RunLayout, VersionRecord, files_digest, publish_directory
+from store import (
+    Batch,
+    CheckpointRecord,
+    RollBack,
+    RunLayout,
+    VersionRecord,
+    files_digest,
+    publish_directory,
+)
 
-POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
-POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
+POLL_S = 0.05  # between two checks for a finished batch or a request to stop
+POLL_DEADLINE_S = 10.0  # a loop that waits sends its next heartbeat within this time
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
+NO_DEADLINE = float("inf")
 
 
 class Learner:
-    """`start()` restores or begins, `run()` trains until the configured step or `stop()`, `close()`
-    frees the devices.
+    """A model in training and its position in the run. The constructor restores or begins the run.
 
-    `stop` and `close` may be called beside the others, from another thread.
+    The coordinator undoes everything after the newest checkpoint at a restart. So a crash between
+    any two calls of the loop is harmless: claimed and settled batches are available again, and the
+    checkpoint's weights are published under a new number. Groups too old for that number become
+    stale and stay in the store. A damaged checkpoint is skipped for the one before it.
     """
 
-    def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
-        self.config, self.model_path, self.coordinator = setup.config, setup.model_path, coordinator
-        self.layout = RunLayout.open(Path(setup.config.run_dir))
-        self.source = source_of(self.config, self.layout, claim=self._claim)
-        self.stopping = False
-        self.collapse: str | None = None  # the alarm that ends the run
-        self.step = 0
-        self.saved_step = 0  # of the newest checkpoint: an announced one is never written again
-        self.version = 0
-        self.bad_updates = self.empty_batches = 0  # in a row
-        self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
-        self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
-        self.at_work = threading.Lock()  # held by `start` and `run`
+    def __init__(
+        self, setup: LearnerSetup, coordinator: ActorHandle, *, stopping: threading.Event
+    ) -> None:
+        """Load the model and the newest checkpoint, and publish the first weights.
+
+        `stopping` ends `run` after the current learner step. `restored` says where the run goes on.
+        """
+        self.config, self.coordinator, self.stopping = setup.config, coordinator, stopping
+        self.layout = RunLayout.open(Path(self.config.run_dir))
+        self.loader = make_loader(self.config, self.layout, claim=self._claim)
         self.heart = Heartbeat(
             lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s)
         )
-
-    def start(self) -> str:
-        """Loads the model and the newest checkpoint, publishes the first weights; says in a line
-        what was restored.
-        """
-        with self.at_work:
-            restored = self._start()
-            # it waits for the others to be started
-            self.heart.promise(None, waits_s=0.0, within_s=float("inf"))
-            return restored
+        with ExitStack() as after_failure:
+            after_failure.callback(self.heart.close)
+            self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
+            prepare_advantages(self.loader.advantages)
+            self.ranks = RankGroup(self.config, model_path=setup.model_path)
+            after_failure.callback(self.ranks.close)
+            self.restored = self._restore()
+            after_failure.pop_all()
+        self._promise(NO_DEADLINE)  # until the driver has started the other processes
 
     def run(self) -> int:
-        """Trains; returns the learner step it ended at. Raises the errors of `guards.py`."""
-        with self.at_work:
-            return self._run()
+        """Train until the last learner step or a request to stop. Return the learner step reached.
 
-    def stop(self) -> None:
-        """Asks `run` to end after the learner step it is at, with a checkpoint."""
-        self.stopping = True
+        Consumes batches of complete groups. Produces numbered weights, settled batches and
+        checkpoints. Waits for "groups", which workers unblock by committing them; after
+        `learner.starvation_timeout_s` the wait ends with StarvationError. Without a heartbeat for
+        `learner.step_timeout_s` the driver kills and restarts this process.
+        """
+        clock, alarms = StepClock(), list[str]()
+        with Prefetch(self.loader) as prefetch:
+            for batch in self._batches(prefetch, clock):
+                updates = self._train(batch)
+                self.step += 1
+                # Settling lets workers begin new groups, so the new weights must be there before.
+                with clock.publishing():
+                    self._publish(self.version + 1)
+                alarms = self._settle(batch, updates, clock.end_step())
+                if self.step % self.config.learner.checkpoint_every == 0:
+                    with clock.saving_checkpoint():
+                        self._save_checkpoint()
+                if alarms and self.config.alarms.stop:
+                    break
+            self._promise(self.config.learner.step_timeout_s)  # to read, and to save a checkpoint
+        if prefetch.under_way:
+            self._ask(self.coordinator.give_back.remote(self.step))
+        if self.step != self.saved_step:
+            self._save_checkpoint()
+        self._promise(NO_DEADLINE)  # only `close` is left
+        if alarms and self.config.alarms.stop and self.step < self.last_step:
+            raise CollapseError(
+                f"{alarms[0]}; alarms.stop=true ended the run, with a checkpoint. The same "
+                "command goes on"
+            )
+        return self.step
 
     def close(self) -> None:
-        """Stops, waits until `start` or `run` has returned, or for `step_timeout_s`, and frees the
-        devices and the ranks.
-
-        A rank that is killed while a checkpoint is saved would take it with it.
-        """
-        self.stop()
-        has_ended = self.at_work.acquire(timeout=self.config.learner.step_timeout_s)
+        """Free the devices and end the other ranks."""
         self.heart.close()
         self.ranks.close()
-        if has_ended:
-            self.at_work.release()
 
-    def _start(self) -> str:
-        self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
-        prepare_advantages(self.source.advantages)
-        self.ranks = RankGroup(self.config, model_path=self.model_path)
+    def _restore(self) -> str:
+        """Load the newest whole checkpoint and publish its weights, or begin a new run.
+
+        Return a description. Sets the position in the run: step, version, last step and health.
+        """
         if self.ranks.broadcast is not None:
-            # as below
             self._ask(
                 self.coordinator.set_rendezvous.remote(self.ranks.broadcast.address),
-                timeout_s=START_TIMEOUT_S,
+                timeout_s=START_TIMEOUT_S,  # the coordinator starts meanwhile
             )
-        checkpoint, faults = self._restore()
+        checkpoint, faults = self._load_newest_checkpoint()
+        self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
         point = self._ask(self.coordinator.resume.remote(self.step))
-        self.figures = point.metrics
-        # before `learner.steps` if offline groups are used up there
-        self.last_step = point.last_step
-        self.bad_updates = int(self.figures.get(BAD_IN_A_ROW, 0))
-        self.empty_batches = int(self.figures.get(EMPTY_IN_A_ROW, 0))
+        self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
+        self.health = RunHealth(self.config, figures=point.metrics)
         if point.latest_version is None:
             self._publish(0)
             return "a new run"
-        if (
-            checkpoint is not None
-            and checkpoint.version == point.latest_version
-            and self._newest_are_whole()
-        ):
-            # stopped in order: these very weights are the newest already
+        is_newest = checkpoint is not None and checkpoint.version == point.latest_version
+        if is_newest and self._newest_weights_are_whole():
             self.version = point.latest_version
-        # weights of the checkpoint under a number nobody has seen: versions are never used twice
-        else:
+        else:  # version numbers are never used twice
             self._publish(point.latest_version + 1)
         for fault in faults:
             self._notice(
@@ -155,184 +156,104 @@ class Learner:
             max_staleness=self.config.max_staleness,
         )
 
-    def _run(self) -> int:
-        self.times = Times(began_at_s=time.monotonic())
-        with Prefetch(self.source) as batches:
-            while self.step < self.last_step and not self.stopping:
-                started = time.monotonic()
-                ready = self._wait_for_batch(batches)
-                if ready is None:
-                    break
-                waited_s = time.monotonic() - started
-                if (
-                    self.config.max_staleness > 0 or is_offline(self.config)
-                ) and self.step + 1 < self.last_step:
-                    batches.start(version=self.version + 1, learner_step=self.step + 2)
-                updates = self._train(ready)
-                self.times.groups_wait_s = min(max(0.0, ready.claimed_at_s - started), waited_s)
-                self.times.batch_wait_s = waited_s - self.times.groups_wait_s
-                self._finish_step(ready, updates)
-            # the thread may be reading, and the last checkpoint is still to be written
-            self._promise_to_work()
-        if batches.under_way:
-            self._ask(self.coordinator.give_back.remote(self.step))
-        if self.step != self.saved_step:
-            self._checkpoint()
-        # all that is left to it is to be closed
-        self.heart.promise(None, waits_s=0.0, within_s=float("inf"))
-        if self.collapse is not None and self.step < self.last_step:
-            raise CollapseError(
-                f"{self.collapse}; alarms.stop=true ended the run, with a checkpoint. The same "
-                "command goes on"
-            )
-        return self.step
+    def _load_newest_checkpoint(self) -> tuple[CheckpointRecord | None, list[str]]:
+        """Load the newest whole checkpoint. Return it, and the faults of newer ones.
 
-    def _promise_to_work(self) -> None:
-        """Whatever it does now hangs if nothing more is heard of it for as long as a learner step
-        may take.
-        """
-        self.heart.promise(None, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
-
-    def _newest_are_whole(self) -> bool:
-        newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
-        return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
-
-    def _claim(self, version: int) -> Batch | None:
-        return self._ask(self.coordinator.claim.remote(version))
-
-    def _restore(self) -> tuple[CheckpointRecord | None, list[str]]:
-        """Loads the newest checkpoint that is whole; which, and what is wrong with newer ones.
-        CheckpointError if none is.
+        Raises CheckpointError if there are checkpoints but none is whole.
         """
         faults: list[CheckpointError] = []
-        # it starts beside this
         for checkpoint in self._ask(
             self.coordinator.checkpoints.remote(), timeout_s=START_TIMEOUT_S
         ):
             try:
-                self.step = self.ranks.load_checkpoint(
-                    self.layout.root / checkpoint.path
-                ).learner_step
+                self.ranks.load_checkpoint(self.layout.root / checkpoint.path)
             except CheckpointError as error:
                 faults.append(error)
             else:
-                self.saved_step = self.step
                 return checkpoint, list(map(str, faults))
         if faults:
             raise faults[0]
         return None, []
 
-    def _wait_for_batch(self, batches: Prefetch) -> PreparedBatch | None:
-        started = time.monotonic()
-        if not batches.under_way:
-            batches.start(version=self.version, learner_step=self.step + 1)
-        patience = Patience(self.config.learner.starvation_timeout_s)
+    def _newest_weights_are_whole(self) -> bool:
+        newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
+        return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
+
+    def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
+        """Yield the batch of each learner step, while the next one is prepared in a thread."""
+        # With max_staleness=0 no group of the current version is left to prepare in advance.
+        prefetches = self.config.max_staleness > 0 or is_offline(self.config)
+        while self.step < self.last_step and not self.stopping.is_set():
+            if not prefetch.under_way:
+                prefetch.start(version=self.version, learner_step=self.step + 1)
+            with clock.waiting() as wait:
+                batch = self._wait_for_batch(prefetch)
+                if batch is None:
+                    return
+                wait.groups_came(batch.claimed_at_s)
+            assert batch.version == self.version, (
+                f"prepared for version {batch.version}, not {self.version}"
+            )
+            if prefetches and self.step + 1 < self.last_step:
+                prefetch.start(version=self.version + 1, learner_step=self.step + 2)
+            yield batch
+
+    def _wait_for_batch(self, prefetch: Prefetch) -> PreparedBatch | None:
+        """Return the batch under way, or None after a request to stop. Raises StarvationError."""
+        started_s = time.monotonic()
+        deadline = StarvationDeadline(self.config.learner.starvation_timeout_s)
         is_reading = False
-        while not self.stopping:
-            ready = batches.take(timeout_s=POLL_S)
-            if ready is not None:
-                assert ready.version == self.version, (
-                    f"prepared for version {ready.version}, not {self.version}"
-                )
-                return ready
-            if patience.look_is_due() and not batches.has_groups:
-                status = self._ask(self.coordinator.status.remote())
-                if not patience.has_ended(status.heldout_open):
-                    continue
-                waiting = {
-                    name: one.waiting_on
-                    for name, one in status.components.items()
-                    if one.waiting_on is not None
-                }
-                raise starved(self.config, counts=status.counts, waiting=waiting)
-            if not batches.has_groups:
-                self.heart.promise(
-                    "groups", waits_s=time.monotonic() - started, within_s=POLL_PATIENCE_S
-                )
-            # said once: a thread that is stuck in reading is not to look alive
+        while not self.stopping.is_set():
+            batch = prefetch.take(timeout_s=POLL_S)
+            if batch is not None:
+                return batch
+            if not prefetch.has_groups:
+                self._check_starvation(deadline)
+                waits_s = time.monotonic() - started_s
+                self.heart.promise("groups", waits_s=waits_s, within_s=POLL_DEADLINE_S)
+            # Promised once: a thread that hangs while it reads must not look alive.
             elif not is_reading:
                 is_reading = True
-                self._promise_to_work()
+                self._promise(self.config.learner.step_timeout_s)
         return None
 
-    def _train(self, ready: PreparedBatch) -> list[UpdateStats]:
-        """The optimizer updates of one learner step. Raises the errors of `guards.py`, before
-        anything is published.
+    def _check_starvation(self, deadline: StarvationDeadline) -> None:
+        if not deadline.check_is_due():
+            return
+        status = self._ask(self.coordinator.status.remote())
+        if deadline.has_passed(status.heldout_open):
+            components = status.components.items()
+            waiting = {name: one.waiting_on for name, one in components if one.waiting_on}
+            raise starved(self.config, counts=status.counts, waiting=waiting)
+
+    def _train(self, batch: PreparedBatch) -> list[UpdateStats]:
+        """Apply the optimizer updates of one learner step. Raises an error instead of publishing.
+
+        StarvationError, BadUpdatesError and NonFiniteWeightsError end the run.
         """
         self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
-        self.empty_batches = 0 if ready.rows.num_rows else self.empty_batches + 1
-        check_batches(self.empty_batches, success=ready.success, filtered=ready.filtered)
-        if not ready.updates:
+        self.health.check_batch(batch)
+        if not batch.updates:
             return []
         try:
-            updates = self.ranks.train([update.micro_batches for update in ready.updates])
+            updates = self.ranks.train([update.micro_batches for update in batch.updates])
         except NonFiniteWeightsError as error:
-            raise wrecked_policy(
+            raise non_finite_weights(
                 learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config
             ) from error
-        self._guard_updates(ready, updates)
+        for line in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
+            self._notice(BAD_UPDATE, line)
         return updates
 
-    def _guard_updates(self, ready: PreparedBatch, updates: list[UpdateStats]) -> None:
-        """Says which rows made an update not finite. Raises BadUpdatesError after too many in a
-        row.
-        """
-        for number, (update, stats) in enumerate(zip(ready.updates, updates, strict=True), start=1):
-            self.bad_updates = self.bad_updates + 1 if stats.skipped else 0
-            if stats.skipped:
-                self._notice(
-                    BAD_UPDATE,
-                    bad_update_line(update, stats, learner_step=self.step + 1, number=number),
-                )
-            if self.bad_updates > self.config.learner.max_bad_updates:
-                raise too_many_bad_updates(
-                    self.bad_updates,
-                    learner_step=self.step + 1,
-                    rows_named=bool(stats.bad_rows),
-                    config=self.config,
-                )
-
-    def _finish_step(self, ready: PreparedBatch, updates: list[UpdateStats]) -> None:
-        self.step += 1
-        # Published before it is settled: settling lets workers start new groups, and those must
-        # find the new weights.
-        trained_at_s = time.monotonic()
-        self._publish(self.version + 1)
-        times, self.times = self.times, Times(began_at_s=time.monotonic())
-        times.publish_s, times.step_s = (
-            self.times.began_at_s - trained_at_s,
-            self.times.began_at_s - times.began_at_s,
-        )
-        metrics = step_metrics(ready, updates, times)
-        alarms = collapse_alarms(
-            metrics, before=self.figures, learner_step=self.step, config=self.config
-        )
-        in_a_row = {
-            BAD_IN_A_ROW: float(self.bad_updates),
-            EMPTY_IN_A_ROW: float(self.empty_batches),
-        }
-        self.figures = {**metrics, **alarms.values, **in_a_row}
-        step = {"learner_step": self.step, "version_in": ready.version}
-        settled = {"filtered": ready.filtered, "metrics": self.figures}
-        self._ask(self.coordinator.settle.remote(ready.batch.batch_id, **step, **settled))
-        for what, lines in ((ALARM, alarms.began), (ALARM_ENDED, alarms.ended)):
-            for line in lines:
-                self._notice(what, line)
-        if alarms.began and self.config.alarms.stop:
-            self.stopping, self.collapse = True, alarms.began[0]
-        if self.step % self.config.learner.checkpoint_every == 0:
-            self._checkpoint()
-
     def _publish(self, version: int) -> None:
-        """Writes the weights, then tells the coordinator: an announced version is whole for all who
-        read it.
+        """Write the weights, then announce them: an announced version is whole for every reader.
 
-        A power cut before the next checkpoint may tear it; then `start` publishes the checkpoint's
-        under a new number.
+        A power cut before the next checkpoint may tear it. The next start detects that and
+        publishes the checkpoint's weights under a new number.
         """
-        directory = self.layout.weights_dir(version)
+        directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
         digest = self.ranks.publish(directory)
-        publish_directory(self.layout, directory, keep=self.config.learner.keep_versions)
+        publish_directory(self.layout, directory, keep=keep)
         record = VersionRecord(
             version=version,
             path=self.layout.relative(directory),
@@ -341,31 +262,109 @@ class Learner:
         )
         self._ask(self.coordinator.publish.remote(record))
         self.version = version
-        prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
+        prune_versions(self.layout.weights, keep=keep)
 
-    def _checkpoint(self) -> None:
-        started = time.monotonic()
+    def _settle(
+        self, batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes
+    ) -> list[str]:
+        """Record the batch as consumed, with the step's figures. Return the alarms that began."""
+        figures, alarms = self.health.judge(
+            step_metrics(batch, updates, times), learner_step=self.step
+        )
+        self._ask(
+            self.coordinator.settle.remote(
+                batch.batch.batch_id,
+                learner_step=self.step,
+                version_in=batch.version,
+                filtered=batch.filtered,
+                metrics=figures,
+            )
+        )
+        for line in alarms.began:
+            self._notice(ALARM, line)
+        for line in alarms.ended:
+            self._notice(ALARM_ENDED, line)
+        return alarms.began
+
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint, announce it, and remove the ones that no rule keeps."""
         directory = self.layout.checkpoint_dir(self.step)
         lsn = self._ask(self.coordinator.export_now.remote())
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
-        self._ask(
-            self.coordinator.checkpoint.remote(
-                self.step, self.layout.relative(directory), self.version
-            )
-        )
+        path = self.layout.relative(directory)
+        self._ask(self.coordinator.checkpoint.remote(self.step, path, self.version))
         self.saved_step = self.step
-        live = {
-            Path(record.path).name for record in self._ask(self.coordinator.checkpoints.remote())
-        }
-        keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
-        prune_checkpoints(self.layout.checkpoints, live=live, keep=keep, keep_every=keep_every)
-        self.times.checkpoint_s = time.monotonic() - started
+        announced = self._ask(self.coordinator.checkpoints.remote())
+        prune_checkpoints(
+            self.layout.checkpoints,
+            live={Path(record.path).name for record in announced},
+            keep=self.config.learner.keep_checkpoints,
+            keep_every=self.config.learner.keep_every,
+        )
+
+    def _promise(self, within_s: float) -> None:
+        """Report that the loop works, and that its next report comes `within_s`."""
+        self.heart.promise(None, waits_s=0.0, within_s=within_s)
+
+    def _claim(self, version: int) -> Batch | None:
+        return self._ask(self.coordinator.claim.remote(version))
 
     def _notice(self, what: str, detail: str) -> None:
         self._ask(self.coordinator.notice.remote(what, detail))
 
     def _ask(self, call: Any, *, timeout_s: float = COORDINATOR_TIMEOUT_S) -> Any:
-        """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it
-        is gone.
-        """
+        """Return the coordinator's answer. Raises Ray's GetTimeoutError."""
         return ray.get(call, timeout=timeout_s)
+
+
+def restored_lines(
+    rolled_back: RollBack,
+    faults: Sequence[str],
+    *,
+    learner_step: int,
+    version: int,
+    max_staleness: int,
+) -> str:
+    """Describe in two lines what a restarted learner has again, and what was thrown away.
+
+    `faults` are those of newer checkpoints; `version` is the new number of the restored weights.
+    Example of a run killed after learner step 9, with a checkpoint at every fourth step:
+
+        continues at learner step 8 as version 11; 8 groups consumed after the checkpoint are
+        available again, 3 unfinished groups are played first; 412 trajectories are kept
+        thrown away: 1 learner step, which is trained again; 4 complete groups, of those or of
+        others, too old for version 11 (max_staleness=1), which stay in the store as stale (fewer
+        with a smaller learner.checkpoint_every)
+    """
+    left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
+    oldest_allowed = version - max_staleness
+    too_old = sum(n for oldest, n in rolled_back.complete.items() if oldest < oldest_allowed)
+    lost = []
+    if rolled_back.learner_steps:
+        n = rolled_back.learner_steps
+        lost.append(f"{_counted(n, 'learner step')}, which {_be(n)} trained again")
+    if too_old:
+        lost.append(
+            f"{_counted(too_old, 'complete group')}, of those or of others, too old for version "
+            f"{version} (max_staleness={max_staleness}), which "
+            f"{'stays' if too_old == 1 else 'stay'} in the store as stale (fewer with a smaller "
+            "learner.checkpoint_every)"
+        )
+    again, n_open, n_kept = rolled_back.groups, rolled_back.open, rolled_back.trajectories
+    kept = _counted(n_kept, "trajectory", "trajectories")
+    return (
+        f"continues at learner step {learner_step} as version {version}{left_out}; "
+        f"{_counted(again, 'group')} consumed after the checkpoint {_be(again)} available again, "
+        f"{_counted(n_open, 'unfinished group')} {_be(n_open)} played first; "
+        f"{kept} {_be(n_kept)} kept\n"
+        f"thrown away: {'; '.join(lost) or 'nothing'}"
+    )
+
+
+def _counted(n: int, one: str, many: str | None = None) -> str:
+    """Return a number and its noun: `1 group`, `2 groups`."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def _be(n: int) -> str:
+    return "is" if n == 1 else "are"

@@ -76,6 +76,10 @@ from .records import to_table as to_table
 from .records import uid_text as uid_text
 from .remote_directory import local_directory as local_directory
 from .remote_directory import publish_directory as publish_directory
+from .safetensors_header import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from .safetensors_header import TensorEntry as TensorEntry
+from .safetensors_header import decode_safetensors_head as decode_safetensors_head
+from .safetensors_header import encode_safetensors_head as encode_safetensors_head
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment

@@ -27,21 +27,13 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
+from store import SAFETENSORS_DTYPES, decode_safetensors_head
 from store import broadcast as protocol
 
 # of one message, of a group to form, of the learner to say who takes part
 MESSAGE_TIMEOUT = timedelta(seconds=60)
 LISTEN_TIMEOUT = timedelta(seconds=1)  # then it looks whether it is to end, and listens again
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _log = logging.getLogger(__name__)
 
@@ -223,8 +215,12 @@ def _tensors_of(head: bytes) -> list[_Tensor]:
     """From the header of a safetensors file; those without elements too."""
     entries = json.loads(head[8:])
     return [
-        _Tensor(name=name, dtype=DTYPES[entry["dtype"]], shape=entry["shape"], begin=begin, end=end)
-        for name, entry in entries.items()
-        if name != "__metadata__"
-        for begin, end in [entry["data_offsets"]]
+        _Tensor(
+            name=entry.name,
+            dtype=DTYPES[entry.dtype],
+            shape=entry.shape,
+            begin=entry.begin,
+            end=entry.end,
+        )
+        for entry in decode_safetensors_head(head)
     ]

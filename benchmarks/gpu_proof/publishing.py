@@ -90,7 +90,7 @@ def _publish(
         yield from ((name, tensor.cpu()) for name, tensor in weights.items())
 
     def publish() -> None:
-        digest = publish_weights(named(), dest, source_dir=source, behind=behind, send=None)
+        digest = publish_weights(named(), dest, source_dir=source, fsync=behind, send=None)
         digests.append(digest)
 
     timed("publish: copy, write and digest", publish)

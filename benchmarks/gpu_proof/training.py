@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from learner.checkpointing.checkpoint import load_checkpoint, save_checkpoint
+from learner.checkpoint import load_checkpoint, save_checkpoint
 from learner.data.micro_batch import MicroBatch
 
 from gpu_proof.engines import copied_weights, distance, make_engine

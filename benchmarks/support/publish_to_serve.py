@@ -114,6 +114,6 @@ def _learn(base: Path, connection: Connection) -> None:
             connection.send("")
         else:
             connection.send(
-                publish_weights(engine.weights(), path, source_dir=base, behind=behind, send=None)
+                publish_weights(engine.weights(), path, source_dir=base, fsync=behind, send=None)
             )
             last = path

@@ -1,9 +1,8 @@
-"""From claimed groups to optimizer updates: what the learner trains on next.
+"""From a claimed batch of groups to tensors: read, verify, compute advantages, select, pack.
 
-batch = source.claim(7)                                              # the coordinator's; None: not
-enough groups yet ready = ready_batch(source, batch, version=7, learner_step=8)        # read,
-verified, with advantages, packed stats = ranks.train([update.micro_batches for update in
-ready.updates])
+batch = loader.claim(7)                                # from the coordinator; may be None
+prepared = prepare_batch(loader, batch, version=7, learner_step=8)
+stats = ranks.train([update.micro_batches for update in prepared.updates])
 """
 
 from __future__ import annotations
@@ -12,38 +11,39 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs import Config, LearnerConfig
-from gigpo import AdvantageSettings, compute_advantages, filtered_groups
+from configs import Config, ConfigError, LearnerConfig
+from gigpo import AdvantageSettings, compute_advantages, groups_without_signal
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
-from learner.data.offline_selection import IMPORTED, trained_on
-from store import Batch, RunLayout, read_segments
+from learner.objective import advantage_settings
+from store import SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
-# of rows that another run played: its versions are not this run's, so there is nothing to count
-OFFLINE_STALENESS = -1
-ADVANTAGE_COLUMNS = (
-    "step_return",
-    "episode_advantage",
-    "step_advantage",
-    "advantage",
-    "anchor_size",
-)
+IMPORTED = "imported"  # the `split` of an offline row
+OFFLINE_STALENESS = -1  # an offline row's versions are another run's, so there is none to count
+ADVANTAGE_COLUMNS = {
+    "step_return": pa.float64(),
+    "episode_advantage": pa.float64(),
+    "step_advantage": pa.float64(),
+    "advantage": pa.float64(),
+    "anchor_size": pa.int64(),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLoader:
-    """Where the batches of a run come from and what is made of them."""
+    """The settings that turn claimed groups into optimizer updates."""
 
-    # the coordinator's, asked with the version the batch will be trained at
+    # Ask the coordinator for a batch to train at a policy version.
     claim: Callable[[int], Batch | None]
     layout: RunLayout
     advantages: AdvantageSettings
-    # what a group's episodes have to differ in, else it is left out; "none" keeps all groups
+    # Groups whose episodes do not differ in it are left out; "none" keeps all groups.
     group_filter: str
-    # SQL condition on stored rows; those where it does not hold are left out; empty keeps all
+    # SQL condition on offline rows. Others are left out; an empty condition keeps all.
     train_on: str
     learner: LearnerConfig
     seed: int
@@ -51,8 +51,9 @@ class BatchLoader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One optimizer update of a batch: its rows, and as micro-batches those with a response.
-    `rows_N` counts in `rows`.
+    """One optimizer update: its rows, and micro-batches of those that have a response.
+
+    `MicroBatch.rows_N` are indices into `rows`.
     """
 
     rows: pa.Table
@@ -61,7 +62,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episodes:
-    """Means over the trajectories of a batch, filtered ones included."""
+    """Means over the trajectories of a batch, including filtered groups."""
 
     success: float  # fraction that won
     mean_return: float  # undiscounted sum of the rewards
@@ -70,84 +71,75 @@ class Episodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """A claimed batch with nothing left to do but to train on it. Times are seconds spent,
-    whichever thread spent them.
-    """
+    """A claimed batch, ready to train on. Times are seconds of the thread that prepared it."""
 
     batch: Batch
-    # the policy version it has to be trained at: the staleness in `updates` is counted from it
-    version: int
-    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS, only those that are trained on
-    updates: list[Update]  # of `rows`; none without a signal
-    filtered: Mapping[bytes, str]  # group uid -> why nothing of it is trained on
-    n_rows: int  # of all claimed groups, with or without a signal
-    n_response_tokens: int  # of the same
-    n_live_tokens: int  # of those of live groups: they were generated for this run
-    success: float  # fraction of their trajectories that won
-    live: Episodes | None  # trajectories of live groups; None without any
+    version: int  # policy version to train at: staleness is counted from it
+    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS; trained rows only
+    updates: list[Update]  # of `rows`; empty if all groups were filtered
+    filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
+    n_rows: int  # of all claimed groups, filtered ones included
+    n_response_tokens: int  # of the same rows
+    n_live_tokens: int  # of those rows that this run's workers generated
+    success: float  # fraction of all trajectories that won
+    live: Episodes | None  # trajectories of this run's workers; None without any
     offline: Episodes | None  # trajectories of offline groups; None without any
     claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
-    advantages_s: float  # of `compute_advantages`, waiting for a core included
-    advantages_cpu_s: float  # the same without the waiting: it runs in this thread alone
-    filter_s: float  # of finding the filtered groups, and the rows to train on
-    pack_s: float  # of cutting the rows into updates and micro-batches
+    advantages_s: float  # in `compute_advantages`, including the wait for a core
+    advantages_cpu_s: float  # the same without the wait
+    signal_s: float  # to find filtered groups, and the rows to train on
+    pack_s: float  # to cut the rows into updates and micro-batches
 
 
-def source_of(
+def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]
 ) -> BatchLoader:
-    """What the config says about batches. Raises nothing: `configs.check` has seen it."""
+    """Read the settings of a loader from a checked config."""
     clones = config.loss.policy == "behaviour_cloning"
     return BatchLoader(
         claim=claim,
         layout=layout,
-        advantages=AdvantageSettings.of(config.algorithm),
-        group_filter="none" if clones else config.algorithm.group_filter,
+        advantages=advantage_settings(config),
+        group_filter="none" if clones else config.algorithm.signal,
         train_on=config.offline.train_on,
         learner=config.learner,
         seed=config.seed,
     )
 
 
-def ready_batch(
-    source: BatchLoader, batch: Batch, *, version: int, learner_step: int
+def prepare_batch(
+    loader: BatchLoader, batch: Batch, *, version: int, learner_step: int
 ) -> PreparedBatch:
-    """Reads and verifies the segments of a batch just claimed, runs the advantage SQL over them,
-    and packs the rows.
+    """Read a batch just claimed, compute its advantages, and pack its rows.
 
-    Raises DigestError or another StoreError for a file that is not what was committed.
-    `learner_step` seeds the order of rows.
+    `learner_step` seeds the order of rows. Raises StoreError (DigestError) if a segment is not as
+    it was committed.
     """
     claimed_at_s = time.monotonic()
-    # digests verified, each trajectory once
-    rows = in_batch_order(read_segments(source.layout, batch.segments), batch)
-    read_at_s, worked_s = time.monotonic(), time.thread_time()
-    advantages = compute_advantages(rows, source.advantages)
-    computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - worked_s
+    rows = in_batch_order(read_segments(loader.layout, batch.segments), batch)
+    read_at_s, cpu_s = time.monotonic(), time.thread_time()
+    advantages = compute_advantages(rows, loader.advantages)
+    computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - cpu_s
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
-    silent: Mapping[bytes, str] = filtered_groups(advantages, group_filter=source.group_filter)
-    kept = rows.filter(
-        pc.invert(
-            pc.is_in(rows["group_uid"], pa.array(list(silent), rows.schema.field("group_uid").type))
-        )
-    )
-    if source.train_on:
-        kept, unwanted = _select(kept, source.train_on)
-        silent = {**silent, **unwanted}
-    judged_at_s = time.monotonic()
-    updates = cut_updates(
-        kept, learner=source.learner, version=version, seed=source.seed + learner_step
-    )
-    is_stored = pc.equal(rows["split"], IMPORTED)
-    live, offline = rows.filter(pc.invert(is_stored)), rows.filter(is_stored)
+    filtered = dict(groups_without_signal(advantages, signal=loader.group_filter))
+    uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
+    trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
+    if loader.train_on:
+        trained, unselected = _select(trained, loader.train_on)
+        filtered |= unselected
+    selected_at_s = time.monotonic()
+    seed = loader.seed + learner_step
+    updates = cut_updates(trained, learner=loader.learner, version=version, seed=seed)
+    is_offline = pc.equal(rows["split"], IMPORTED)
+    live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
     return PreparedBatch(
         batch=batch,
         version=version,
-        rows=kept,
+        rows=trained,
         updates=updates,
-        filtered=silent,
+        filtered=filtered,
         n_rows=rows.num_rows,
         n_response_tokens=_n_response_tokens(rows),
         n_live_tokens=_n_response_tokens(live),
@@ -158,38 +150,35 @@ def ready_batch(
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
         advantages_cpu_s=advantages_cpu_s,
-        filter_s=judged_at_s - computed_at_s,
-        pack_s=time.monotonic() - judged_at_s,
+        signal_s=selected_at_s - computed_at_s,
+        pack_s=time.monotonic() - selected_at_s,
     )
 
 
-def _n_response_tokens(rows: pa.Table) -> int:
-    return pc.sum(pc.list_value_length(rows["response_ids"]), min_count=0).as_py()
+def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:
+    """Sort rows by group as claimed, member and step.
 
-
-def _first_steps(rows: pa.Table) -> pa.Table:
-    """Return one row for each trajectory."""
-    return rows.filter(pc.equal(rows["step_index"], 0))
-
-
-def _episodes(rows: pa.Table) -> Episodes | None:
-    """Return the means over the trajectories of `rows`; None if there are none."""
-    first_steps = _first_steps(rows)
-    if first_steps.num_rows == 0:
-        return None
-    return Episodes(
-        success=pc.mean(first_steps["won"]).as_py(),
-        mean_return=pc.sum(rows["reward"]).as_py() / first_steps.num_rows,
-        mean_steps=rows.num_rows / first_steps.num_rows,
+    The same batch then gives the same tensors, also after compaction moved rows to other files.
+    """
+    uid_type = rows.schema.field("group_uid").type
+    claimed = pa.array([group.group_uid for group in batch.groups], uid_type)
+    keys = pa.table(
+        {
+            "group": pc.index_in(rows["group_uid"], value_set=claimed),
+            "member": rows["member"],
+            "step": rows["step_index"],
+        }
     )
+    order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in keys.column_names])
+    in_order = np.array_equal(order.to_numpy(), np.arange(len(rows)))
+    return rows if in_order else rows.take(order).combine_chunks()
 
 
 def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[Update]:
-    """Cut the rows into optimizer updates, shuffled by `seed`, to be trained at policy `version`.
+    """Cut the rows into optimizer updates, shuffled by `seed`, to train at policy `version`.
 
-    Parts without a single response token have nothing to learn and are left out. Five rows of
-    versions 6, 6, 7, 7, 7, for two updates at version 7: one of three rows and one of two, the rows
-    of version 6 with staleness 1, wherever they are. Offline rows have OFFLINE_STALENESS.
+    Parts without a response token are left out. Five rows of versions 6, 6, 7, 7, 7, cut into two
+    updates at version 7: one of three rows and one of two. Rows of version 6 have staleness 1.
     """
     parts = split_updates(
         with_staleness(rows, version=version),
@@ -211,42 +200,70 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
 
 
 def with_staleness(rows: pa.Table, *, version: int) -> pa.Table:
-    """The rows with a column `staleness` at policy `version`, OFFLINE_STALENESS for offline ones."""
-    is_stored = pc.equal(rows["split"], IMPORTED)
-    return rows.append_column(
-        "staleness",
-        pc.if_else(is_stored, OFFLINE_STALENESS, pc.subtract(version, rows["version_min"])),
-    )
+    """Append the column `staleness` at policy `version`; OFFLINE_STALENESS for offline rows."""
+    is_offline = pc.equal(rows["split"], IMPORTED)
+    staleness = pc.subtract(version, rows["version_min"])
+    return rows.append_column("staleness", pc.if_else(is_offline, OFFLINE_STALENESS, staleness))
+
+
+def check_train_on(condition: str) -> None:
+    """Raise ConfigError unless the condition is valid SQL over the columns of a step."""
+    advantages = [pa.field(name, kind) for name, kind in ADVANTAGE_COLUMNS.items()]
+    if condition:
+        rows_to_train_on(pa.schema([*SEGMENT_SCHEMA, *advantages]).empty_table(), condition)
+
+
+def rows_to_train_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:
+    """Return a boolean per row: it is live, or it is offline and meets the condition.
+
+    Raises ConfigError if the condition is not SQL, or fails on a value, as `task_id::INT > 3` may.
+    """
+    live = pc.not_equal(rows["split"], IMPORTED)
+    numbers = pa.array(range(len(rows)), pa.int64())
+    settings = {"enable_external_access": False, "lock_configuration": True}
+    try:
+        # Parsed once without our parentheses, so that the condition cannot close them.
+        duckdb.extract_statements(f"SELECT 1 WHERE {condition}")
+        with duckdb.connect(config=settings) as connection:
+            connection.register("steps", rows.append_column("row_of_batch", numbers))
+            query = f"SELECT row_of_batch FROM steps WHERE (\n{condition}\n)"
+            chosen = connection.sql(query).to_arrow_table()["row_of_batch"]
+    except duckdb.Error as error:
+        raise ConfigError(
+            f"offline.train_on={condition!r} cannot be asked of these steps "
+            f"({' '.join(str(error).split())}); write it as after WHERE, over a step's columns and "
+            "its advantages. A run that has begun goes on with another one"
+        ) from error
+    return pc.or_(live, pc.is_in(numbers, value_set=chosen.combine_chunks()))
 
 
 def _select(rows: pa.Table, condition: str) -> tuple[pa.Table, dict[bytes, str]]:
-    """The rows to train on, and the groups of which there are none. What they were compared with is
-    already in them.
+    """Return the rows to train on, and the groups left without any, with the reason.
+
+    Advantages are already computed, so left-out rows still count in the baselines.
     """
-    kept = rows.filter(trained_on(rows, condition))
-    left = set(kept["group_uid"].unique().to_pylist())
-    why = f"no step of it is one of offline.train_on={condition}"
-    return kept, {
-        group_uid: why
-        for group_uid in rows["group_uid"].unique().to_pylist()
-        if group_uid not in left
-    }
+    kept = rows.filter(rows_to_train_on(rows, condition))
+    left_out = set(rows["group_uid"].unique().to_pylist()) - set(
+        kept["group_uid"].unique().to_pylist()
+    )
+    return kept, dict.fromkeys(left_out, f"no step of it is one of offline.train_on={condition}")
 
 
-def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:
-    """The rows by group as claimed, member and step: the same batch is the same tensors, whatever
-    files its rows are in now.
-    """
-    claimed = pa.array(
-        [group.group_uid for group in batch.groups], rows.schema.field("group_uid").type
+def _n_response_tokens(rows: pa.Table) -> int:
+    return pc.sum(pc.list_value_length(rows["response_ids"]), min_count=0).as_py()
+
+
+def _first_steps(rows: pa.Table) -> pa.Table:
+    """Return one row per trajectory."""
+    return rows.filter(pc.equal(rows["step_index"], 0))
+
+
+def _episodes(rows: pa.Table) -> Episodes | None:
+    first_steps = _first_steps(rows)
+    if first_steps.num_rows == 0:
+        return None
+    return Episodes(
+        success=pc.mean(first_steps["won"]).as_py(),
+        mean_return=pc.sum(rows["reward"]).as_py() / first_steps.num_rows,
+        mean_steps=rows.num_rows / first_steps.num_rows,
     )
-    keys = pa.table(
-        {
-            "group": pc.index_in(rows["group_uid"], value_set=claimed),
-            "member": rows["member"],
-            "step": rows["step_index"],
-        }
-    )
-    order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in keys.column_names])
-    in_order = np.array_equal(order.to_numpy(), np.arange(len(rows)))
-    return rows if in_order else rows.take(order).combine_chunks()

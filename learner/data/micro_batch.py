@@ -1,7 +1,8 @@
-"""From rows with advantages to tensors: what one forward pass of the learner sees.
+"""From rows with advantages to tensors: the input of one forward pass of the learner.
 
-    for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):   # one optimizer update each
-        batches = micro_batches(part, micro_batch_tokens=16384, merge_steps=True, ranks=2)  # rank r: batches[r::2]
+    for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):
+        batches = micro_batches(part, micro_batch_tokens=16384, merge_steps=True, ranks=2)
+        # `part` is one optimizer update; rank r computes batches[r::2]
 
 Letters: R rows, S token sequences of one micro-batch, T their tokens together, N its response
 tokens, V vocabulary.
@@ -17,56 +18,52 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from learner.data.packing import packed
-from learner.data.row_images import RowImages, images_of, row_images
-from learner.data.sequences import Lists, Sequences, lists, ranges, sequences
+from learner.data.packing import Lists, Sequences, lists, pack, ranges, sequences
 
-# the token of a micro-batch without sequences; nothing is learnt there, so any valid id will do
-FILLER_ID = 0
+FILLER_ID = 0  # token of a micro-batch without sequences; nothing is learnt, so any id will do
+CHANNELS = 3
+# Pixels [height, width, 3] of each image of a row. Bytes take an eighth of the memory of a vision
+# tower's input.
+RowImages = tuple[NDArray[np.uint8], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Token sequences end to end, and the positions at which the model predicts a response token.
+    """Token sequences end to end, and the positions whose output predicts a response token.
 
-    The last response token is predicted, but predicts nothing, so it is not an input. Two rows,
-    prompt (5, 6, 7) with response (8, 9), and prompt (3,) with response (4, 2):
+    The last response token predicts nothing, so it is not an input. Two rows, prompt (5, 6, 7) with
+    response (8, 9), and prompt (3,) with response (4, 2):
 
         input_ids_T     [5, 6, 7, 8, 3, 4]      positions_N     [2, 3, 4, 5]
         position_ids_T  [0, 1, 2, 3, 0, 1]      response_ids_N  [8, 9, 4, 2]
         bounds_S1       [0, 4, 6]               rows_N          [0, 0, 1, 1]
 
-    Had the second row continued the first, with prompt (5, 6, 7, 8, 9, 3), both would be the one
-    sequence 5 6 7 8 9 3 4 with positions 2 3 and 5 6. Attention is within a sequence. The
-    vocabulary projection is computed at `positions_N` only: N of the T positions, a tenth in
-    long-prompt games.
+    If the second row continued the first, with prompt (5, 6, 7, 8, 9, 3), both would be the one
+    sequence 5 6 7 8 9 3 4 with positions 2 3 and 5 6. Attention stays within a sequence. The
+    vocabulary projection is computed at `positions_N` only: with long prompts, at a tenth of the T
+    positions.
 
-    A rank that has nothing to do has one token, no row and N = 0: all ranks do equally many passes.
+    All ranks do equally many passes. A filler has one token, no row and N = 0.
     """
 
     input_ids_T: torch.Tensor  # int64
     position_ids_T: torch.Tensor  # int64, from 0 in each sequence
-    # int32, sequence s is the tokens bounds_S1[s] to bounds_S1[s + 1]; the last is T
-    bounds_S1: torch.Tensor
-    # int64, index into T of the token whose output predicts the response token
-    positions_N: torch.Tensor
+    bounds_S1: torch.Tensor  # int32; sequence s is tokens bounds_S1[s] to bounds_S1[s + 1]
+    positions_N: torch.Tensor  # int64, index into T: its output predicts the response token
     response_ids_N: torch.Tensor  # int64, the token predicted there
     behaviour_logprobs_N: torch.Tensor  # float32, natural log, as recorded at sampling
     advantages_N: torch.Tensor  # float32, the row's advantage on each of its tokens
-    # int64, versions: the learner's at consumption minus the oldest that sampled the row; stored:
-    # -1
+    # int64: learner's version minus the oldest version in the row; -1 for an offline row
     staleness_N: torch.Tensor
-    # int64, row of the table; one step, the unit of the loss, never cut in two
-    rows_N: torch.Tensor
-    n_rows: int  # distinct ones
+    rows_N: torch.Tensor  # int64, row of the table: one step, the unit of the loss, never cut
+    n_rows: int  # number of distinct rows
     # float32, of the policy before the learner step's first update
     proximal_logprobs_N: torch.Tensor | None = None
-    # of each sequence, in the order of their tokens; () where no row has any
-    images_S: tuple[RowImages, ...] = ()
+    images_S: tuple[RowImages, ...] = ()  # per sequence, in token order; () if no row has one
 
     @property
     def n_tokens(self) -> int:
-        """T: what the forward pass computes."""
+        """Number of tokens T of the forward pass."""
         return self.input_ids_T.numel()
 
     @property
@@ -75,24 +72,21 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return MicroBatch(
-            **{
-                name: v.to(device) if isinstance(v, torch.Tensor) else v
-                for name, v in values.items()
-            }
-        )
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.to(device)
+        return MicroBatch(**values)
 
 
 def split_updates(
     rows: pa.Table, *, updates: int, rows_per_update: int, seed: int
 ) -> list[pa.Table]:
-    """Shuffle the rows by `seed` and cut them into the consecutive parts of several optimizer
-    updates.
+    """Shuffle the rows by `seed` and cut them into the parts of several optimizer updates.
 
-    Parts have `rows_per_update` rows, the last one the rest. With rows_per_update=0 there are
-    `updates` parts of nearly equal length. Rows come group by group, and every update should see
-    all groups: hence the shuffle. A single part is the table unchanged. No rows are one empty part,
-    and fewer rows than `updates` give one part a row.
+    Each part has `rows_per_update` rows, the last one the rest. With rows_per_update=0 there are
+    `updates` parts of nearly equal length, at most one per row. Rows come group by group, and every
+    update should see all groups: hence the shuffle. A single part is the table unchanged, also an
+    empty one.
 
         five rows, updates=2               3 and 2 rows
         five rows, rows_per_update=2       2, 2 and 1 rows
@@ -107,10 +101,10 @@ def split_updates(
 
 
 def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
-    """Return the weight of an update of `n_rows` rows, its share of a full one.
+    """Return the weight of an update of `n_rows` rows: its share of a full one.
 
-    88 rows with rows_per_update=256 weigh 88 / 256, as verl's last mini-batch. Updates that are not
-    sized weigh 1.
+    With rows_per_update=256 an update of 88 rows weighs 88 / 256, as verl's last mini-batch does.
+    With rows_per_update=0 each update weighs 1.
     """
     return min(1.0, n_rows / rows_per_update) if rows_per_update else 1.0
 
@@ -118,19 +112,18 @@ def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
 def micro_batches(
     rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool, ranks: int
 ) -> list[MicroBatch]:
-    """The rows with a response, packed into micro-batches of at most `micro_batch_tokens` tokens; a
-    multiple of `ranks`.
+    """Pack the rows that have a response into micro-batches of at most `micro_batch_tokens` tokens.
 
-    With `merge_steps` a step that repeats the tokens before it continues their sequence
-    (`sequences.py`); how sequences are spread is in `packing.py`. A sequence longer than the budget
-    has a micro-batch of its own. A row without response tokens has nothing to learn and is left
-    out; if all are, there is no micro-batch. Nothing is merged where a row has an image. Reads
-    prompt_ids, response_ids, response_logprobs, advantage, staleness and, if the table has it,
-    images; to merge, also traj_uid and step_index. Raises ValueError for an empty prompt, and for a
-    response without a log-probability for each token.
+    Their number is a multiple of `ranks`; it is 0 if no row has a response. A longer sequence gets
+    a micro-batch of its own. With `merge_steps` a step that repeats the tokens before it continues
+    their sequence, unless rows have images.
+
+    Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images;
+    merging also reads traj_uid and step_index. Raises ValueError for an empty prompt, and for a
+    response without one log-probability per token.
     """
     columns = _columns(rows)
-    # A step with an image is a sequence by itself: equal image tokens do not mean equal images.
+    # Equal image tokens do not mean equal images, so steps with images are not merged.
     merge_steps = merge_steps and columns.images is None
     together = sequences(
         rows, prompts=columns.prompts, responses=columns.responses, merge_steps=merge_steps
@@ -139,16 +132,14 @@ def micro_batches(
     lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1
     return [
         _micro_batch(columns, together, chosen_S) if len(chosen_S) else _empty()
-        for chosen_S in packed(lengths_S, micro_batch_tokens=micro_batch_tokens, ranks=ranks)
+        for chosen_S in pack(lengths_S, micro_batch_tokens=micro_batch_tokens, ranks=ranks)
     ]
 
 
 def shortest_sequence(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch with its shortest sequence only, the first of several: the smallest pass
-    there is over real tokens.
+    """Return the micro-batch with its shortest sequence only: the cheapest pass over real tokens.
 
-    Of the example above, whose sequences have 4 and 2 tokens: input_ids_T [3, 4], positions_N [0,
-    1], n_rows 1.
+    In the example of `MicroBatch`: input_ids_T [3, 4], positions_N [0, 1], n_rows 1.
     """
     shortest = int(batch.bounds_S1.diff().argmin())
     first, end = batch.bounds_S1[shortest : shortest + 2].tolist()
@@ -187,34 +178,31 @@ def _columns(rows: pa.Table) -> _Columns:
         logprobs=lists(rows, "response_logprobs"),
         advantages_R=rows["advantage"].to_numpy(),
         staleness_R=rows["staleness"].to_numpy(),
-        images=row_images(rows),
+        images=_image_column(rows),
     )
     unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
     if unequal.size:
         row = int(unequal[0])
         raise ValueError(
             f"row {row} has {columns.responses.lengths_R[row]} response tokens but "
-            f"{columns.logprobs.lengths_R[row]} "
-            "log-probabilities; each token needs the one it was sampled with"
+            f"{columns.logprobs.lengths_R[row]} log-probabilities; each token needs the one it was "
+            "sampled with"
         )
     if (columns.prompts.lengths_R == 0).any():
         row = int(np.argmin(columns.prompts.lengths_R))
         raise ValueError(
-            f"row {row} has an empty prompt; the first response token needs a token that predicts "
-            "it"
+            f"row {row} has an empty prompt; the first response token needs a token before it"
         )
     return columns
 
 
 def _micro_batch(columns: _Columns, together: Sequences, chosen_S: NDArray[np.int64]) -> MicroBatch:
-    """The sequences `chosen_S` end to end, in that order. K: their rows."""
+    """Lay the sequences `chosen_S` end to end, in that order. K: their rows."""
     n_rows_S = np.diff(together.first_S1)[chosen_S]
     rows_K = together.rows_K[ranges(together.first_S1[chosen_S], n_rows_S)]
     last_S = together.last_row_S[chosen_S]
-    n_prompt_S, n_response_S = (
-        columns.prompts.lengths_R[last_S],
-        columns.responses.lengths_R[last_S],
-    )
+    n_prompt_S = columns.prompts.lengths_R[last_S]
+    n_response_S = columns.responses.lengths_R[last_S]
     bounds_S1 = np.concatenate([[0], np.cumsum(n_prompt_S + n_response_S - 1)])
     input_ids_T = np.empty(bounds_S1[-1], dtype=np.int64)
     input_ids_T[ranges(bounds_S1[:-1], n_prompt_S)] = columns.prompts.of(last_S, drop_last=False)
@@ -242,7 +230,7 @@ def _micro_batch(columns: _Columns, together: Sequences, chosen_S: NDArray[np.in
         ),
         rows_N=torch.from_numpy(np.repeat(rows_K, n_response_K)),
         n_rows=len(rows_K),
-        images_S=() if columns.images is None else images_of(columns.images, last_S),
+        images_S=() if columns.images is None else _images_of(columns.images, last_S),
     )
 
 
@@ -260,3 +248,20 @@ def _empty() -> MicroBatch:
         rows_N=nothing,
         n_rows=0,
     )
+
+
+def _image_column(rows: pa.Table) -> pa.ChunkedArray | None:
+    """Return the column `images`, or None if no row has an image."""
+    if "images" not in rows.column_names or rows["images"].null_count == rows.num_rows:
+        return None
+    return rows["images"]
+
+
+def _images_of(images: pa.ChunkedArray, rows_S: NDArray[np.int64]) -> tuple[RowImages, ...]:
+    """Return the images of each row, () for a row without. The pixels are not copied."""
+    return tuple(tuple(map(_pixels, images[int(row)].values or ())) for row in rows_S)
+
+
+def _pixels(image: pa.StructScalar) -> NDArray[np.uint8]:
+    pixels = np.frombuffer(image["pixels"].as_buffer(), np.uint8)
+    return pixels.reshape(image["height"].as_py(), image["width"].as_py(), CHANNELS)

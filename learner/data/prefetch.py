@@ -1,37 +1,34 @@
-"""The next batch, made ready in a thread while the current one trains.
+"""Prepare the next batch in a thread while the current one trains.
 
-    with Prefetch(source) as batches:
-        batches.start(version=7, learner_step=8)           # the version it will be trained at
-        while (ready := batches.take(timeout_s=0.05)) is None: ...
-        batches.start(version=8, learner_step=9)           # unless max_staleness is 0 and something is played
-        train(ready)                                       # publishes version 8
+    with Prefetch(loader) as prefetch:
+        prefetch.start(version=7, learner_step=8)          # the version it will be trained at
+        while (batch := prefetch.take(timeout_s=0.05)) is None: ...
+        prefetch.start(version=8, learner_step=9)          # unless max_staleness is 0
+        train(batch)                                       # publishes version 8
 
-The thread consumes complete groups, produces one PreparedBatch, waits for "groups" (the workers
-unblock it by committing), ended by `close`. While it works two batches are claimed: A, which trains
-at version v, and B. Why that changes no promise:
+The thread consumes complete groups, produces one PreparedBatch, and waits for "groups", which
+workers unblock by committing. `close` ends it. Two batches are claimed at a time: A, which trains
+at version v, and B after it. The promises of a run still hold:
 
-Staleness. A learner step publishes exactly one version, also where it learns nothing and where an
-update is skipped. So the
-    batch after A trains at v + 1, and B is claimed with v + 1: what would be too old then is stale now, and cannot be in B.
-    `PreparedBatch.version` says so, and the loop refuses to train at another. What was sampled by v itself has staleness 1 in
-    B, so at max_staleness 0 there is nothing that could be prefetched, and the loop does not try. Offline groups have no
-    staleness: where nothing is played it always does.
-Admission. It bounds open + complete + claimed. Claiming moves groups from complete to claimed, so
-workers are handed out
-    neither more nor less: B is made of groups that would have waited, complete, until A was settled. Nor can that stop the
-    run: B needs no group that is not handed out already, and settling A makes room for the batch after B.
-Order. Batches are settled in the order of their claims, by one thread, the loop's, so learner steps
-stay consecutive. Within
-    a claim the oldest groups come first, as ever; a group that completes while A trains is not in B but in the one after,
-    where it is one version older. Batches that close earlier is what prefetching costs.
-Crash. A claim that was not settled, A's and B's alike, also one whose answer never arrived, is
-released when the learner
-    starts again (`Coordinator.resume`): its groups are complete again, as if never asked. What became stale for v + 1
-    stays stale, although the run may go on from a checkpoint at v: too early by one version, seen in the store, and rare.
-Stop. `close` ends the thread and leaves at most one claimed batch that nobody will train on; the
-loop then gives it back
-    (`Coordinator.give_back`), which is the same release without a crash.
-Memory. Rows and tensors of two batches are held at once, in main memory.
+Staleness
+    A learner step publishes exactly one version, also if it skips its updates. So B trains at v + 1
+    and is claimed for v + 1: groups too old for v + 1 become stale at once. The loop asserts the
+    version. Groups sampled by v have staleness 1 in B, so max_staleness=0 allows no prefetching.
+    Offline groups have no staleness and are always prefetched.
+Admission
+    It bounds open, complete and claimed groups together. A claim moves groups from complete to
+    claimed, so workers get neither more nor fewer leases. B needs only groups already leased, and
+    settling A makes room for the next, so nothing deadlocks.
+Order
+    One thread settles batches in the order of their claims, so learner steps are consecutive. A
+    group completed while A trains comes one batch later than without prefetching.
+Crash
+    The next start releases every claim that was not settled (`Coordinator.resume`). Groups that
+    became stale for v + 1 stay stale, even if the run restarts from v.
+Stop
+    `close` may leave one claimed batch. The loop gives it back (`Coordinator.give_back`).
+Memory
+    Rows and tensors of two batches are in main memory.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
-from learner.data.batch_loader import BatchLoader, PreparedBatch, ready_batch
+from learner.data.batch_loader import BatchLoader, PreparedBatch, prepare_batch
 
 POLL_S = 0.05  # between two claims while there are too few groups
 
@@ -49,16 +46,15 @@ _log = logging.getLogger(__name__)
 
 
 class Prefetch:
-    """One batch at a time: `start`, then `take` until it is there.
+    """Prepare one batch at a time: call `start`, then `take` until it returns the batch.
 
-    What the thread raises, `take` raises. Where nobody takes any more `close` logs it: the run ends
-    for a reason of its own, with a checkpoint, and the next start claims the same groups and meets
-    the same error.
+    `take` raises the thread's error. If nobody takes the batch, `close` logs the error instead: the
+    run ends for another reason, and its next start claims the same groups again.
     """
 
-    def __init__(self, source: BatchLoader) -> None:
-        self.source = source
-        self.has_groups = False  # of the batch under way: claimed, and now read and packed
+    def __init__(self, loader: BatchLoader) -> None:
+        self.loader = loader
+        self.has_groups = False  # the batch under way is claimed, and is being read and packed
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._coming: Future[PreparedBatch | None] | None = None
@@ -80,39 +76,33 @@ class Prefetch:
         return self._coming is not None
 
     def start(self, *, version: int, learner_step: int) -> None:
-        """Waits for the groups of `learner_step`, which will train at `version`, and makes them
-        ready; returns at once.
-        """
+        """Begin to prepare the batch of `learner_step`, to train at `version`. Return at once."""
         assert self._coming is None, "take the batch under way first"
         self.has_groups = False
         self._coming = self._thread.submit(self._next_batch, version, learner_step)
 
     def take(self, *, timeout_s: float) -> PreparedBatch | None:
-        """The batch that was started, or None if it is not ready within `timeout_s`."""
+        """Return the batch that was started, or None if it is not ready within `timeout_s`."""
         assert self._coming is not None, "start a batch first"
-        # not result(timeout): the thread's own time-outs are errors
+        # Not result(timeout): it could not tell this time-out from the thread's own TimeoutError.
         if not wait([self._coming], timeout=timeout_s).done:
             return None
         coming, self._coming = self._coming, None
         return coming.result()
 
     def close(self) -> None:
-        """Ends the thread, waiting for what it may be reading. Idempotent; what it claimed and
-        nobody took stays claimed.
-        """
+        """End the thread after its current read. A batch that nobody took stays claimed."""
         self._stop.set()
         self._thread.shutdown(wait=True)
         error = self._coming.exception() if self._coming is not None else None
         if error is not None:
-            _log.error(
-                "the batch after the last one could not be made ready: %s", error, exc_info=error
-            )
+            _log.error("the next batch could not be prepared: %s", error, exc_info=error)
 
     def _next_batch(self, version: int, learner_step: int) -> PreparedBatch | None:
         while not self._stop.is_set():
-            batch = self.source.claim(version)
+            batch = self.loader.claim(version)
             if batch is not None:
                 self.has_groups = True
-                return ready_batch(self.source, batch, version=version, learner_step=learner_step)
+                return prepare_batch(self.loader, batch, version=version, learner_step=learner_step)
             self._stop.wait(POLL_S)
         return None

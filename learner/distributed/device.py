@@ -1,9 +1,9 @@
-"""The device of one rank: the config chooses it, this module checks it and sets torch up for it.
+"""Check and set up the device of one rank, as the config chooses it.
 
     prepare_device(learner)      # once per engine, before a model is loaded
     device_type(learner)         # "cuda" or "cpu"
 
-Ray hides GPUs from a process that asked for none, so a process of a run sees what its config says.
+Ray hides GPUs from a process that asked for none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs import LearnerConfig, ModelConfig
 from learner.distributed.deepspeed_setup import accelerator
 
 CUDA, CPU = "cuda", "cpu"
-# cuBLAS reads it when its first handle is made; without it torch's deterministic mode refuses
+# cuBLAS reads it when it makes its first handle. Without it torch's deterministic mode refuses
 # matrix products.
 DETERMINISTIC_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -27,9 +27,7 @@ def device_type(learner: LearnerConfig) -> str:
 
 
 def prepare_device(learner: LearnerConfig) -> None:
-    """Set torch's process-wide settings for one rank. Raises ValueError if its device is not the
-    config's.
-    """
+    """Set torch's process-wide settings for one rank. Raises ValueError for a wrong device."""
     check_device(learner, found=accelerator())
     if device_type(learner) == CPU:
         torch.set_num_threads(learner.threads)
@@ -37,7 +35,7 @@ def prepare_device(learner: LearnerConfig) -> None:
     if learner.offload:
         torch.set_num_threads(offload_threads(learner))
     if learner.gpus_per_rank < 1:
-        # Out of memory here and not in the engine, which shares the GPU and cannot wait.
+        # So that this process runs out of memory, and not the engine on the same GPU.
         torch.cuda.set_per_process_memory_fraction(learner.gpus_per_rank)
     if learner.deterministic:
         os.environ.update(DETERMINISTIC_CUBLAS)
@@ -45,8 +43,7 @@ def prepare_device(learner: LearnerConfig) -> None:
 
 
 def offload_threads(learner: LearnerConfig) -> int:
-    """Return the CPU threads for an offloaded optimizer: a rank's share of the cores, or more if
-    the config says so.
+    """Return the CPU threads for an offloaded optimizer: a rank's share of cores, or the setting.
 
     Ray sets OMP_NUM_THREADS=1, with which one thread would update all weights.
     """
@@ -54,7 +51,7 @@ def offload_threads(learner: LearnerConfig) -> int:
 
 
 def adapters_in_tf32(learner: LearnerConfig, model: ModelConfig) -> bool:
-    """Return whether adapters multiply in TF32: rounded to 11 bits, where the bfloat16 base has 8.
+    """Return whether adapters multiply in TF32, with 11 bits beside the 8 of a bfloat16 base.
 
     In float32 they take 30 to 40% of a step [estimate]. A float32 base keeps all its bits, and a
     CPU has no TF32.
@@ -70,26 +67,25 @@ def check_device(learner: LearnerConfig, *, found: str) -> None:
     if found == CUDA:
         raise ValueError(
             f"{asked} asks for a CPU learner, but this process sees a GPU and DeepSpeed took it; "
-            "set learner.gpus_per_rank=1, "
-            "or hide the GPUs: CUDA_VISIBLE_DEVICES= python ..."
+            "set learner.gpus_per_rank=1, or hide the GPUs: CUDA_VISIBLE_DEVICES= gigpo ..."
         )
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     raise ValueError(
         f"{asked} asks for a GPU, and torch {torch.__version__} ({build}) finds none; check "
-        "`nvidia-smi`, or set "
-        "learner.gpus_per_rank=0"
+        "`nvidia-smi`, or set learner.gpus_per_rank=0"
     )
 
 
-def described(learner: LearnerConfig) -> str:
-    """Return the device in words, with what changes bits on it."""
+def device_text(learner: LearnerConfig) -> str:
+    """Return the device in words, with the settings that change bits on it."""
     return "a GPU" if device_type(learner) == CUDA else f"a CPU, learner.threads={learner.threads}"
 
 
-def reservation(learner: LearnerConfig) -> str:
-    """Return why two passes on the device may differ in their last bits, to go behind a sentence;
-    "" if they may not.
-    """
+def nondeterminism_note(learner: LearnerConfig) -> str:
+    """Return a note that two passes may differ in their last bits; "" if they cannot."""
     if device_type(learner) == CPU or learner.deterministic:
         return ""
-    return " (a GPU without learner.deterministic=true may add in another order each time: the same bits are not promised)"
+    return (
+        " (a GPU without learner.deterministic=true may add in another order each time: the same "
+        "bits are not promised)"
+    )

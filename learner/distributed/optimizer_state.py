@@ -1,13 +1,13 @@
-"""What DeepSpeed spreads over ranks and flat buffers, as whole tensors by parameter name, whatever
-the ZeRO stage.
+"""Read and write DeepSpeed's state as whole tensors by parameter name, at every ZeRO stage.
 
     parameters = trainable(engine.policy.causal_lm)
-    for name, tensor in read_state(engine.deepspeed, parameters, "exp_avg"): ...   # one at a time
+    for name, tensor in read_state(engine.deepspeed, parameters, "exp_avg"): ...
     write_state(engine.deepspeed, parameters, saved, steps=7)
 
-Kinds: "master" are the weights as the optimizer has them, "exp_avg" and "exp_avg_sq" Adam's moments
-(m and v of Kingma and Ba 2015); all float32, of the parameter's own shape. Of an engine that never
-stepped the moments are 0. All ranks call a function together, and iterate to its end.
+DeepSpeed spreads it over ranks and flat buffers. Kinds: "master" are the optimizer's weights,
+"exp_avg" and "exp_avg_sq" Adam's moments (m and v of Kingma and Ba 2015). All are float32, in the
+parameter's shape. Before the first step the moments are 0. All ranks call a function together, and
+iterate to its end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that the optimizer changes, by name, in the module's order; a tied one under
-    its first name.
+    """Return the parameters that the optimizer changes, by name, in the module's order.
+
+    A tied parameter has its first name.
     """
     return {
         name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
@@ -35,15 +36,16 @@ def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def shape_of(parameter: torch.nn.Parameter) -> list[int]:
-    """Of the whole parameter: under ZeRO 3 its own shape is 0."""
+    """Return the shape of the whole parameter. Under ZeRO 3 its own shape is 0."""
     return list(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def read_state(
     engine: Any, parameters: Parameters, kind: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, float32 tensor) of every parameter, gathered when its turn comes. Use it before the
-    next update.
+    """Yield (name, float32 tensor) of every parameter, gathered when its turn comes.
+
+    Use it before the next update.
     """
     adam = _adam_states(engine, parameters)
     if not engine.zero_optimization():
@@ -58,16 +60,14 @@ def read_state(
 
 
 def read_steps(engine: Any, parameters: Parameters) -> int:
-    """Steps that Adam has made; its bias correction depends on them."""
+    """Return the number of Adam's steps, on which its bias correction depends."""
     return max(int(state["step"]) for state in _adam_states(engine, parameters).values())
 
 
 def write_state(
     engine: Any, parameters: Parameters, saved: Callable[[str, str], torch.Tensor], *, steps: int
 ) -> None:
-    """Sets masters, moments and the weights of the model; `saved(name, kind)` gives what
-    `read_state` gave.
-    """
+    """Set masters, moments and the model's weights to `saved(name, kind)`, see `read_state`."""
     adam = _adam_states(engine, parameters)
     for state in adam.values():
         state["step"].fill_(steps)
@@ -85,7 +85,7 @@ def write_state(
 
 
 def _write_whole(parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-    """ZeRO 1 and 2: each rank keeps its fragment of masters and moments, and the whole weights."""
+    """Write at ZeRO 1 and 2: each rank keeps its part of masters and moments, and all weights."""
     deepspeed.utils.safe_set_full_fp32_param(parameter, tensors[MASTER])
     for kind in MOMENTS:
         deepspeed.utils.safe_set_full_optimizer_state(parameter, tensors[kind], kind)
@@ -94,11 +94,9 @@ def _write_whole(parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tens
 
 
 def _write_partitioned(parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-    """ZeRO 3: each rank keeps its part of everything. Parts are of equal length, the last one
-    padded with 0.
+    """Write at ZeRO 3: each rank keeps an equal part of everything, the last one padded with 0.
 
-    deepspeed.utils.safe_set_full_* take no padding: 5 elements on 2 ranks are the parts 0 1 2 and 3
-    4 0.
+    deepspeed.utils.safe_set_full_* do not pad: 5 elements on 2 ranks are the parts 0 1 2 and 3 4 0.
     """
     group = parameter.ds_process_group
     length = parameter.ds_tensor.numel()
@@ -112,14 +110,13 @@ def _write_partitioned(parameter: torch.nn.Parameter, tensors: Mapping[str, torc
         else:
             deepspeed.utils.safe_set_local_optimizer_state(parameter, part, kind)
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-        parameter.copy_(tensors[MASTER])  # and from rank 0 to the parts of all
+        parameter.copy_(tensors[MASTER])  # rank 0 then sends all ranks their parts
 
 
 def _adam_states(engine: Any, parameters: Parameters) -> dict[Any, dict[str, torch.Tensor]]:
-    """Adam's state of each tensor that it steps on, made here where the first step would make it.
+    """Return Adam's state of each tensor that it updates, created as the first step would.
 
-    Those are the parameters themselves at ZeRO 0, else flat buffers with this rank's part of many
-    of them.
+    At ZeRO 0 the tensors are the parameters, else flat buffers with this rank's part of many.
     """
     zero = engine.optimizer
     if not engine.zero_optimization():
@@ -132,16 +129,16 @@ def _adam_states(engine: Any, parameters: Parameters) -> dict[Any, dict[str, tor
         for index, flat in enumerate(_flat_masters(zero))
     }
     if engine.zero_optimization_stage() < PARTITIONED:
-        # as after a first step: else parameters do not find their fragments
+        # A first step would do this. Without it parameters do not find their fragments.
         zero._lazy_init_hp_params_optimizer_state()
     return states
 
 
 def _started(state: dict[str, torch.Tensor], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Fill an empty Adam state as torch's fused AdamW fills it at its first step."""
+    """Fill an empty Adam state like the first step of torch's fused AdamW."""
     if not state:
-        # The fused kernel reads the count on the device: a step on the CPU ends a run on a GPU at
-        # its first update.
+        # The fused kernel reads the count on the device: a count on the CPU would end a run on a
+        # GPU at its first update.
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
         state |= {
             kind: torch.zeros_like(tensor, memory_format=torch.preserve_format) for kind in MOMENTS
@@ -150,17 +147,15 @@ def _started(state: dict[str, torch.Tensor], tensor: torch.Tensor) -> dict[str, 
 
 
 def _flat_masters(zero: Any) -> Iterable[torch.Tensor]:
-    """This rank's part of the float32 weights, under the names that DeepSpeed's optimizers have for
-    it.
-    """
+    """Return this rank's part of the float32 weights. Its name depends on DeepSpeed's optimizer."""
     for attribute in (
         "fp32_partitioned_groups_flat",
         "single_partition_of_fp32_groups",
         "fp32_groups_flat_partition",
     ):
-        if hasattr(zero, attribute):  # of ZeRO 3; of 1 and 2; of 1 in bfloat16
+        if hasattr(zero, attribute):  # at ZeRO 3; at 1 and 2; at 1 in bfloat16
             return list(getattr(zero, attribute))
     raise TypeError(
-        f"{type(zero).__name__} is none of the ZeRO optimizers known here; their names for the "
-        "masters changed"
+        f"{type(zero).__name__} is none of the known ZeRO optimizers, whose attribute for the "
+        "float32 masters has another name; add it here"
     )

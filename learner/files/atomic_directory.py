@@ -1,13 +1,17 @@
 """Directories that appear whole or not at all: published weights, checkpoints, adapters, exports.
 
-    with atomic_directory(Path("checkpoints/step000008")) as unfinished:     # safe from a power cut when it is left
+    with atomic_directory(Path("checkpoints/step000008")) as unfinished:
         (unfinished / "model.safetensors").write_bytes(data)
-    behind = BackgroundFsync()
-    with behind.visible_whole(Path("weights/v000008")) as unfinished: ...  # whole for all who read it; safe after the next line
-    behind.wait()
+    # from here on it survives a power cut
+
+    background = BackgroundFsync()
+    with background.visible_whole(Path("weights/v000008")) as unfinished: ...
+    # from here on it is whole for every reader
+    background.wait()    # from here on it survives a power cut
+
     prune_oldest(Path("weights"), keep=4, kept=frozenset())
 
-Needs the standard library only: the tests of power cuts load this file by itself.
+Imports the standard library only: the tests of power cuts load this file by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
 
 @contextmanager
 def atomic_directory(dest: Path) -> Iterator[Path]:
-    """A directory to fill; it gets its name, by one rename, only when all in it is on disk.
+    """Yield a directory to fill. One rename gives it its name after all its files are on disk.
 
-    What is there under that name already is replaced: only a process that died between the rename
-    and the announcement in the catalog leaves one, so nobody reads it. (An announced number is
-    never used again.) Raises OSError, naming `dest`, if the disk does not take it all; what was
-    written of it is removed, as it may be what fills the disk.
+    An existing directory of that name is replaced. Only a process that died between the rename and
+    the announcement in the catalog leaves one, so nobody reads it: announced numbers are never used
+    again. Raises OSError, naming `dest`, if the disk fails. The unfinished directory is then
+    removed, as it may be what fills the disk.
     """
     with _removed_on_failure(dest):
         unfinished = _empty(dest)
@@ -42,15 +46,16 @@ def atomic_directory(dest: Path) -> Iterator[Path]:
 
 @contextmanager
 def names_the_disk(dest: Path) -> Iterator[None]:
-    """Give an OSError of the body that names no file, as a failed write does not, the name `dest`
-    and a remedy.
-    """
+    """Add `dest` and a remedy to an OSError that names no file, as a failed write raises it."""
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.strerror is None:
             raise
-        text = f"cannot write {dest}: {error.strerror}; free space or fix the permissions, then start the run again"
+        text = (
+            f"cannot write {dest}: {error.strerror}; free space or fix the permissions, then start "
+            "the run again"
+        )
         raise OSError(error.errno, text) from error
 
 
@@ -65,7 +70,7 @@ def _removed_on_failure(dest: Path) -> Iterator[None]:
 
 
 class BackgroundFsync:
-    """Directories that have their names before they are on disk; a thread sees to the disk."""
+    """Make directories visible before they are on disk, and fsync them in a thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
@@ -73,8 +78,10 @@ class BackgroundFsync:
 
     @contextmanager
     def visible_whole(self, dest: Path) -> Iterator[Path]:
-        """As `atomic_directory`, but a power cut before `wait` returned may leave the name with files
-        that are empty or torn.
+        """Yield a directory to fill. One rename makes it visible, whole for every reader.
+
+        Unlike with `atomic_directory`, a power cut before `wait` returns may leave empty or torn
+        files.
         """
         with _removed_on_failure(dest):
             unfinished = _empty(dest)
@@ -84,21 +91,23 @@ class BackgroundFsync:
         self._syncing.append((dest, self._thread.submit(_sync_whole, dest)))
 
     def wait(self) -> None:
-        """Returns when all of them are on disk, or were removed. Raises OSError naming one that the
-        disk failed to take.
-        """
+        """Return when every directory is on disk or removed. Raises OSError naming a lost one."""
         while self._syncing:
             dest, syncing = self._syncing.pop(0)
             try:
                 syncing.result()
             except OSError as error:
-                text = f"{dest} may be lost at a power cut ({error.strerror}); look at the disk, then start the run again"
+                text = (
+                    f"{dest} may be lost at a power cut ({error.strerror}); look at the disk, then "
+                    "start the run again"
+                )
                 raise OSError(error.errno, text) from error
 
 
 def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
-    """Removes all directories but `kept` and the last `keep` by name, and what dead writers left;
-    the names removed.
+    """Remove all directories but `kept` and the last `keep` by name. Return the removed names.
+
+    Unfinished directories of dead writers are removed too.
     """
     if keep < 1:
         raise ValueError(
@@ -142,13 +151,13 @@ def _remove_replaced(dest: Path) -> None:
 
 
 def _sync_whole(directory: Path) -> None:
-    with suppress(FileNotFoundError):  # pruned: nobody needs it any more
+    with suppress(FileNotFoundError):  # it was pruned meanwhile
         _sync_files(directory)
         _sync_name(directory)
 
 
 def _sync_name(dest: Path) -> None:
-    """A directory's name is on disk when the one it is in is."""
+    """fsync the parent directory, so that the rename survives a power cut."""
     _fsync(dest.parent)
 
 

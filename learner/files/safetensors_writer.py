@@ -1,16 +1,17 @@
-"""Named tensors as safetensors files of bounded size, hashed while they are written.
+"""Write named tensors as safetensors files of bounded size, and hash them meanwhile.
 
-    shards = write_shards(engine.weights(), directory, stem="model", shard_bytes=SHARD_BYTES, send=None, spare_in=None)
+    shards = write_shards(
+        engine.weights(), directory, stem="model", shard_bytes=SHARD_BYTES, send=None
+    )
     shards.digest == store.files_digest([directory / name for name in shards.files])
 
 The digest is BLAKE3, in hex, of the files in order as if they were one: `cat model*.safetensors |
-b3sum`. It is the only cryptographic hash here that keeps up with writing; SHA-256 would take longer
-than all else between learner and engine.
+b3sum`. No other cryptographic hash here is as fast as writing: SHA-256 would take longer than
+everything else between learner and engine.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,23 +21,12 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from learner.files.page_reuse import open_over, take_spare
+from store import SAFETENSORS_DTYPES, TensorEntry, encode_safetensors_head
 
-SHARD_BYTES = 4 * 2**30  # of tensors; no more than one file's are held at a time
+SHARD_BYTES = 4 * 2**30  # of one file; the tensors of no more than one are held at a time
 SUFFIX = ".safetensors"
-# Names of the format, https://github.com/huggingface/safetensors#format
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-HEADER_ALIGNMENT_BYTES = 8
-# takes a file in pieces: its head, and each tensor that is not empty
+DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES.items()}
+# Receives a file in pieces: its head, and each tensor that is not empty.
 Send = Callable[[Sequence[memoryview]], None]
 
 
@@ -55,23 +45,18 @@ def write_shards(
     stem: str,
     shard_bytes: int,
     send: Send | None,
-    spare_in: Path | None,
 ) -> Shards:
-    """Writes the tensors as they come, in files of at most `shard_bytes` unless one tensor is
-    larger; each is sent meanwhile. The first may be written over a file that was kept in `spare_in`
-    (`spare.py`).
+    """Write the tensors in files of at most `shard_bytes`, or of one larger tensor. Send each file.
 
-    A tensor is kept, without a copy, until its file is full: whoever makes them must not change one
-    meanwhile. Five tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e} in
-    stem-00001-of-00003 and so on.
+    A tensor is kept, without a copy, until its file is full: it must not change before. Five
+    tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e}, in stem-00001-of-00003 and so
+    on.
     """
     digest = blake3()
     file_of: dict[str, int] = {}
     numbered: list[Path] = []
     for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
         path = directory / f"{stem}-{number:05d}{SUFFIX}"
-        if spare_in is not None:
-            take_spare(spare_in, path)
         _write(path, part, digest, send=send)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
@@ -94,8 +79,9 @@ def write_shards(
 def _parts(
     tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """At least one part, so that no tensors at all are a file too. Each is emptied before the next
-    is filled.
+    """Yield the tensors of each file; one empty part if there are no tensors.
+
+    A part is emptied before the next is filled.
     """
     part: dict[str, torch.Tensor] = {}
     n_bytes = 0
@@ -112,53 +98,45 @@ def _parts(
 def _write(
     path: Path, tensors: Mapping[str, torch.Tensor], digest: blake3, *, send: Send | None
 ) -> None:
-    """One file: 8 bytes with the length of the header, the header, the tensors' bytes. Also added
-    to `digest`, and sent.
+    """Write one file, add it to `digest`, and send it.
 
-    safetensors' own writer gives no hold on the bytes: hashing would be a second pass over the
+    safetensors' own writer does not expose the bytes, so hashing would be a second pass over the
     file.
     """
     # As safetensors sorts them: with the widest types first every tensor is aligned to its type.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(ordered)
-    pieces = [memoryview(bytearray(len(header).to_bytes(8, "little") + header))]
+    pieces = [memoryview(bytearray(encode_safetensors_head(_entries(ordered))))]
     pieces += [
         memoryview(tensor.view(-1).view(torch.uint8).numpy())
         for tensor in ordered.values()
         if tensor.numel()
     ]
+    # Writing, hashing and sending all release the GIL.
     with (
-        open_over(path) as file,
+        path.open("wb", buffering=0) as file,
         ThreadPoolExecutor(1) as hashing,
         ThreadPoolExecutor(1) as sending,
     ):
-        # all three release the GIL
         beside: list[Future[Any]] = [hashing.submit(digest.update, piece) for piece in pieces]
         if send is not None:
             beside.append(sending.submit(send, pieces))
         for piece in pieces:
             written = 0
-            while written < len(piece):  # a raw file may take less than it was given
+            while written < len(piece):  # a raw file may accept only a part
                 written += file.write(piece[written:])
-        file.truncate()
         for future in beside:
             future.result()
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
+def _entries(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
+    entries, begin = [], 0
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(
                 f"{name} is {tensor.dtype}; only {', '.join(DTYPE_NAMES.values())} can be written"
             )
-        end = start + tensor.nbytes
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % HEADER_ALIGNMENT_BYTES)
+        end = begin + tensor.nbytes
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
+        begin = end
+    return entries

@@ -1,12 +1,11 @@
-"""Log-probabilities and entropies of response tokens, without ever holding the logits of all of
-them.
+"""Log-probabilities and entropies of response tokens, without all their logits in memory.
 
     output = OutputLayer(causal_lm.get_output_embeddings(), temperature=1.0)
     logprobs_N, entropy_N = output(hidden_NH, response_ids_N)
 
-With 16,384 response tokens and a vocabulary of 150,000, the logits alone are 10 GB, and autograd
-would keep several of their size. Here forward and backward each go through CHUNK_TOKENS tokens at a
-time; backward computes the logits again.
+With 16,384 response tokens and a vocabulary of 150,000 the logits alone take 10 GB, and autograd
+would keep several tensors of that size. Here forward and backward pass each compute CHUNK_TOKENS
+tokens at a time; the backward pass computes the logits again.
 
 Letters: N response tokens, C of a chunk, H hidden size, V vocabulary.
 """
@@ -24,11 +23,10 @@ CHUNK_TOKENS = 512
 
 
 class OutputLayer(nn.Module):
-    """logprobs_N = log softmax(logits_NV / temperature)[response_ids_N]; entropies in nats; both
-    float32.
+    """Compute log softmax(logits_NV / temperature)[response_ids_N], and entropies in nats.
 
-    It has the model's own parameters, not copies, and all its chunks are one call: a weight that
-    ZeRO 3 shares out is gathered once forward and once backward, on every rank, however many
+    Both are float32. It shares the model's parameters, and all chunks are one call. So a weight
+    partitioned by ZeRO 3 is gathered once forward and once backward, on every rank, however many
     response tokens each has.
     """
 
@@ -36,8 +34,8 @@ class OutputLayer(nn.Module):
         super().__init__()
         if not isinstance(layer, nn.Linear):
             raise ValueError(
-                f"the output layer is of type {type(layer).__name__}; only Linear ones come in "
-                "chunks; use another model"
+                f"the output layer is of type {type(layer).__name__}; only Linear ones can be "
+                "computed in chunks; use another model"
             )
         self.weight, self.bias = layer.weight, layer.bias
         self.temperature = temperature
@@ -52,7 +50,7 @@ class OutputLayer(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """With p = softmax(l), l = logits / temperature, and H the entropy:
+    """Differentiate with p = softmax(l), l = logits / temperature, and H the entropy:
 
     d logprob / d l_j = [j = response] - p_j,        d H / d l_j = -p_j (log p_j + H)
     """
@@ -89,7 +87,7 @@ class _Chunked(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, response_ids_N, normaliser_N, entropy_N = ctx.saved_tensors
         hidden_wanted, weight_wanted, bias_wanted, *_ = ctx.needs_input_grad
         grad_hidden_NH = torch.empty_like(hidden_NH) if hidden_wanted else None
-        # In float32, or in bf16 late chunks would be rounded away beside the sum of the early ones.
+        # In float32: in bf16 late chunks would be rounded away beside the sum of early ones.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_wanted else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_wanted else None
         if grad_logprobs_N is None:

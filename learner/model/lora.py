@@ -1,13 +1,13 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): a frozen base model, and for each linear
-layer two small matrices.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): two small matrices per linear layer.
 
-    add_adapters(causal_lm, rank=16, alpha=32.0)      # from now on y = W x + (alpha / rank) B A x; only A and B learn
-    for name, tensor in merged(causal_lm): ...        # the same policy as plain weights, to publish
-    with adapters_off(causal_lm): ...                 # the base model, which is the reference policy
-    write_adapter(causal_lm, Path("adapter"))         # for peft, and for vLLM beside the base model
+    add_adapters(causal_lm, rank=16, alpha=32.0)   # y = W x + (alpha / rank) B A x
+    for name, tensor in merged(causal_lm): ...     # the same policy as plain weights
+    with adapters_off(causal_lm): ...              # the base model: the reference policy
+    write_adapter(causal_lm, Path("adapter"))      # for peft, and for vLLM beside the base model
 
-Letters: I inputs and O outputs of a layer, r the rank. A is [r, I], B is [O, r] and starts at 0, so
-that at first nothing changes. In a model's own names a layer `q_proj` becomes
+Only A and B are trained; the base model W is frozen. Letters: I inputs and O outputs of a layer, r
+the rank. A is [r, I], B is [O, r] and starts at 0, so that at first nothing changes. In a model's
+own names a layer `q_proj` becomes
 
     q_proj.base_layer.weight      W, frozen
     q_proj.lora_A.default.weight  A, float32
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's own name; adapter files leave it out
 ADAPTER_FILE = "adapter_model.safetensors"
-# of every name in an adapter file: peft's wrapper around the model
+# Every name in an adapter file begins with the name of peft's wrapper around the model.
 FILE_PREFIX = "base_model.model."
 BASE, ADAPTER_WEIGHTS = ".base_layer.", (".lora_A.", ".lora_B.")
 
@@ -44,12 +44,12 @@ BASE, ADAPTER_WEIGHTS = ".base_layer.", (".lora_A.", ".lora_B.")
 def add_adapters(
     causal_lm: PreTrainedModel, *, rank: int, alpha: float, tf32: bool = False
 ) -> None:
-    """Adapts all linear layers but the output layer, in place, and freezes everything else.
+    """Add adapters to all linear layers but the output layer, and freeze all other weights.
 
-    A is drawn from torch's random state, so a seed set before gives the same adapters. They are
-    float32 whatever the base is: steps of 1e-5 are lost in bfloat16. With `tf32` a GPU multiplies
-    by them on its tensor cores; a CPU ignores it. Raises ValueError for a rank or alpha that cannot
-    be, and without a linear layer.
+    The model is changed in place. A is drawn from torch's random state, so the same seed gives the
+    same adapters. They are float32 whatever the base is: steps of 1e-5 are lost in bfloat16. With
+    `tf32` a GPU multiplies by them on its tensor cores. Raises ValueError for an invalid rank or
+    alpha, or if no layer is linear.
     """
     if rank < 1:
         raise ValueError(
@@ -60,12 +60,13 @@ def add_adapters(
             f"model.lora_alpha={alpha} must be above 0: an adapter's product is scaled by "
             "lora_alpha / lora_rank"
         )
-    # here and below: most learners have no adapters
+    # peft is imported where it is needed, as most learners have no adapters.
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # only ever divided by r; peft and vLLM take fractions too
+        # It is only ever divided by r; peft and vLLM accept fractions too.
+        lora_alpha=alpha,  # type: ignore[arg-type]
         target_modules="all-linear",
         lora_dropout=0.0,  # behaviour and learner log-probabilities must be of one function
         task_type="CAUSAL_LM",
@@ -78,7 +79,7 @@ def add_adapters(
     for name, module in causal_lm.named_modules():
         if tf32 and name.endswith(tuple(f"{part}{ADAPTER}" for part in ADAPTER_WEIGHTS)):
             module.forward = types.MethodType(_forward_in_tf32, module)
-    # A set until here, whose order, and so the file's, would differ from process to process.
+    # It was a set. The order of a set, and so the adapter file, would differ between processes.
     causal_lm.peft_config[ADAPTER].target_modules = sorted(config.target_modules or ())
 
 
@@ -88,9 +89,9 @@ def _forward_in_tf32(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tens
 
 
 class _Tf32Product(torch.autograd.Function):
-    """inputs @ weight.T in TF32, forward and backward, whatever the process's precision is.
+    """Compute inputs @ weight.T in TF32, forward and backward, whatever the process's precision is.
 
-    Not for the process: rotary angles and the merge of `merged` need all bits of float32.
+    It is not set for the whole process: rotary angles and `merged` need all bits of float32.
     """
 
     @staticmethod
@@ -108,15 +109,15 @@ class _Tf32Product(torch.autograd.Function):
         inputs_wanted, weight_wanted = ctx.needs_input_grad
         with tensor_cores():
             grad_inputs_TI = grad_TO @ weight_OI if inputs_wanted else None
-            grad_weight_OI = (
-                grad_TO.flatten(0, -2).T @ inputs_TI.flatten(0, -2) if weight_wanted else None
-            )
+            grad_weight_OI = None
+            if weight_wanted:
+                grad_weight_OI = grad_TO.flatten(0, -2).T @ inputs_TI.flatten(0, -2)
         return grad_inputs_TI, grad_weight_OI
 
 
 @contextmanager
 def tensor_cores() -> Iterator[None]:
-    """Within it float32 matrices are multiplied in TF32 on a GPU."""
+    """Multiply float32 matrices in TF32 on a GPU within this block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32"
@@ -127,16 +128,16 @@ def tensor_cores() -> Iterator[None]:
 
 
 def merged(causal_lm: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapted model as a plain one: (name in the base model, tensor), each storage once, in the
-    base's dtype.
+    """Yield (name in the base model, tensor) of the adapted model as a plain one.
 
-    W + (alpha / rank) B A, summed in float32 and rounded once. The model itself is not changed. One
-    parameter exists at a time beside it; one that is not adapted is the model's own, not a copy:
-    read it before the next one and the next update. A tied output layer has no entry. Weights that
-    ZeRO 3 shares out are gathered one by one, which all ranks do together.
+    W + (alpha / rank) B A is summed in float32 and rounded once to the base's dtype; the model does
+    not change. Each storage is yielded once, so a tied output layer has no entry. One merged
+    parameter exists at a time. Others are the model's own, not copies: read them before the next
+    one and the next update. Weights partitioned by ZeRO 3 are gathered one by one, by all ranks
+    together.
 
-    Worked, rank 1, alpha 2: W = [[1, 0], [0, 1]], A = [[1, 2]], B = [[3], [0]] give W + 2 B A =
-    [[7, 12], [0, 1]].
+    Example with rank 1 and alpha 2: W = [[1, 0], [0, 1]], A = [[1, 2]], B = [[3], [0]] give W + 2 B
+    A = [[7, 12], [0, 1]].
     """
     seen: set[int] = set()
     for name, tensor in causal_lm.state_dict(keep_vars=True).items():
@@ -160,10 +161,9 @@ def merged(causal_lm: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def adapters_off(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Within it the model is the base model, bit for bit, and there is nothing to take a gradient
-    of.
+    """Make the model the base model, bit for bit and without trainable parts, within this block.
 
-    A backward pass of a forward pass made before must wait until it is left.
+    Leave the block before the backward pass of an earlier forward pass.
     """
     from peft.tuners import lora
 
@@ -178,16 +178,14 @@ def adapters_off(causal_lm: PreTrainedModel) -> Iterator[None]:
 
 
 def write_adapter(causal_lm: PreTrainedModel, dest: Path) -> None:
-    """Writes a peft adapter directory, adapter_config.json and adapter_model.safetensors; it
-    appears whole or not at all.
+    """Write a peft adapter directory that appears whole or not at all.
+
+    It holds adapter_config.json and adapter_model.safetensors.
     """
-    parameters = {
-        name: tensor
-        for name, tensor in causal_lm.named_parameters()
-        if any(p in name for p in ADAPTER_WEIGHTS)
-    }
     tensors = {}
-    for name, parameter in parameters.items():
+    for name, parameter in causal_lm.named_parameters():
+        if not any(part in name for part in ADAPTER_WEIGHTS):
+            continue
         with whole(parameter):
             file_name = FILE_PREFIX + name.replace(f".{ADAPTER}.", ".")
             tensors[file_name] = parameter.detach().cpu().clone()

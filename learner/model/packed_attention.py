@@ -1,14 +1,14 @@
-"""Causal attention within each of several sequences that lie end to end, for any transformers model
-that lets one choose.
+"""Causal attention within each of several sequences that lie end to end.
 
     use_packed_attention(causal_lm)
     hidden_TH = packed_hidden(causal_lm, input_ids_T, position_ids_T, bounds_S1)
 
-transformers hands the keyword `sequences` down to each layer's attention, also when a checkpointed
-layer is computed again; no state is kept between. On a GPU in bf16 or fp16 one kernel takes all
-sequences; else each is a call of an ordinary one, which pays neither for padding nor for pairs of
-tokens of different sequences. (On a CPU, one call for all of like length, padded, took a tenth to a
-third longer; one for neighbours of equal length gained only where all are equal, 3 to 15 %.)
+It works for every transformers model with replaceable attention. transformers passes the keyword
+`sequences` to each layer's attention, also when a checkpointed layer is computed again, so no state
+is kept. On a GPU in bf16 or fp16 one kernel computes all sequences. Otherwise each is one call of
+ordinary attention, without padding and without pairs of tokens of different sequences. (On a CPU
+one padded call for sequences of similar length took a tenth to a third longer. One call for
+neighbours of equal length gained 3 to 15 %, and only if all are equal.)
 
 Letters: S sequences, T tokens together, L of one, A attention heads, D size of one.
 """
@@ -30,21 +30,19 @@ PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of the variable-length kernel
 KERNEL_HEAD_SIZE = 256  # at most, a multiple of 8, and one for queries, keys and values
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary embeddings whose angles depend on the longest sequence of the forward pass: the others
-# would feel it.
+# Rotary embeddings whose angles depend on the longest sequence of the forward pass, so that packed
+# sequences would change each other.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 SAME = 0.01  # relative distance of two results of one function, in bf16
 MIXED = "computes two equal sequences unequally when packed into one, so tokens pass between them"
-# What some models give their attention besides; computing without it would be another function,
-# without a word.
+# Arguments that some models pass to attention. Ignoring them silently would compute another
+# function.
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSequences:
-    """Where the sequences of one forward pass lie: on the device for a kernel, as numbers for a
-    loop.
-    """
+    """Bounds of one forward pass's sequences: on the device for a kernel, as numbers for a loop."""
 
     bounds_S1: torch.Tensor  # int32, cumulative, from 0 to T
     lengths: list[int]  # of the S sequences
@@ -52,14 +50,13 @@ class PackedSequences:
 
 
 def use_packed_attention(causal_lm: PreTrainedModel) -> None:
-    """From now on the model computes packed sequences, and nothing else; its weights must be
-    loaded.
+    """Make the model compute packed sequences from now on. Its weights must be loaded.
 
-    Raises ValueError where tokens reach others by more than attention, or where the model's
-    attention is not what we compute.
+    Raises ValueError if tokens reach others by more than attention, or if packed attention cannot
+    compute the model's attention.
     """
     name = f"model.path: {type(causal_lm).__name__}"
-    # a vision model's tower keeps its own attention, which knows images apart
+    # A vision model's tower keeps its own attention, which keeps images apart.
     decoder = causal_lm.get_decoder()
     others = set(getattr(decoder.config, "layer_types", None) or ()) - LAYER_TYPES
     if causal_lm.is_backend_compatible() and not causal_lm._is_stateful and not others:
@@ -68,9 +65,8 @@ def use_packed_attention(causal_lm: PreTrainedModel) -> None:
         layers = f" (its layers: {', '.join(sorted(others))})" if others else ""
         raise ValueError(
             f"{name}{layers} passes tokens on by more than attention that can be replaced, so "
-            "sequences packed "
-            "into one would mix; use a decoder with softmax attention, such as a Llama, Mistral, "
-            "Qwen2 or Qwen3"
+            "sequences packed into one would mix; use a decoder with softmax attention, such as a "
+            "Llama, Mistral, Qwen2 or Qwen3"
         )
     for module in causal_lm.modules():
         rope = getattr(module, "rope_type", None)
@@ -78,22 +74,19 @@ def use_packed_attention(causal_lm: PreTrainedModel) -> None:
             if kind in LENGTH_DEPENDENT_ROPE:
                 raise ValueError(
                     f"{name} with rope_type {kind!r} turns by the longest sequence of a pass, so "
-                    "sequences "
-                    "packed into one would change each other; set a fixed rope_type such as 'yarn' "
-                    "in its config.json"
+                    "sequences packed into one would change each other; set a fixed rope_type such "
+                    "as 'yarn' in its config.json"
                 )
     if not _stay_apart(causal_lm):
         raise ValueError(f"{name} {MIXED}")
 
 
 def _stay_apart(causal_lm: PreTrainedModel) -> bool:
-    """One pass over the same two tokens twice, as two sequences: what differs has come across."""
+    """Return whether two equal sequences in one pass give equal results."""
     was_training = causal_lm.training
     causal_lm.eval()
-    ids_T, bounds_S1 = (
-        torch.tensor([0, 1, 0, 1], device=causal_lm.device),
-        torch.tensor([0, 2, 4], device=causal_lm.device),
-    )
+    ids_T = torch.tensor([0, 1, 0, 1], device=causal_lm.device)
+    bounds_S1 = torch.tensor([0, 2, 4], device=causal_lm.device)
     with torch.no_grad():
         hidden_TH = packed_hidden(causal_lm, ids_T, ids_T, bounds_S1.int()).float()
     causal_lm.train(was_training)
@@ -101,7 +94,7 @@ def _stay_apart(causal_lm: PreTrainedModel) -> bool:
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two results of one function are equal to rounding in bf16."""
+    """Return whether two results of one function are equal up to rounding in bf16."""
     one, other = one.float(), other.float()
     return one.shape == other.shape and bool((one - other).norm() <= SAME * other.norm())
 
@@ -114,14 +107,11 @@ def packed_hidden(
     *,
     embedded: Mapping[str, torch.Tensor] | None = None,
     compared: bool = False,
-    **to_layers: torch.Tensor,
 ) -> torch.Tensor:
-    """[T, H], the decoder's last hidden states. Its layers get the keywords `to_layers`, see
-    `last_layer.py`.
+    """Return the decoder's last hidden states [T, H].
 
-    `embedded` are embeddings and positions in place of the ids and theirs, see `vision.py`. With
-    `compared` a layer whose kernel gives another result than one sequence after another raises
-    ValueError.
+    `embedded` replaces ids and positions (`vision.py`). With `compared` each layer compares its
+    kernel with one sequence after another, and raises ValueError if they differ.
     """
     # Once per forward pass and not per layer: reading the lengths waits for the device.
     lengths = bounds_S1.diff().tolist()
@@ -131,7 +121,6 @@ def packed_hidden(
         **(inputs if embedded is None else embedded),
         sequences=sequences,
         use_cache=False,
-        **to_layers,
     ).last_hidden_state.squeeze(0)
 
 
@@ -147,16 +136,15 @@ def packed_attention(
     sequences: PackedSequences | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' interface; returns [1, T, A, D], with D as the values
-    have it.
+    """Compute attention for transformers' interface. Return [1, T, A, D], with D of the values.
 
-    Keys and values may have fewer heads, a divisor of the queries', and values another head size,
-    as in latent attention.
+    Keys and values may have fewer heads, a divisor of the queries'. Values may have another head
+    size, as in latent attention.
     """
     if attention_mask is not None:
         raise ValueError(
-            f"model.path: {type(module).__name__} masks tokens by a rule of its own, which would "
-            "be left out here"
+            f"model.path: {type(module).__name__} masks tokens by a rule of its own, which packed "
+            "attention does not apply; use another model"
         )
     if sequences is None:
         raise ValueError(
@@ -178,10 +166,8 @@ def packed_attention(
         if not are_same(out_1TAD, looped_1TAD):
             raise ValueError(
                 f"model.path: the variable-length kernel of torch {torch.__version__} on "
-                f"{query_1ATD.device} computes "
-                f"{type(module).__name__} unlike one sequence after another; update torch, or set "
-                "model.dtype=float32, "
-                "which uses no kernel"
+                f"{query_1ATD.device} computes {type(module).__name__} unlike one sequence after "
+                "another; update torch, or set model.dtype=float32, which uses no kernel"
             )
     return out_1TAD, None
 
@@ -192,7 +178,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query_1ATD, key_1ATD,
 def _by_kernel(
     heads: Heads, sequences: PackedSequences, *, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """[1, T, A, D] of all sequences at once, by the variable-length kernel of a GPU."""
+    """Compute all sequences at once with a GPU's variable-length kernel: [1, T, A, D]."""
     longest = max(sequences.lengths)
     grouped = heads[0].shape[1] != heads[1].shape[1]
     out_TAD: torch.Tensor = varlen_attn(
@@ -217,7 +203,7 @@ def _is_told_of_groups(kernel: Callable[..., object]) -> bool:
 def _by_sequence(
     heads: Heads, sequences: PackedSequences, *, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """[1, T, A, D], one sequence after another, by torch's ordinary attention."""
+    """Compute one sequence after another with torch's ordinary attention: [1, T, A, D]."""
     grouped = heads[0].shape[1] != heads[1].shape[1]
     outs_1LAD = []
     parts = (heads_1ATD.split(sequences.lengths, dim=2) for heads_1ATD in heads)
@@ -237,8 +223,9 @@ def _by_sequence(
 
 
 def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:
-    """Whether the variable-length kernel computes these; keys are of the queries' size. What it
-    does not, the loop does.
+    """Return whether the variable-length kernel computes these heads. Otherwise the loop does.
+
+    Keys have the queries' head size.
     """
     head_size = query_1ATD.shape[-1]
     fits = (
@@ -248,8 +235,9 @@ def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:
 
 
 def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tensor | None:
-    """Which tokens each one sees, None for all before it. Three tokens, a window of 2: 100 110
-    011.
+    """Return the mask of a sliding window, or None if it covers all tokens before.
+
+    Three tokens, a window of 2: 100 110 011.
     """
     n_tokens = query_1ALD.shape[2]
     if sliding_window is None or n_tokens <= sliding_window:

@@ -1,15 +1,14 @@
-"""The policy being trained: a Hugging Face causal LM or vision model; its output layer runs where a
-response is predicted.
+"""The policy in training: a Hugging Face causal language model or vision model.
 
     policy = load_policy(path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     logprobs_N, entropy_N = policy(batch)
 
-Letters as in `batch.py`; H the hidden size.
+Its output layer runs only where a response token is predicted. Letters as in `micro_batch.py`; H
+the hidden size.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,21 @@ from transformers import (
 from configs import ConfigError, loaded
 from learner.data.micro_batch import MicroBatch
 from learner.model.chunked_logprobs import OutputLayer
-from learner.model.last_layer import trim_last_layer
 from learner.model.packed_attention import MIXED, are_same, packed_hidden, use_packed_attention
 from learner.model.vision import Vision, load_vision
-
-_log = logging.getLogger(__name__)
 
 ADAPTER_FILE = "adapter_config.json"  # of peft
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Entries of a model's configuration that scale or cap the logits after the output layer.
-# `PolicyModel` calls that layer itself, so a model that has one would get wrong log-probabilities
-# without a word.
+# Configuration entries that scale or cap the logits after the output layer. `PolicyModel` calls
+# that layer itself, so log-probabilities of such a model would silently be wrong.
 LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 
 
 class PolicyModel(nn.Module):
-    """logprobs_N = log softmax(logits_NV / temperature)[response_ids_N], vLLM's processed
-    log-probabilities.
+    """Compute logprobs_N = log softmax(logits_NV / temperature)[response_ids_N].
+
+    These are vLLM's processed log-probabilities.
     """
 
     def __init__(
@@ -52,79 +48,57 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.vision = vision
         use_packed_attention(causal_lm)
-        self.trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
-        # whether a forward pass compares the kernel of each layer, as `check_on_device` does
-        self.compared = False
+        self.compared = False  # whether a forward pass compares each layer's kernel with the loop
         self.output = OutputLayer(causal_lm.get_output_embeddings(), temperature=temperature)
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 log-probabilities and entropies (natural log) of the N response tokens.
+        """Return float32 log-probabilities and entropies (in nats) of the N response tokens.
 
-        Without any (N = 0) the results are of length 0 and still depend on every parameter, with
-        gradients of 0.
+        With N = 0 the results are empty and still depend on every parameter, with gradients of 0.
         """
-        packed = (batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
         embedded = None if self.vision is None else self.vision.packed(self.causal_lm, batch)
-        as_asked: dict[str, Any] = {"embedded": embedded, "compared": self.compared}
-        if self.trimmed:
-            hidden_NH = packed_hidden(
-                self.causal_lm, *packed, **as_asked, positions_N=batch.positions_N
-            )
-        else:
-            hidden_NH = packed_hidden(self.causal_lm, *packed, **as_asked).index_select(
-                0, batch.positions_N
-            )
+        hidden_TH = packed_hidden(
+            self.causal_lm,
+            batch.input_ids_T,
+            batch.position_ids_T,
+            batch.bounds_S1,
+            embedded=embedded,
+            compared=self.compared,
+        )
+        hidden_NH = hidden_TH.index_select(0, batch.positions_N)
         logprobs_N, entropy_N = self.output(hidden_NH, batch.response_ids_N)
         return logprobs_N, entropy_N
 
     def check_on_device(self, device: torch.device) -> None:
-        """Repeat on `device`, where the model is by now, the checks made where it was loaded.
-        Raises ValueError.
+        """Check on `device`, where the model is now, that packed sequences stay apart.
 
-        A GPU has a kernel for packed sequences that no check on the CPU sees. All ranks of ZeRO 3
-        call this together.
+        A GPU has its own kernel for packed sequences, which the check at loading on the CPU did not
+        see. Each layer compares it with the loop. All ranks of ZeRO 3 call this together. Raises
+        ValueError.
         """
-        batch = probe().to(device)
-        whole_TH = self._hidden(batch, trimmed=False)
-        if not are_same(*whole_TH.chunk(2)):
-            raise ValueError(f"model.path: {type(self.causal_lm).__name__} on {device} {MIXED}")
-        if self.trimmed and not are_same(
-            self._hidden(batch, trimmed=True), whole_TH[batch.positions_N]
-        ):
-            _log.warning(
-                "on %s the last layer gives other rows when it is trimmed, so all its rows are "
-                "computed",
-                device,
-            )
-            self.trimmed = False
-
-    def _hidden(self, batch: MicroBatch, *, trimmed: bool) -> torch.Tensor:
-        """The decoder's last hidden states, [N, H] if `trimmed`, else [T, H]. Each layer's kernel
-        is compared.
-
-        By a whole forward pass: at ZeRO 3 a pass of a part would spoil the order in which weights
-        are gathered.
-        """
-        before, was_training = self.trimmed, self.training
         seen: list[torch.Tensor] = []
+        # A whole forward pass: at ZeRO 3 a partial one would spoil the order in which weights are
+        # gathered.
         hook = self.causal_lm.get_decoder().register_forward_hook(
             lambda _decoder, _inputs, output: seen.append(output.last_hidden_state.squeeze(0))
         )
+        was_training = self.training
         self.eval()
-        self.trimmed, self.compared = trimmed, True
+        self.compared = True
         try:
             with torch.no_grad():
-                self(batch)
+                self(probe().to(device))
         finally:
-            self.trimmed, self.compared = before, False
+            self.compared = False
             self.train(was_training)
             hook.remove()
-        return seen[0]
+        if not are_same(*seen[0].chunk(2)):
+            raise ValueError(f"model.path: {type(self.causal_lm).__name__} on {device} {MIXED}")
 
 
 def probe() -> MicroBatch:
-    """Two equal sequences of three tokens, which predict one token each after the first two."""
+    """Return two equal sequences of three tokens, each with two predicted tokens."""
     ids_T, positions_N = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 3, 4])
     zeros_N = torch.zeros(len(positions_N))
     return MicroBatch(
@@ -144,8 +118,9 @@ def probe() -> MicroBatch:
 def load_policy(
     path: Path, *, dtype: str, gradient_checkpointing: bool, temperature: float
 ) -> PolicyModel:
-    """The model of a directory, without dropout: behaviour and learner log-probabilities must be of
-    one function.
+    """Load a model directory, without dropout.
+
+    Behaviour and learner log-probabilities must come from one function.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
@@ -154,7 +129,7 @@ def load_policy(
             f"{path} holds no config.json; model.path must be a Hugging Face model directory"
         )
     if os.path.lexists(path / ADAPTER_FILE):
-        # transformers hands it to peft, which may import what it names. No argument of
+        # transformers passes it to peft, which may import modules that it names. No argument of
         # from_pretrained prevents that.
         raise ConfigError(
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
@@ -171,7 +146,7 @@ def load_policy(
                 f"{path}: {name}={getattr(config, name)} changes the logits after the output "
                 "layer; not supported"
             )
-    for part in (config, config.get_text_config()):  # one and the same, but for a vision model
+    for part in (config, config.get_text_config()):  # two objects for a vision model only
         for name, value in part.to_dict().items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
@@ -184,6 +159,6 @@ def load_policy(
     )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    # gradient checkpointing works in training mode only; without dropout the modes are the same
+    # Gradient checkpointing works in training mode only. Without dropout both modes are the same.
     causal_lm.train()
     return PolicyModel(causal_lm, temperature=temperature, vision=vision)

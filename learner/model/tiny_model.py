@@ -1,10 +1,9 @@
-"""A base policy without a hub: a tokenizer trained on game text and a small Qwen2 with random
-weights.
+"""A base policy without a download: a tokenizer for game text, and a small random Qwen2.
 
     tokenizer = train_tokenizer(texts, vocabulary_size=1024)
     make_tiny_model(run_dir / "base", tokenizer, config.model.tiny, seed=0)
 
-transformers and vLLM load the directory like any other; what it cannot do yet, cloning teaches it.
+transformers and vLLM load the directory like any other. Behaviour cloning teaches it the game.
 """
 
 from __future__ import annotations
@@ -44,11 +43,10 @@ INITIALIZER_RANGE = 0.04
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `texts`, with control and answer tokens; decode(encode(text)) == text for
-    any text.
+    """Train byte-level BPE on `texts`, with control and answer tokens.
 
-    The vocabulary is smaller than asked where `texts` have too few pairs to merge; `len(tokenizer)`
-    says.
+    decode(encode(text)) == text for any text. The vocabulary is smaller than asked if `texts` have
+    too few pairs to merge; see `len(tokenizer)`.
     """
     added = len(CONTROL_TOKENS) + len(ANSWER_TOKENS)
     if vocabulary_size < N_BYTES + added:
@@ -85,9 +83,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
 def make_tiny_model(
     dest: Path, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, *, seed: int
 ) -> None:
-    """Writes a complete model directory: Qwen2 with random weights from `seed`, tied embeddings,
-    float32.
-    """
+    """Write a model directory: Qwen2 with random float32 weights and tied embeddings."""
     head_size, remainder = divmod(config.hidden_size, config.heads)
     if remainder or head_size not in HEAD_SIZES:
         raise ValueError(

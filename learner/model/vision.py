@@ -1,17 +1,16 @@
-"""Vision models in the learner: their class, the names of their weights, and images in a packed
-forward pass.
+"""Vision models in the learner: images in a packed forward pass, and the names of their weights.
 
-    vision = load_vision(path)                                    # None: a model of text alone
-    packed = vision.packed(causal_lm, batch)                      # keywords of `attention.packed_hidden`
-    names = names_to_publish(path, policy, learner)               # as the base model's files have them
+    vision = load_vision(path)                          # None: a model of text alone
+    packed = vision.packed(causal_lm, batch)            # `embedded` of `packed_hidden`
+    names = names_to_publish(path, policy, learner)     # as in the base model's files
 
-A vision tower turns an image's patches into one vector for each of its tokens, which takes the
-place of that token's embedding. Positions have three parts, time, height and width: equal for text,
-the place in the image for an image's tokens, and text after an image goes on behind the largest.
-All of a micro-batch's images go through the tower together; its attention keeps them apart. So
-packing rows, and cutting an update into micro-batches, changes nothing.
+A vision tower turns an image's patches into one vector per image token, in place of that token's
+embedding. Positions have three parts: time, height and width. They are equal for text, the location
+in the image for image tokens, and text after an image continues after the largest part. The tower
+computes all images of a micro-batch together; its attention keeps them apart. So packing rows and
+cutting updates into micro-batches changes nothing.
 
-Letters as in `batch.py`; I images, P patches of all of them, D numbers each, H hidden size.
+Letters as in `micro_batch.py`; I images, P patches of all of them, D numbers each, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,27 +29,24 @@ from configs import VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import PARTITIONED
 
-# Name of a parameter -> in files written before transformers had one scheme for all vision models,
-# as those of Qwen2.5-VL.
+# Prefix of a parameter -> its prefix in files written before transformers had one scheme for all
+# vision models, such as those of Qwen2.5-VL.
 OLDER_PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 class Vision:
-    """Made by `load_vision`."""
+    """A model's image processor. `load_vision` makes it."""
 
     def __init__(self, processor: Any, *, image_token_id: int, merge_size: int) -> None:
-        self._processor, self._image_token_id, self._merge_size = (
-            processor,
-            image_token_id,
-            merge_size,
-        )
+        self._processor = processor
+        self._image_token_id, self._merge_size = image_token_id, merge_size
 
     def packed(self, causal_lm: PreTrainedModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Embeddings [1, T, H] and positions [3, 1, T] of a micro-batch, on the model's device.
+        """Return embeddings [1, T, H] and positions [3, 1, T] of a micro-batch, on its device.
 
-        They depend on every parameter of the tower, also without an image, so that ranks exchange
-        the same gradients. Raises ValueError for a sequence whose image tokens are not as many as
-        its images have.
+        They depend on every parameter of the tower, also without an image, so that all ranks
+        exchange the same gradients. Raises ValueError if a sequence has fewer image tokens than its
+        images need.
         """
         embedded_1TH = causal_lm.get_input_embeddings()(batch.input_ids_T.unsqueeze(0))
         images = [image for images in batch.images_S for image in images]
@@ -78,11 +74,9 @@ class Vision:
     def _places(
         self, batch: MicroBatch, grid_I3: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(positions [3, 1, T], which tokens are of images [T])."""
-        is_pad_T, bounds = (
-            (batch.input_ids_T == self._image_token_id).cpu().numpy(),
-            batch.bounds_S1.tolist(),
-        )
+        """Return positions [3, 1, T], and which tokens belong to images [T]."""
+        is_pad_T = (batch.input_ids_T == self._image_token_id).cpu().numpy()
+        bounds = batch.bounds_S1.tolist()
         parts, first = [], 0
         for start, end, images in zip(bounds[:-1], bounds[1:], batch.images_S, strict=True):
             parts.append(places(is_pad_T[start:end], grid_I3[first : first + len(images)]))
@@ -90,27 +84,25 @@ class Vision:
         positions_3T, is_image_T = (
             np.concatenate(part, axis=-1) for part in zip(*parts, strict=True)
         )
-        return torch.from_numpy(positions_3T).unsqueeze(1).to(
-            batch.input_ids_T.device
-        ), torch.from_numpy(is_image_T)
+        positions_31T = torch.from_numpy(positions_3T).unsqueeze(1).to(batch.input_ids_T.device)
+        return positions_31T, torch.from_numpy(is_image_T)
 
 
 def places(
     is_pad_L: NDArray[np.bool_], grids_I3: Sequence[Sequence[int]] | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """([3, L] time, height and width of each token, [L] whether it is an image's) of one sequence.
+    """Return each token's position [3, L], and whether it belongs to an image [L].
 
-    `is_pad_L`: it is the image token. `grids_I3`: tokens of each image in the three directions. Two
-    words, an image of 2 x 3 tokens, one word: the image begins at 2, the word goes on behind its
-    largest part.
+    The three rows are time, height and width. `is_pad_L` marks the image token. `grids_I3` has the
+    number of tokens of each image in the three directions. Two words, an image of 2 x 3 tokens, one
+    word: the image begins at 2, and the word continues after its largest part.
 
         time      0 1   2 2 2 2 2 2   5
         height    0 1   2 2 2 3 3 3   5
         width     0 1   2 3 4 2 3 4   5
 
-    Images come first: an image token behind the last of them is one that the policy sampled, a word
-    without a meaning, as the engine takes it too. Raises ValueError where an image has not its
-    tokens.
+    Images come first. An image token after the last of them was sampled by the policy: a word
+    without a meaning, for the engine too. Raises ValueError if an image has too few tokens.
     """
     parts, at, next_position = [], 0, 0
     is_image_L = np.zeros_like(is_pad_L)
@@ -132,7 +124,7 @@ def places(
 
 
 def nothing_of(causal_lm: PreTrainedModel, like: torch.Tensor) -> torch.Tensor:
-    """0, with a gradient of 0 for every parameter of the tower that is trained."""
+    """Return 0 with a gradient of 0 for every trained parameter of the tower."""
     trained = [
         parameter
         for parameter in causal_lm.base_model.visual.parameters()
@@ -142,12 +134,10 @@ def nothing_of(causal_lm: PreTrainedModel, like: torch.Tensor) -> torch.Tensor:
 
 
 def load_vision(path: Path) -> Vision | None:
-    """Of the processor in a model's directory, always on PIL, as the actors have it
-    (`actors/prompting/images.py`).
-    """
+    """Load a model's image processor, on PIL as in the actors, or return None for a text model."""
     if model_type(str(path)) not in VISION_MODEL_TYPES:
         return None
-    # a model's own code never runs here
+    # A model's own code never runs here.
     from_files = {"local_files_only": True, "trust_remote_code": False}
     config: Any = loaded(
         "configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files)
@@ -161,11 +151,10 @@ def load_vision(path: Path) -> Vision | None:
 
 
 def names_to_publish(path: Path, policy: Any, learner: LearnerConfig) -> Mapping[str, str]:
-    """Of parameters whose name in the files of `path`, from which an engine took them, is another.
-    Of a `PolicyModel`.
+    """Map parameter names to those in the files of `path`, from which engines load the model.
 
-    Raises ValueError for a vision model with ZeRO 3, where a rank without images would wait for
-    ever for the tower's parts.
+    Raises ValueError for a vision model with ZeRO 3: a rank without images would wait for ever for
+    the tower's parts.
     """
     if policy.vision is None:
         return {}
@@ -177,19 +166,17 @@ def names_to_publish(path: Path, policy: Any, learner: LearnerConfig) -> Mapping
 
 
 def checkpoint_names(path: Path, names: Iterable[str]) -> Mapping[str, str]:
-    """Of each of a model's names the one in the files of `path`, whence an engine took them; where
-    there is none, itself.
-    """
+    """Map each parameter name to the one in the files of `path`, or to itself if there is none."""
     present: set[str] = set()
     for file in path.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             present |= set(tensors.keys())
     found = {}
     for name in names:
-        older = (
-            old + name.removeprefix(new) for new, old in OLDER_PREFIXES if name.startswith(new)
-        )
-        found[name] = (
-            name if name in present else next((other for other in older if other in present), name)
-        )
+        found[name] = name
+        for new, old in OLDER_PREFIXES:
+            older = old + name.removeprefix(new)
+            if name not in present and name.startswith(new) and older in present:
+                found[name] = older
+                break
     return found

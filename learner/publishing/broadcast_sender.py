@@ -1,12 +1,11 @@
-"""The learner's end of weights that are sent to engines directly (`store/broadcast.py` has the
-protocol); rank 0 only.
+"""Send weights directly to engines, on rank 0. The protocol is in `store/broadcast.py`.
 
-    broadcast = Broadcast(host)                               # engines join at `broadcast.address`, whenever they come
-    with broadcast.round() as send:                           # with those that are there now
-        publish_weights(engine.weights(), directory, source_dir=base, behind=behind, send=send)
+    broadcast = Broadcast(host)            # engines join at `broadcast.address` at any time
+    with broadcast.round() as send:        # to the engines that have joined by now
+        publish_weights(..., send=send)
 
-The files stay what counts: an engine that was not there, or got other bytes than the digest says,
-loads them instead. So no engine can make a round fail; one that does not answer within READY_S is
+The files remain the record. An engine that was not there, or received other bytes than the digest
+says, loads the files. So no engine can fail a round. One that does not answer within READY_S is
 left out, and joins again.
 """
 
@@ -25,10 +24,10 @@ import torch.distributed as dist
 
 from learner.distributed.deepspeed_setup import host_ranks
 from learner.files.safetensors_writer import Send
-from store import broadcast as protocol
+from store import broadcast
 
 MOST_NEW = 10_000  # engines that join between two rounds
-# for an engine to say that it takes part: at once, or when it has loaded the weights before these
+# An engine answers a call at once, or when it has loaded the version before.
 READY_S = 5.0
 MESSAGE_TIMEOUT = timedelta(seconds=60)  # of one message, and of a group to form
 
@@ -36,49 +35,47 @@ _log = logging.getLogger(__name__)
 
 
 class Broadcast:
-    """Sends files while they are written. Waits for the engines that are there; none of them can
-    stop it.
-    """
+    """Send files while they are written, to the engines that are there. None blocks it long."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         rendezvous = host_ranks(host)
-        address = protocol.Address.new(host, rendezvous.port)
+        address = broadcast.Address.new(host, rendezvous.port)
         self.address = str(address)
-        self._store = protocol.HiddenKeys(secret=address.secret, store=rendezvous)
-        self._calls: dict[int, int] = {}  # how often each member was called
+        self._store = broadcast.HiddenKeys(secret=address.secret, store=rendezvous)
+        self._calls: dict[int, int] = {}  # member -> number of calls to it
         self._n_joined = self._round = self._n_groups = 0
         self._members: list[int] = []  # of the group
         self._group: Any = None
 
     @contextmanager
     def round(self) -> Iterator[Send]:
-        """One version. All its files go through what it yields, in order; an error on the way in
-        ends it for the engines.
+        """Yield a function that sends a file of one version. Call it for each file, in order.
+
+        An error in the block ends the round for the engines.
         """
         self._gather()
         try:
             yield self._send_file
         except BaseException:
-            self._part("the weights were not written")
+            self._drop_group("the weights were not written")
             raise
-        self._send_all([memoryview(bytearray(protocol.N_BYTES))])
+        self._send_all([memoryview(bytearray(broadcast.N_BYTES))])
 
     def _gather(self) -> None:
-        """Call all members, and make a group of those that answer, unless it is the one there is.
+        """Call all members and form a group of those that answer, unless it exists.
 
-        Without an answer of the store itself, which anybody on the port can disturb, nobody is a
-        member of this round.
+        The store can be disturbed by anyone on its port. If it fails, the round has no members.
         """
         try:
             self._call_members()
-        # ValueError: a stranger wrote what is no number
+        # ValueError: a stranger wrote a value that is no number.
         except (RuntimeError, ValueError) as error:
             self._calls = {}
-            self._part(str(error))
+            self._drop_group(str(error))
 
     def _call_members(self) -> None:
-        n_joined = self._store.add(protocol.JOINED, 0)
+        n_joined = self._store.add(broadcast.JOINED, 0)
         if n_joined - self._n_joined > MOST_NEW:
             raise RuntimeError(
                 f"{n_joined - self._n_joined} engines joined at once, which no run has; they are "
@@ -88,20 +85,20 @@ class Broadcast:
         self._calls = {
             member: n
             for member, n in self._calls.items()
-            if not self._store.check([protocol.gone_key(member)])
+            if not self._store.check([broadcast.gone_key(member)])
         }
         self._n_joined = n_joined
         self._round += 1
         for member in self._calls:
             self._calls[member] += 1
-            self._store.set(protocol.call_key(member, self._calls[member]), str(self._round))
+            self._store.set(broadcast.call_key(member, self._calls[member]), str(self._round))
         deadline_s = time.monotonic() + READY_S
         for member in self._calls:
             self._await(member, deadline_s)
         members = [
             member
             for member in self._calls
-            if self._store.check([protocol.ready_key(self._round, member)])
+            if self._store.check([broadcast.ready_key(self._round, member)])
         ]
         if late := len(self._calls) - len(members):
             _log.warning(
@@ -115,7 +112,7 @@ class Broadcast:
         self._n_groups += self._group is None
         self._members = members
         self._store.set(
-            protocol.round_key(self._round),
+            broadcast.round_key(self._round),
             json.dumps({"group": self._n_groups, "members": members}),
         )
         if members and self._group is None:
@@ -124,11 +121,11 @@ class Broadcast:
     def _await(self, member: int, deadline_s: float) -> None:
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         with suppress(dist.DistStoreError):  # it did not come in time
-            self._store.wait([protocol.ready_key(self._round, member)], left)
+            self._store.wait([broadcast.ready_key(self._round, member)], left)
 
     def _form(self, *, size: int) -> Any:
         store = dist.PrefixStore(
-            self._store.hidden(protocol.group_prefix(self._n_groups)), self._store.store
+            self._store.hidden(broadcast.group_prefix(self._n_groups)), self._store.store
         )
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
@@ -137,17 +134,17 @@ class Broadcast:
 
     def _send_file(self, pieces: Sequence[memoryview]) -> None:
         self._send_all(
-            [memoryview(bytearray(len(pieces[0]).to_bytes(protocol.N_BYTES, "little"))), *pieces]
+            [memoryview(bytearray(len(pieces[0]).to_bytes(broadcast.N_BYTES, "little"))), *pieces]
         )
 
     def _send_all(self, pieces: Sequence[memoryview]) -> None:
         try:
             for piece in pieces:
-                for cut in protocol.cuts(len(piece)):
+                for cut in broadcast.cuts(len(piece)):
                     self._send(piece[cut])
-        # an engine died: the others cannot go on without it, and load the files
+        # An engine died. The others cannot go on without it, and load the files.
         except RuntimeError as error:
-            self._part(str(error))
+            self._drop_group(str(error))
 
     def _send(self, data: memoryview) -> None:
         if self._group is not None:
@@ -155,7 +152,7 @@ class Broadcast:
                 [torch.frombuffer(data, dtype=torch.uint8)], dist.BroadcastOptions()
             ).wait()
 
-    def _part(self, why: str) -> None:
+    def _drop_group(self, why: str) -> None:
         if self._group is not None or self._members:
             _log.warning("weights were not sent to the engines, which load the files: %s", why)
         self._group, self._members = None, []

@@ -1,6 +1,4 @@
-"""gigpo export-model RUN[@STEP] DEST [--version N] [--adapter]: a run's policy
-for other programs.
-"""
+"""Write the policy of a run for other programs: a version, a checkpoint, or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import configs
 import store
-from learner.checkpointing.checkpoint import (
+from configs import Config
+from learner.checkpoint import (
     check_parameters,
     check_whole,
     read_content,
@@ -27,19 +26,22 @@ from learner.files.atomic_directory import UNFINISHED_SUFFIX, atomic_directory
 from learner.model.lora import add_adapters, merged, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
-from learner.publishing.base_model import base_model
 from learner.publishing.publish import weight_files, write_weights
 from printable import UserError
 from store import RunLayout, VersionRecord, check_trusted, files_digest, local_directory
 
+# Places of a base model made for a run: of one without model.path, and of one that clones it.
+MADE_BASE_MODELS = ("base/policy", "untrained")
+
 
 class ExportError(UserError, ValueError):
-    """What was asked for cannot be exported; the message says why, and what can."""
+    """The requested model cannot be exported. The message gives the reason and the alternatives."""
 
 
 def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
-    """The published version of that number, the newest for None. Raises ExportError naming those
-    whose files are there.
+    """Return the published version `number`, the newest for None.
+
+    Raises ExportError naming the versions whose files are there.
     """
     versions = {version.version: version for version in _versions(layout)}
     there = _whose_files_are_there(layout, versions.values())
@@ -69,24 +71,21 @@ def newest_checkpoint(layout: RunLayout) -> int:
 
 
 def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
-    """Copies a published directory, whose digest must be the published one; returns it. Raises
-    ExportError, StoreError.
-    """
+    """Copy a published version and check its digest. Return the digest. Raises StoreError too."""
     try:
         with _all_or_nothing(dest), atomic_directory(dest) as unfinished:
             source = local_directory(layout, version.path)
-            # version 0 of an evaluation: a model that lies outside of the run
+            # Version 0 of an evaluation is a link to a model outside of the run.
             if source.is_symlink():
                 check_trusted(layout.root)
             for path in source.iterdir():
-                if path.name != "complete.json":  # which only says that it was fetched whole
+                if path.name != "complete.json":  # it only marks a finished download
                     shutil.copyfile(path, unfinished / path.name)
             digest = files_digest(weight_files(unfinished))
             if digest != version.digest:
                 raise ExportError(
                     f"{source} has digest {digest}, published was {version.digest}: it was changed "
-                    "or cut; "
-                    "export another version, or a checkpoint"
+                    "or cut; export another version, or a checkpoint"
                 )
     except FileNotFoundError as error:
         raise ExportError(
@@ -96,8 +95,9 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
 
 
 def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
-    """Writes the weights of a checkpoint over the base model's; returns their digest. Raises
-    ExportError, CheckpointError.
+    """Write a checkpoint's weights with the base model's other files. Return their digest.
+
+    Raises ExportError and CheckpointError.
     """
     model, base = _restored(layout, learner_step)
     with _all_or_nothing(dest):
@@ -111,8 +111,9 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
 
 
 def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
-    """Writes a peft adapter directory; returns the digest of its weights. Raises ExportError,
-    CheckpointError.
+    """Write a peft adapter directory. Return the digest of its weights.
+
+    Raises ExportError and CheckpointError.
     """
     if not configs.from_yaml(layout.info.config_yaml).model.lora_rank:
         raise ExportError(
@@ -124,10 +125,27 @@ def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
     return files_digest(weight_files(dest))
 
 
-def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Path]:
-    """The model of a checkpoint, with its adapters if it has some, and the base model's
-    directory.
+def base_model(layout: RunLayout, config: Config) -> Path:
+    """Return the Hugging Face directory of a run's base model, whose weights are version 0.
+
+    Raises FileNotFoundError naming its place if it is not there. Raises StoreError for a model
+    outside of a stranger's run: an export would hand on its files as the run's.
     """
+    candidates = [layout.root / name for name in MADE_BASE_MODELS]
+    if config.model.path:
+        check_trusted(layout.root)
+        candidates = [Path(config.model.path)]
+    there = [path for path in candidates if (path / "config.json").is_file()]
+    if not there:
+        raise FileNotFoundError(
+            f"{candidates[0]}, the base model of {layout.root}, is not here; a checkpoint needs "
+            "its configuration and tokenizer, and what is not trained. Bring it back"
+        )
+    return there[0]
+
+
+def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Path]:
+    """Return the model of a checkpoint, with its adapters, and the base model's directory."""
     source = layout.checkpoint_dir(learner_step)
     if not source.is_dir():
         there = _whose_files_are_there(layout, _versions(layout))
@@ -138,9 +156,9 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
     config = configs.from_yaml(layout.info.config_yaml)
     content = read_content(source)
     check_whole(source, content)
-    # an adapter names it, for readers that are elsewhere
+    # An adapter's configuration names it, so the path must be absolute.
     base = base_model(layout, config).resolve()
-    disable_progress_bar()  # the answer is one line
+    disable_progress_bar()  # the output is one line
     model = load_policy(
         base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0
     ).causal_lm
@@ -156,7 +174,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
 
 
 def _versions(layout: RunLayout) -> list[VersionRecord]:
-    """All that were ever published, oldest first."""
+    """Return all versions ever published, oldest first."""
     with store.open_run(layout.root, warn=False) as reader:
         rows = reader.rows(
             "SELECT version, path, digest, learner_step FROM versions ORDER BY version"
@@ -172,13 +190,12 @@ def _whose_files_are_there(
 
 def _what_there_is(layout: RunLayout, there: list[VersionRecord]) -> str:
     numbers = [str(version.version) for version in there]
-    names = (
-        [path.name for path in sorted(layout.checkpoints.iterdir())]
-        if layout.checkpoints.is_dir()
-        else []
-    )
+    names = sorted(path.name for path in layout.checkpoints.glob("step*"))
     steps = [str(int(match[1])) for name in names if (match := re.fullmatch(r"step(\d+)", name))]
-    return f"there are versions {', '.join(numbers) or '(none)'} and checkpoints of learner steps {', '.join(steps) or '(none)'}"
+    return (
+        f"there are versions {', '.join(numbers) or '(none)'} and checkpoints of learner steps "
+        f"{', '.join(steps) or '(none)'}"
+    )
 
 
 @contextmanager

@@ -1,10 +1,12 @@
-"""Numbered weights on disk: a complete Hugging Face directory that appears whole or not at all.
+"""Write numbered weights: complete Hugging Face directories that appear whole or not at all.
 
-    digest = write_weights(engine.weights(), Path("policy"), source_dir=base)  # BLAKE3 of the weight files
-    digest = publish_weights(engine.weights(), Path("weights/v000008"), source_dir=base, behind=behind, send=None)
+    digest = write_weights(engine.weights(), Path("policy"), source_dir=base)
+    digest = publish_weights(
+        engine.weights(), Path("weights/v000008"), source_dir=base, fsync=fsync, send=None
+    )
     prune_versions(Path("weights"), keep=4)
 
-`directories.py` makes it appear whole, `shards.py` writes and hashes the files.
+The digest is that of `safetensors_writer.write_shards`.
 """
 
 from __future__ import annotations
@@ -17,15 +19,13 @@ from pathlib import Path
 import torch
 
 from learner.files.atomic_directory import BackgroundFsync, atomic_directory, prune_oldest
-from learner.files.page_reuse import keep_spare
 from learner.files.safetensors_writer import SHARD_BYTES, Send, write_shards
 from store import StoreError
 
 WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
-# Everything of a model directory but its weights: config, generation config, tokenizer, chat
-# template.
+# All files but the weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-# which tensor is in which file, where there are several
+# Maps tensors to files, if there are several.
 WEIGHT_INDEX = "model.safetensors.index.json"
 WEIGHT_INDEX_SUFFIX = ".index.json"
 
@@ -33,16 +33,15 @@ WEIGHT_INDEX_SUFFIX = ".index.json"
 def write_weights(
     weights: Iterable[tuple[str, torch.Tensor]], dest: Path, *, source_dir: Path | str
 ) -> str:
-    """Writes a model directory that transformers and vLLM load; returns the digest of its weight
-    files (`shards.py`).
+    """Write a model directory that transformers and vLLM load. Return the digest of its weights.
 
-    Consumes (Hugging Face name, tensor) one by one; of a large model no more than one file is held.
-    Configuration and tokenizer come from `source_dir`, the base model; the recorded dtype becomes
-    that of the weights, or a loader would silently convert them to the base model's. Raises
-    ValueError for floating-point weights of several dtypes.
+    `weights` are (Hugging Face name, tensor) pairs, consumed one by one: no more than one file of a
+    large model is held. Configuration and tokenizer come from the base model in `source_dir`. The
+    dtype in the configuration becomes that of the weights; a loader would otherwise convert them
+    silently. Raises ValueError for floating-point weights of several dtypes.
     """
     with atomic_directory(dest) as unfinished:
-        return _write(weights, unfinished, source_dir=Path(source_dir), send=None, spare_in=None)
+        return _write(weights, unfinished, source_dir=Path(source_dir), send=None)
 
 
 def publish_weights(
@@ -50,33 +49,29 @@ def publish_weights(
     dest: Path,
     *,
     source_dir: Path | str,
-    behind: BackgroundFsync,
+    fsync: BackgroundFsync,
     send: Send | None,
 ) -> str:
-    """As `write_weights`, without waiting for the disk; the weight files are also given to `send`,
-    as `Broadcast.round` has it.
+    """Write a model directory like `write_weights`, without waiting for the disk.
 
-    The directory is whole for everyone as soon as it is visible, also if this process is killed;
-    that it survives a power cut too is known after `behind.wait()`.
+    It is whole for every reader as soon as it is visible, also if this process is killed. It
+    survives a power cut after `fsync.wait()`. `send`, from `Broadcast.round`, gets its weight
+    files.
     """
-    with behind.visible_whole(dest) as unfinished:
-        return _write(
-            weights, unfinished, source_dir=Path(source_dir), send=send, spare_in=dest.parent
-        )
+    with fsync.visible_whole(dest) as unfinished:
+        return _write(weights, unfinished, source_dir=Path(source_dir), send=send)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a model directory in the order of their digest; none if there are
-    none.
-    """
+    """Return the weight files of a model directory, in the order of their digest."""
     return sorted(directory.glob(WEIGHTS_PATTERN))
 
 
 def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """Copy a model directory. `dest` appears whole or not at all.
 
-    Follow links only in a directory that this user chose: a snapshot in the Hub's cache is made of
-    them. Otherwise raise StoreError for a link.
+    Links are followed only from a directory that this user chose: the Hub's cache consists of
+    links. Otherwise a link raises StoreError.
     """
     with atomic_directory(dest) as unfinished:
         shutil.copytree(source, unfinished, symlinks=not follow_links, dirs_exist_ok=True)
@@ -92,14 +87,7 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
 
 
 def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
-    """Removes all but the newest `keep` versions; returns the names removed. A file of theirs is
-    kept to be written over.
-    """
-    versions = sorted(path for path in weights_dir.iterdir() if path.is_dir() and not path.suffix)
-    # a link is to what is not ours
-    for version in (path for path in versions[:-keep] if not path.is_symlink()):
-        for file in weight_files(version)[:1]:
-            keep_spare(weights_dir, file)
+    """Remove all but the newest `keep` versions. Return the removed names."""
     return prune_oldest(weights_dir, keep=keep, kept=frozenset())
 
 
@@ -109,7 +97,6 @@ def _write(
     *,
     source_dir: Path,
     send: Send | None,
-    spare_in: Path | None,
 ) -> str:
     dtypes: set[torch.dtype] = set()
 
@@ -125,7 +112,6 @@ def _write(
         stem=WEIGHTS_STEM,
         shard_bytes=SHARD_BYTES,
         send=send,
-        spare_in=spare_in,
     )
     if len(dtypes) != 1:
         raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")

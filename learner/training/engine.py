@@ -1,16 +1,17 @@
-"""DeepSpeed around one policy: forward, loss, gradient, optimizer update; nothing of files, Ray or
-the store.
+"""DeepSpeed around one policy: forward pass, loss, gradient, optimizer update.
 
-    engine = Engine(model_path=base, model=c.model, learner=c.learner, loss=c.loss, temperature=1.0, seed=0)
-    stats = engine.train([micro_batches(rows, ...)])         # one optimizer update for each list, however it is cut
-    for name, tensor in engine.weights():                    # Hugging Face names, to publish
-        ...
+    engine = Engine(
+        model_path=base, model=config.model, learner=config.learner, loss=config.loss,
+        temperature=1.0, seed=0,
+    )
+    stats = engine.train([micro_batches(rows, ...)])    # one optimizer update per list
+    for name, tensor in engine.weights(): ...           # Hugging Face names, to publish
     engine.close()
 
-One process is one rank, and has one engine at a time. With `learner.ranks` above 1 each rank has an
-engine of its own, and all of them call the same methods with the same arguments at the same time
-(`ranks.py` sees to it): rank r computes micro-batches r, r + ranks, ...; what a method returns is
-about all of them. Letters as in `batch.py`.
+It knows nothing of files, Ray or the store. One process is one rank and has one engine at a time.
+With several `learner.ranks` all engines call the same methods with the same arguments at the same
+time (`rank_group.py`). Rank r computes micro-batches r, r + ranks, ...; results are about all of
+them. Letters as in `micro_batch.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from learner.distributed.deepspeed_setup import (
 )
 from learner.distributed.device import adapters_in_tf32, prepare_device
 from learner.distributed.optimizer_state import trainable
+from learner.interface import NonFiniteWeightsError
 from learner.model.lora import adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
@@ -50,22 +52,12 @@ from printable import UserError
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 
-class NonFiniteWeightsError(UserError, RuntimeError):
-    """Updates with finite gradients left a policy that has no finite log-probabilities, or will not
-    have any.
-    """
-
-
 class Engine:
-    """Holds the model, the optimizer and, where `kl_coef` > 0, a frozen copy of the base model,
-    whole on each rank.
+    """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model on each rank.
 
     With `model.lora_rank` only adapters are trained, and the base model is the policy without them:
-    no copy.
-
-    `address` is where the ranks meet (`deepspeed_setup.host_ranks`); one rank alone needs none.
-    Every rank reads the whole model into main memory once, also at ZeRO 3, where it then keeps its
-    part.
+    no copy. `address` is the rendezvous of several ranks (`deepspeed_setup.host_ranks`). Every rank
+    reads the whole model into main memory once, also at ZeRO 3, where it then keeps its part.
     """
 
     def __init__(
@@ -94,7 +86,7 @@ class Engine:
                 self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha, tf32=tf32
             )
         join_ranks(rank, ranks=self.ranks, address=address)
-        # bf16 mode would round adapters with their base
+        # In DeepSpeed's bf16 mode adapters would be rounded like their base.
         trained_dtype = "float32" if self.has_adapters else model.dtype
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
         self.policy.check_on_device(self.deepspeed.device)
@@ -104,16 +96,14 @@ class Engine:
             self.reference.to(self.deepspeed.device)
 
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
-        """One optimizer update for each list of micro-batches, in order: the updates of one learner
-        step.
+        """Apply one optimizer update per list of micro-batches: those of one learner step.
 
-        They have one proximal policy, that of before the first of them. Raises NonFiniteWeightsError,
-        on every rank, if the policy is no longer fit to be published.
+        They share one proximal policy, the one before the first update. Raises
+        NonFiniteWeightsError on every rank if the policy must not be published.
         """
         stats = self._train(updates)
-        applied = [
-            batches for batches, stat in zip(updates, stats, strict=True) if not stat.skipped
-        ]
+        outcomes = zip(updates, stats, strict=True)
+        applied = [batches for batches, outcome in outcomes if not outcome.skipped]
         if applied and not self._is_finite(applied[0]):
             raise NonFiniteWeightsError(
                 "the weights, or log-probabilities by them, are not finite or too large to compute "
@@ -128,27 +118,23 @@ class Engine:
         anchored = [
             with_proximal(batches, scored) for batches, scored in zip(updates, scores, strict=True)
         ]
-        # Until the first update the policy is the proximal one; after it the others are to be
-        # scored anew where that counts.
+        # The first update sees the policy that was scored; later ones need their own scores.
         return [
-            self._update(batches, scores=None if k else scores[0])
-            for k, batches in enumerate(anchored)
+            self._update(batches, scores=None if index else scores[0])
+            for index, batches in enumerate(anchored)
         ]
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateStats:
-        """One optimizer update with the gradient of the objective over all `micro_batches`, however
-        they were cut.
+        """Apply one optimizer update with the gradient over all `micro_batches`.
 
-        They are of one table: equal rows_N are one sequence. With loss.proximal=recomputed they
-        come from `with_proximal`. A loss or gradient that is not finite leaves everything as it
-        was, on all ranks.
+        The result does not depend on how they were cut. They come from one table: equal rows_N are
+        one sequence. With loss.proximal=recomputed they come from `with_proximal`. A loss or
+        gradient that is not finite changes nothing, on all ranks.
         """
         return self._update(micro_batches, scores=None)
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The current policy's logprobs_N of every micro-batch, float32 on the CPU, without
-        gradient.
-        """
+        """Return the current policy's logprobs_N per micro-batch: float32, on the CPU, detached."""
         mine = self._mine(micro_batches)
         with torch.no_grad():
             scores = [self.policy(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
@@ -163,19 +149,14 @@ class Engine:
     def batch_wide_factors(
         self, batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The corrections' factors of each micro-batch, from the scores of the whole update.
+        """Return the corrections' factors per micro-batch, from all of the update's scores.
 
-        A correction that ranks the update's tokens would, by micro-batch or rank, drop others with
-        every other cut.
+        A correction that ranks tokens would otherwise drop different ones with every cut.
         """
-        scored = [
-            self._tokens(batch, score_N) for batch, score_N in zip(batches, scores, strict=True)
-        ]
-        return list(
-            self.objective.factor(_joined(scored)).split(
-                [batch.n_response_tokens for batch in batches]
-            )
-        )
+        pairs = zip(batches, scores, strict=True)
+        tokens = _joined([self._tokens(batch, score_N) for batch, score_N in pairs])
+        n_tokens = [batch.n_response_tokens for batch in batches]
+        return list(self.objective.factor(tokens).split(n_tokens))
 
     def loss(
         self,
@@ -185,14 +166,14 @@ class Engine:
         factor_N: torch.Tensor | None,
         totals: BatchTotals,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The share of a micro-batch, which is on the device, in the loss of an update of `totals`,
-        and its `token_values`.
+        """Return a micro-batch's share of the update's loss, and its `token_values`.
 
-        `policy` computes it: `self.deepspeed` to learn from it, `self.policy` to look at it.
+        The micro-batch is on the device; `totals` are the update's. `policy` is `self.deepspeed`
+        for training, or `self.policy` for a look without an effect on DeepSpeed.
         """
-        reference_logprobs_N = (
-            self._reference_logprobs(batch) if self.objective.kl_coef > 0.0 else None
-        )
+        reference_logprobs_N = None
+        if self.objective.kl_coef > 0.0:
+            reference_logprobs_N = self._reference_logprobs(batch)
         logprobs_N, entropy_N = policy(batch)
         tokens = self._tokens(batch, logprobs_N)
         terms = self.objective(
@@ -205,51 +186,43 @@ class Engine:
         return loss, token_values(terms, logprobs_N=logprobs_N, entropy_N=entropy_N)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights of the loss by Hugging Face names, each once: a tied output layer has no entry of
-        its own. Adapters are merged into the weights they adapt.
+        """Yield (Hugging Face name, tensor) of every weight once, with adapters merged.
 
-        All ranks iterate to the end, together; at ZeRO 3 each weight is gathered when its turn
-        comes. On rank 0 they are on the CPU, and not copies if the model is: use them before the
-        next update.
+        A tied output layer has no entry. All ranks iterate to the end together; at ZeRO 3 each
+        weight is gathered when its turn comes. On rank 0 they are on the CPU, and may be the
+        model's own storage: use them before the next update.
         """
         for name, tensor in merged(self.policy.causal_lm):
             yield self.names.get(name, name), tensor.cpu() if self.rank == 0 else tensor
 
     def close(self) -> None:
-        """Frees what DeepSpeed holds; the process group stays for the next engine of this
-        process.
-        """
+        """Free DeepSpeed's memory. The process group stays for the next engine of this process."""
         self.deepspeed.destroy()
 
     def _update(
         self, micro_batches: Sequence[MicroBatch], *, scores: Sequence[torch.Tensor] | None
     ) -> UpdateStats:
-        """As `update`; `scores` are those of the policy as it is, None if nobody made them yet."""
+        """Apply one optimizer update. `scores` are the current policy's; None: not computed yet."""
         mine = self._mine(micro_batches)
         totals = BatchTotals(
             n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
             n_sequences=sum(batch.n_rows for batch in micro_batches),
         )
         if scores is None:
-            scores = (
-                self.score(micro_batches)
-                if self.objective.batch_wide or self.learner.ess_scaled
-                else []
-            )
+            needs_scores = self.objective.batch_wide or self.learner.ess_scaled
+            scores = self.score(micro_batches) if needs_scores else []
         learning_rate = scheduled(self.learner, n_updates=self.n_updates)
         if self.learner.ess_scaled:
             learning_rate *= _ess_fraction(micro_batches, scores)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
-        factors = (
-            self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks]
-            if self.objective.batch_wide
-            else []
-        )
+        factors: Sequence[torch.Tensor] = []
+        if self.objective.batch_wide:
+            factors = self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks]
         passes = []
         for index, batch in enumerate(mine):
-            # By hand, because the number of micro-batches differs from update to update: the last
-            # one reduces.
+            # Only the last micro-batch reduces gradients. DeepSpeed cannot know which one is last,
+            # because their number differs from update to update.
             self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
             factor_N = factors[index].to(self.deepspeed.device) if factors else None
             passes.append(
@@ -268,26 +241,21 @@ class Engine:
         )
 
     def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Whether the policy can be computed with: the norm of its weights, and the
-        log-probabilities of a short sequence on each rank, which were finite before an update of
-        the `micro_batches`.
+        """Return whether the weights' norm and a short sequence's log-probabilities are finite.
 
-        Where weights are so large that their squares overflow, the model's norms give 0 and the
-        log-probabilities are uniform: finite, though the policy is lost. So both are looked at.
+        Both are needed: if weights are so large that their squares overflow, the model's own norms
+        give 0 and the log-probabilities are uniform, hence finite, although the policy is lost.
         """
-        weights_norm = torch.nn.utils.get_total_norm(
-            map(own_elements, trainable(self.policy.causal_lm).values())
-        )
+        parameters = trainable(self.policy.causal_lm).values()
+        weights_norm = torch.nn.utils.get_total_norm(map(own_elements, parameters))
         short = shortest_sequence(self._mine(micro_batches)[0])
         with torch.no_grad():
             logprobs_N, _ = self.policy(short.to(self.deepspeed.device))
-        is_sound = bool(weights_norm.isfinite()) and bool(logprobs_N.isfinite().all())
-        return all(from_all_ranks(is_sound, ranks=self.ranks))
+        is_finite = bool(weights_norm.isfinite()) and bool(logprobs_N.isfinite().all())
+        return all(from_all_ranks(is_finite, ranks=self.ranks))
 
     def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """This rank's share. At ZeRO 3 a pass needs all ranks, so a rank with fewer of them would
-        wait for ever.
-        """
+        """Return this rank's share. All ranks need equally many: a ZeRO 3 pass needs every rank."""
         if not any(batch.n_response_tokens for batch in micro_batches):
             raise ValueError("an update needs at least one response token; leave empty batches out")
         if len(micro_batches) % self.ranks:
@@ -315,9 +283,8 @@ class Engine:
         self, batch: MicroBatch, *, factor_N: torch.Tensor | None, totals: BatchTotals
     ) -> Pass:
         loss, values_6N = self.loss(batch, self.deepspeed, factor_N=factor_N, totals=totals)
-        # A non-finite loss may have a finite gradient. Made NaN, it cannot be overlooked, on no
-        # rank, in `_step`. The totals are the whole update's, so ranks add up to its loss;
-        # DeepSpeed takes their mean.
+        # A non-finite loss may have a finite gradient. Made NaN, `_step` sees it on every rank.
+        # DeepSpeed takes the mean over ranks, but the loss is their sum: hence times `ranks`.
         full = self.ranks * share_of_update(
             totals.n_sequences, rows_per_update=self.learner.rows_per_update
         )
@@ -333,11 +300,9 @@ class Engine:
                 return self.policy(batch)[0]
 
     def _step(self) -> float:
-        """Clips and applies the gradient unless it is not finite; returns its norm, the same on all
-        ranks.
+        """Clip and apply the gradient unless it is not finite. Return its norm, equal on all ranks.
 
-        DeepSpeed's ZeRO optimizers refuse such a gradient by themselves; at stage 0 nothing looks
-        at it.
+        DeepSpeed's ZeRO optimizers refuse such a gradient themselves; at stage 0 nothing checks it.
         """
         if self.deepspeed.zero_optimization():
             self.deepspeed.step()
@@ -357,33 +322,27 @@ class Engine:
 
 
 def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:
-    """The learning rate of the update after `n_updates`.
+    """Return the learning rate of the update after `n_updates` applied ones.
 
-    Linear from learning_rate / warmup_updates at the first update to learning_rate at the last of
-    the warm-up; with the "linear" schedule times a factor that falls from 1 at the first update to
+    It rises linearly from learning_rate / warmup_updates to learning_rate during the warm-up. With
+    the "linear" schedule it is multiplied by a factor that falls from 1 at the first update to
     LINEAR_END at the last of the run.
 
-    A function of the updates applied and of the config, with no state of its own. So a run that
-    goes on with another learner.steps jumps to the line of its new length: after 100 of 100 updates
-    the factor is 0.1, and after 100 of 200 it is 0.55, as if 200 had been the number from the
-    start. `loss/learning_rate` shows it.
+    There is no other state. So a run continued with another learner.steps jumps to the line of its
+    new length: after 100 of 100 updates the factor is 0.1, after 100 of 200 it is 0.55.
     """
     warm = min(1.0, (n_updates + 1) / max(1, learner.warmup_updates))
     last = learner.steps * learner.updates_per_step - 1
-    fall = (
-        (1.0 - LINEAR_END) * min(1.0, n_updates / max(1, last))
-        if learner.schedule == "linear"
-        else 0.0
-    )
+    fall = 0.0
+    if learner.schedule == "linear":
+        fall = (1.0 - LINEAR_END) * min(1.0, n_updates / max(1, last))
     return learner.learning_rate * warm * (1.0 - fall)
 
 
 def with_proximal(
     micro_batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]
 ) -> list[MicroBatch]:
-    """The same with their `Engine.score` as the proximal policy: the centre of decoupled PPO's
-    trust region.
-    """
+    """Attach the `Engine.score` of each micro-batch as proximal policy, for decoupled PPO."""
     return [
         replace(batch, proximal_logprobs_N=score_N)
         for batch, score_N in zip(micro_batches, scores, strict=True)
@@ -391,15 +350,14 @@ def with_proximal(
 
 
 def _ess_fraction(batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]) -> float:
-    """(sum rho)^2 / (n sum rho^2) over the update's n tokens, rho = pi / mu before it: 1 on policy,
-    small on stale data.
+    """Return (sum rho)^2 / (n sum rho^2) over the update's n tokens, with rho = pi / mu before it.
 
-    It costs a forward pass over the update before the one that learns, unless a correction or, at a
-    learner step's first update, the recomputed proximal policy needs that anyway.
+    It is 1 on policy and small on stale data. Unless another setting needs the scores anyway, it
+    costs one forward pass over the update.
     """
     behaviour_N = torch.cat([batch.behaviour_logprobs_N for batch in batches])
     fraction = ess(torch.exp(log_ratio(torch.cat(list(scores)), behaviour_N)))
-    # a NaN among the scores: the update will be skipped
+    # With a NaN among the scores the update will be skipped.
     return fraction if math.isfinite(fraction) else 1.0
 
 
@@ -413,7 +371,7 @@ def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> Policy
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
-    """The tokens of several micro-batches as one."""
+    """Join the tokens of several micro-batches."""
     columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(Tokens)}
     return Tokens(
         **{name: torch.cat(column) for name, column in columns.items() if column[0] is not None}

@@ -1,7 +1,10 @@
-"""The figures of a learner step, by the names the store has them under."""
+"""Figures of a learner step, under the names they have in the store."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from gigpo import anchor_size_shares, singleton_fraction, step_variance_share
@@ -9,90 +12,130 @@ from learner.data.batch_loader import Episodes, PreparedBatch
 from learner.training.update_stats import UpdateStats
 
 LENGTH = "tokens/response_per_row"
+# It compares two engines at the same weights, and the first update changes one of them.
 FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
 
 
 @dataclass(kw_only=True, slots=True)
-class Times:
-    """Seconds of the loop, not of the thread beside it, from when one version was published to when
-    the next one is.
+class StepTimes:
+    """Seconds that the loop spent in a learner step, which ends when its weights are published.
 
-    So a step's checkpoint, which comes after its version, is in the time of the next step, and
-    every second in just one. The loop fills it in.
+    A checkpoint is saved after that, so its time is in the next step. The preparing thread's
+    seconds are in `PreparedBatch`.
     """
 
-    began_at_s: float  # time.monotonic()
-    checkpoint_s: float = 0.0  # of the step before, if it had one
-    groups_wait_s: float = 0.0  # for the workers
-    batch_wait_s: float = 0.0  # for reading, advantages and packing, once the groups were there
+    checkpoint_s: float = 0.0  # of the step before, if one was saved
+    groups_wait_s: float = 0.0  # until workers had committed the groups
+    batch_wait_s: float = 0.0  # for reading, advantages and packing after that
     publish_s: float = 0.0  # until the coordinator knew of the weights
-    step_s: float = 0.0  # all of it
+    step_s: float = 0.0  # the whole step
+
+
+class _Wait:
+    """A wait for a batch in progress."""
+
+    def __init__(self) -> None:
+        self.started_s = self.groups_at_s = time.monotonic()
+
+    def groups_came(self, at_s: float) -> None:
+        self.groups_at_s = at_s
+
+
+class StepClock:
+    """Measure learner steps one after the other, so that every second is in exactly one."""
+
+    def __init__(self) -> None:
+        self._began_at_s = time.monotonic()
+        self._times = StepTimes()
+
+    @contextmanager
+    def waiting(self) -> Iterator[_Wait]:
+        wait = _Wait()
+        yield wait
+        waited_s = time.monotonic() - wait.started_s
+        groups_wait_s = min(max(0.0, wait.groups_at_s - wait.started_s), waited_s)
+        self._times.groups_wait_s = groups_wait_s
+        self._times.batch_wait_s = waited_s - groups_wait_s
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._times.publish_s = time.monotonic() - started_s
+
+    @contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._times.checkpoint_s = time.monotonic() - started_s
+
+    def end_step(self) -> StepTimes:
+        """Return the times of the step that ends now, and begin the next."""
+        now_s, ended = time.monotonic(), self._times
+        ended.step_s = now_s - self._began_at_s
+        self._began_at_s, self._times = now_s, StepTimes()
+        return ended
 
 
 def step_metrics(
-    ready: PreparedBatch, updates: list[UpdateStats], times: Times
+    batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes
 ) -> dict[str, float]:
-    """The figures of a learner step, by the names the store has them under."""
+    """Return the figures of a learner step by name."""
     n_computed = sum(update.n_tokens_computed for update in updates)
-    return {
+    figures = {
         "learner/idle_fraction": times.groups_wait_s / times.step_s,
-        "time/read_s": ready.read_s,
-        "time/advantages_s": ready.advantages_s,
-        "time/advantages_cpu_s": ready.advantages_cpu_s,
-        "time/filter_s": ready.filter_s,
-        "time/pack_s": ready.pack_s,
+        "time/read_s": batch.read_s,
+        "time/advantages_s": batch.advantages_s,
+        "time/advantages_cpu_s": batch.advantages_cpu_s,
+        "time/signal_s": batch.signal_s,
+        "time/pack_s": batch.pack_s,
         "time/batch_wait_s": times.batch_wait_s,
         "time/publish_s": times.publish_s,
         "time/checkpoint_s": times.checkpoint_s,
         "time/step_s": times.step_s,
-        **(
-            {}
-            if ready.live is None
-            else {"tokens/generated_per_s": ready.n_live_tokens / times.step_s}
-        ),
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
-        **timeless_metrics(ready, updates),
     }
+    if batch.live is not None:
+        figures["tokens/generated_per_s"] = batch.n_live_tokens / times.step_s
+    return figures | timeless_metrics(batch, updates)
 
 
-def timeless_metrics(ready: PreparedBatch, updates: list[UpdateStats]) -> dict[str, float]:
-    """Those without a clock in them: the same batch at the same weights has the same."""
-    live = [group for group in ready.batch.groups if group.source is None]
-    return {
-        **episode_metrics("train", ready.live),
-        **episode_metrics("offline", ready.offline),
-        **(
-            {"staleness/max": float(ready.version - min(group.oldest_version for group in live))}
-            if live
-            else {}
-        ),
-        LENGTH: ready.n_response_tokens / ready.n_rows,
+def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[str, float]:
+    """Return the figures that depend on batch and weights alone, which a replay repeats."""
+    live = [group for group in batch.batch.groups if group.source is None]
+    figures = {
+        **episode_metrics("train", batch.live),
+        **episode_metrics("stored", batch.offline),
+        LENGTH: batch.n_response_tokens / batch.n_rows,
         "learner/updates": float(len(updates)),
-        "groups/filtered": float(len(ready.filtered)),
-        "groups/offline": float(len(ready.batch.groups) - len(live)),
-        "anchor/singleton_fraction": singleton_fraction(ready.rows),
-        **{f"anchor/{name}": share for name, share in anchor_size_shares(ready.rows).items()},
-        "anchor/step_variance_share": step_variance_share(ready.rows),
-        **mean_of_updates(updates),
+        "groups/filtered": float(len(batch.filtered)),
+        "groups/stored": float(len(batch.batch.groups) - len(live)),
+        "anchor/singleton_fraction": singleton_fraction(batch.rows),
+        "anchor/step_variance_share": step_variance_share(batch.rows),
     }
+    for name, share in anchor_size_shares(batch.rows).items():
+        figures[f"anchor/{name}"] = share
+    if live:
+        oldest = min(group.version_min for group in live)
+        figures["staleness/max"] = float(batch.version - oldest)
+    return figures | mean_of_updates(updates)
 
 
-def episode_metrics(whose: str, episodes: Episodes | None) -> dict[str, float]:
-    """Return the figures of the episodes played ("train") or stored; nothing without any."""
+def episode_metrics(prefix: str, episodes: Episodes | None) -> dict[str, float]:
+    """Return the figures of live ("train") or offline ("stored") episodes; none without any."""
     if episodes is None:
         return {}
     return {
-        f"{whose}/success": episodes.success,
-        f"{whose}/return": episodes.mean_return,
-        f"{whose}/episode_steps": episodes.mean_steps,
+        f"{prefix}/success": episodes.success,
+        f"{prefix}/return": episodes.mean_return,
+        f"{prefix}/episode_steps": episodes.mean_steps,
     }
 
 
 def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
-    """`loss/<name>`: each statistic averaged over the updates of a learner step that have it.
+    """Return `loss/<name>`: each statistic's mean over the updates that have it.
 
-    Those of FIRST_UPDATE_ONLY are the first update's: they compare two engines at the same weights,
-    and it moves one of them.
+    Statistics of FIRST_UPDATE_ONLY are taken from the first update.
     """
     seen: dict[str, list[float]] = {}
     for index, update in enumerate(updates):

@@ -1,10 +1,12 @@
-"""What an optimizer update says about itself, over the tokens of all its micro-batches and ranks.
+"""Statistics of an optimizer update, over the tokens of all its micro-batches and ranks.
 
-    passes = [Pass(loss=..., values_6N=token_values(...)), ...]               # of this rank's micro-batches
-    everyone = gathered(passes, batches, ranks=2)                             # of all micro-batches, on every rank
-    stats = update_stats(batches, everyone, grad_norm=..., learning_rate=..., skipped=False)
+    passes = [Pass(loss=..., values_6N=token_values(...)), ...]    # this rank's micro-batches
+    everyone = gathered(passes, batches, ranks=2)                  # all, on every rank
+    stats = update_stats(
+        batches, everyone, grad_norm=..., learning_rate=..., skipped=False
+    )
 
-Letters as in `batch.py`.
+Letters as in `micro_batch.py`.
 """
 
 from __future__ import annotations
@@ -25,31 +27,28 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats:
-    """One optimizer update, over all its tokens. What is not finite is inf: a NaN would be NULL in
-    the catalog.
+    """One optimizer update, over all its tokens.
+
+    Values that are not finite are inf: a NaN would be NULL in the catalog.
     """
 
-    # what was differentiated: policy loss, plus kl_coef * KL, minus entropy_coef * entropy
-    loss: float
+    loss: float  # policy loss, plus kl_coef * KL, minus entropy_coef * entropy
     kl: float  # mean estimate of the KL to the reference; 0 without a reference model
     entropy: float  # mean, nats
     grad_norm: float  # 2-norm before clipping
     learning_rate: float
     n_rows: int
     n_tokens: int  # response tokens
-    n_tokens_computed: int  # by the forward passes that learn
-    skipped: bool  # the loss or the gradient was not finite, so the weights stayed as they were
-    # rows of the update's table whose loss or log-probabilities are not finite, ascending
-    bad_rows: tuple[int, ...]
-    # gigpo's `token_diagnostics`: ratios, effective sample size, mismatch, what was dropped
+    n_tokens_computed: int  # by the forward passes with a gradient
+    skipped: bool  # the loss or the gradient was not finite, so the weights did not change
+    bad_rows: tuple[int, ...]  # rows whose loss or log-probabilities are not finite, ascending
+    # gigpo's `token_diagnostics`: ratios, effective sample size, mismatch, dropped tokens
     tokens: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """Of one micro-batch, detached: its share of the update's loss (a scalar) and `token_values` of
-    its N tokens.
-    """
+    """One micro-batch's share of the update's loss (a scalar) and its `token_values`, detached."""
 
     loss: torch.Tensor
     values_6N: torch.Tensor
@@ -58,17 +57,16 @@ class Pass:
 def token_values(
     terms: Terms, *, logprobs_N: torch.Tensor, entropy_N: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [6, N], no gradient: log-probability, entropy, loss, factor, clipped (0 or 1), KL."""
+    """Stack log-probability, entropy, loss, factor, clipped (0 or 1) and KL as float32 [6, N]."""
     values = (logprobs_N, entropy_N, terms.loss_N, terms.factor_N, terms.clipped_N, terms.kl_N)
     return torch.stack([value_N.detach().float() for value_N in values])
 
 
 def gathered(passes: Sequence[Pass], batches: Sequence[MicroBatch], *, ranks: int) -> list[Pass]:
-    """The passes over all micro-batches, in their order, on the CPU of every rank; rank r brings
-    those over batches[r::ranks].
+    """Return the passes over all micro-batches, in their order, on the CPU of every rank.
 
-    All ranks call it together. Batches (a, b, c, d) on 2 ranks: rank 0 brings (a, c), rank 1 (b,
-    d), both get (a, b, c, d).
+    All ranks call it together; rank r brings those over batches[r::ranks]. Batches (a, b, c, d) on
+    2 ranks: rank 0 brings (a, c), rank 1 (b, d), both get (a, b, c, d).
     """
     losses = torch.stack([done.loss for done in passes]).cpu()
     values_6N = torch.cat([done.values_6N for done in passes], dim=1).cpu()
@@ -83,8 +81,9 @@ def gathered(passes: Sequence[Pass], batches: Sequence[MicroBatch], *, ranks: in
 
 
 def from_all_ranks(value: Value, *, ranks: int) -> list[Value]:
-    """Each rank's value, by rank, on every rank; all ranks call it together. Tensors are to be on
-    the CPU.
+    """Return each rank's value, by rank, on every rank. All ranks call it together.
+
+    Tensors must be on the CPU.
     """
     if ranks == 1:
         return [value]
@@ -101,9 +100,7 @@ def update_stats(
     learning_rate: float,
     skipped: bool,
 ) -> UpdateStats:
-    """Over the tokens of all micro-batches at once: a ratio's ESS or maximum is not the mean of the
-    micro-batches'.
-    """
+    """Compute statistics over all tokens at once: a ratio's ESS or maximum is no mean of parts."""
     logprobs_N, entropy_N, loss_N, factor_N, clipped_N, kl_N = torch.cat(
         [done.values_6N for done in passes], dim=1
     )

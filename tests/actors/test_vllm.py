@@ -457,7 +457,7 @@ def test_weights_that_the_learner_sends_are_served_without_a_file(
                 tensors.items(),
                 tmp_path / name,
                 source_dir=served.directories["base"],
-                behind=behind,
+                fsync=behind,
                 send=to_engines,
             )
         shutil.rmtree(tmp_path / name)

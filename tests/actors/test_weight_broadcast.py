@@ -72,7 +72,6 @@ def publish(sender: Broadcast, directory: Path, *, seed: int) -> str:
             stem="model",
             shard_bytes=10_000,
             send=send,
-            spare_in=None,
         ).digest
 
 
@@ -188,7 +187,7 @@ def test_a_writer_that_fails_is_followed_by_one_that_does_not(
 
     with pytest.raises(OSError, match="disk full"), sender.round() as send:
         write_shards(
-            failing(), tmp_path, stem="model", shard_bytes=10_000, send=send, spare_in=None
+            failing(), tmp_path, stem="model", shard_bytes=10_000, send=send
         )
     assert soon(lambda: not engine.is_busy) and engine._received is None
     joined(sender, 2)  # again
@@ -241,7 +240,6 @@ def test_an_engine_that_is_killed_costs_the_others_at_most_that_version(
                 stem="model",
                 shard_bytes=1_000,
                 send=send,
-                spare_in=None,
             )
     soon(lambda: not engine.is_busy)
     if engine._received is None:  # the other's death ended it for this one too

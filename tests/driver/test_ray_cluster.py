@@ -24,7 +24,7 @@ from configs import ConfigError
 from driver import ray_cluster as cluster
 from driver.ray_cluster import AUTHENTICATION_HINT
 from driver.shutdown import REPEAT_S, STOP_SIGNALS, stop_held_back
-from learner.distributed.ray_directory import RAY_DIRECTORY
+from learner.distributed.private_ray import RAY_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_RAY = """

@@ -30,9 +30,8 @@ from driver.run_control import (
     started_ticks,
 )
 from driver.shutdown import REPEAT_S, Interrupt
-from learner import make_ray_directory
-from learner.distributed import ray_directory
-from learner.replay import replay
+from learner import make_ray_directory, replay
+from learner.distributed import private_ray
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
 from tests.support.store_damage import no_file_may_grow
@@ -239,8 +238,9 @@ def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None
 MAKE = """
 import sys, time
 from pathlib import Path
-from learner import make_ray_directory, ray_directory
-ray_directory.RAY_DIRECTORIES = Path(sys.argv[1])
+from learner import make_ray_directory
+from learner.distributed import private_ray
+private_ray.RAY_DIRECTORIES = Path(sys.argv[1])
 print(make_ray_directory(Path(sys.argv[2])), flush=True)
 time.sleep(600)
 """
@@ -265,11 +265,11 @@ def test_what_a_killed_replay_left_is_removed_by_the_next_one_and_by_a_stop(
     is_reaped: bool,
 ) -> None:
     """Not what a replay has that is still at work, or one of another run."""
-    monkeypatch.setattr(ray_directory, "RAY_DIRECTORIES", tmp_path)
+    monkeypatch.setattr(private_ray, "RAY_DIRECTORIES", tmp_path)
     run, seen = tmp_path / "run", []
 
     def of_a_replay(**options: object) -> None:
-        (mine,) = tmp_path.glob(f"{ray_directory.RAY_DIRECTORY}{os.getpid()}-*")
+        (mine,) = tmp_path.glob(f"{private_ray.RAY_DIRECTORY}{os.getpid()}-*")
         assert (
             mine.stat().st_mode & 0o777 == 0o700
             and (mine / "owner.json").is_file()
@@ -301,7 +301,7 @@ def test_what_a_killed_replay_left_is_removed_by_the_next_one_and_by_a_stop(
 def test_a_full_disk_at_a_ray_directory_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_directory, "RAY_DIRECTORIES", tmp_path)
+    monkeypatch.setattr(private_ray, "RAY_DIRECTORIES", tmp_path)
     with (
         no_file_may_grow(0),
         pytest.raises(StoreError, match=r"cannot write .*owner.json: File too large; free space"),
@@ -313,12 +313,12 @@ def test_a_full_disk_at_a_ray_directory_is_one_line(
 def test_a_ray_directory_that_another_user_made_or_that_is_a_link_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_directory, "RAY_DIRECTORIES", tmp_path)
+    monkeypatch.setattr(private_ray, "RAY_DIRECTORIES", tmp_path)
     open_to_all = make_ray_directory(tmp_path / "run")
     open_to_all.chmod(0o777)
     elsewhere = tmp_path / "precious"
     make_ray_directory(tmp_path / "run").rename(elsewhere)
-    link = tmp_path / f"{ray_directory.RAY_DIRECTORY}1-link"
+    link = tmp_path / f"{private_ray.RAY_DIRECTORY}1-link"
     link.symlink_to(elsewhere)
     foreign = make_ray_directory(tmp_path / "run")
     if os.geteuid() == 0:

@@ -25,7 +25,7 @@ from configs import Config, ConfigError
 from coordinator import Status
 from driver.progress import Progress
 from learner import BadUpdatesError, CollapseError, NonFiniteWeightsError
-from learner.checkpointing.checkpoint import CheckpointError
+from learner.checkpoint import CheckpointError
 from learner.training.alarms import Alarms, collapse_alarms, length_at_start
 from store import RunLayout
 from store.reading.query import connect
@@ -68,9 +68,8 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             monkeypatch, config, handle, lambda stand_in, updates: stats(learner.step + 1, updates)
         )
         try:
-            started = learner.start()
             learner.run()
-            return started
+            return learner.restored
         finally:
             coordinator.close()
 

@@ -16,8 +16,8 @@ from learner.data.batch_loader import (
     PreparedBatch,
     cut_updates,
     in_batch_order,
-    ready_batch,
-    source_of,
+    make_loader,
+    prepare_batch,
 )
 from store import DigestError, VersionRecord, read_segments
 from tests.support.learner_loop import fast_directory, make_config, open_coordinator, play, play_all
@@ -40,10 +40,10 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 def next_ready(
     coordinator: Coordinator, *, config: Config | None = None, version: int = 0
 ) -> PreparedBatch:
-    source = source_of(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
+    source = make_loader(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
     batch = source.claim(version)
     assert batch is not None
-    return ready_batch(source, batch, version=version, learner_step=version + 1)
+    return prepare_batch(source, batch, version=version, learner_step=version + 1)
 
 
 def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coordinator) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
-from learner.checkpointing.checkpoint import (
+from learner.checkpoint import (
     CheckpointError,
     CheckpointPoint,
     load_checkpoint,
@@ -420,7 +420,7 @@ def test_an_interrupted_save_is_never_seen(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("learner.checkpointing.checkpoint.random_states", killed)
+    monkeypatch.setattr("learner.checkpoint.random_states", killed)
     with pytest.raises(KeyboardInterrupt):
         save(engine, tmp_path / "step000001")
     monkeypatch.undo()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from configs import LearnerConfig, ModelConfig
+from configs import Config, LearnerConfig, ModelConfig
+from learner import LearnerSetup, RankError
 from learner.distributed import device
 from learner.distributed.device import (
     adapters_in_tf32,
     check_device,
-    described,
+    device_text,
     device_type,
+    nondeterminism_note,
     prepare_device,
-    reservation,
 )
-from learner.ray_actor import LearnerProcess, RankError
+from learner.ray_actor import LearnerProcess
+from store import RunLayout
 
 
 def test_the_config_chooses_the_device() -> None:
@@ -93,12 +96,12 @@ def test_torchs_deterministic_mode_is_a_setting(
     prepare_device(learner)
     assert on_a_gpu["deterministic"] == [deterministic]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == cublas
-    assert ("not promised" in reservation(learner)) == (not deterministic)
+    assert ("not promised" in nondeterminism_note(learner)) == (not deterministic)
 
 
 def test_a_cpu_promises_the_same_bits() -> None:
-    assert reservation(LearnerConfig()) == ""
-    assert described(LearnerConfig(threads=2)) == "a CPU, learner.threads=2"
+    assert nondeterminism_note(LearnerConfig()) == ""
+    assert device_text(LearnerConfig(threads=2)) == "a CPU, learner.threads=2"
 
 
 def test_adapters_multiply_in_tf32_on_a_gpu_beside_a_bfloat16_base_only() -> None:
@@ -109,16 +112,21 @@ def test_adapters_multiply_in_tf32_on_a_gpu_beside_a_bfloat16_base_only() -> Non
     assert not adapters_in_tf32(gpu, ModelConfig(dtype="bfloat16", lora_tf32=False))
 
 
-def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again() -> None:
+def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory may be that of the learner before it, which was killed a second ago."""
 
-    class Full:
-        def start(self) -> str:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    def full(*given: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    process = LearnerProcess.__new__(LearnerProcess)
-    process._learner = Full()
+    monkeypatch.setattr("learner.ray_actor.capture_output", lambda path: None)
+    monkeypatch.setattr("learner.learner.Learner", full)
+    config = Config(run_dir=str(tmp_path / "run"))
+    RunLayout.create(tmp_path / "run", config_yaml="")
+    process = LearnerProcess(LearnerSetup(config=config, model_path="unused"), None)  # type: ignore[arg-type]
     with pytest.raises(
         RankError, match="no room for its start: CUDA out of memory. Tried to allocate 2 GiB"
     ):
         process.start()
+    process.close()

@@ -20,7 +20,7 @@ import configs
 from actors.inference.engine_environment import engine_environment
 from cli.__main__ import main
 from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
-from learner.checkpointing.checkpoint import save_checkpoint
+from learner.checkpoint import save_checkpoint
 from learner.distributed.deepspeed_setup import initialize, join_ranks
 from learner.distributed.optimizer_state import trainable
 from learner.model.lora import add_adapters, merged

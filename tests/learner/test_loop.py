@@ -20,9 +20,10 @@ from rich.console import Console
 from analysis import report
 from configs import Config
 from coordinator import Coordinator
-from learner import LEARNER_STEP, BadUpdatesError, Learner, StarvationError
-from learner.data.batch_loader import ready_batch
+from learner import LEARNER_STEP, BadUpdatesError, Learner, LearnerSetup, StarvationError
+from learner.data.batch_loader import prepare_batch
 from learner.data.prefetch import Prefetch
+from learner.ray_actor import LearnerProcess
 from store import RunLayout
 from store.reading.query import connect
 from tests.support.learner_loop import (
@@ -36,6 +37,7 @@ from tests.support.learner_loop import (
     make_config,
     make_learner,
     open_coordinator,
+    patch_learner,
     play_all,
 )
 
@@ -85,7 +87,6 @@ class Loop:
         )
         self.heart = Noted()
         self.learner.heart = self.heart  # type: ignore[assignment]
-        self.learner.start()
 
 
 def metrics(run: Path, name: str) -> list[float]:
@@ -156,7 +157,7 @@ def test_who_is_stuck_in_reading_a_batch_promises_once(
             pass  # those while the groups were not there yet
         for _ in range(5):
             assert looks.acquire(timeout=DEADLINE_S)
-        return ready_batch(*given, **named)
+        return prepare_batch(*given, **named)
 
     def noting(batches: Any, *, timeout_s: float) -> Any:
         ready = taken(batches, timeout_s=timeout_s)
@@ -164,7 +165,7 @@ def test_who_is_stuck_in_reading_a_batch_promises_once(
         return ready
 
     monkeypatch.setattr(Prefetch, "take", noting)
-    monkeypatch.setattr("learner.data.prefetch.ready_batch", read_slowly)
+    monkeypatch.setattr("learner.data.prefetch.prepare_batch", read_slowly)
     loop.learner.run()
     loop.coordinator.close()
     working = [at for at, within_s in loop.heart.promised if within_s == STEP_TIMEOUT_S]
@@ -186,35 +187,38 @@ def test_every_learner_step_says_that_it_begins(
 def test_to_close_beside_a_run_waits_for_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = Loop(monkeypatch, make_config(tmp_path / "run", max_staleness=1, steps=100))
-    closer = threading.Thread(target=loop.learner.close)
-    closed: list[bool] = []
+    config = make_config(tmp_path / "run", max_staleness=1, steps=100)
+    coordinator = open_coordinator(config)
+    steps, closed = 0, []
     save = StandIn.save_checkpoint
 
-    def closing(stand_in: StandIn, directory: Path, **point: int) -> None:
-        closer.join(timeout=0.2)  # it would be through in no time if it did not wait
+    def save_slowly(stand_in: StandIn, directory: Path, **point: int) -> None:
+        closer.join(timeout=0.2)  # it would end within this time if it did not wait
         closed.append(stand_in.closed)
         save(stand_in, directory, **point)
 
-    def close_while_it_trains(updates: Any) -> Any:
-        closer.start()
-        while not loop.learner.stopping:
-            time.sleep(0.001)
+    def close_at_the_second(stand_in: StandIn, updates: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            closer.start()
+            while not process._stopping.is_set():
+                time.sleep(0.001)
         return good(updates)
 
-    monkeypatch.setattr(StandIn, "save_checkpoint", closing)
-    train = {2: close_while_it_trains}
-    monkeypatch.setattr(
-        type(loop.learner.ranks),
-        "stats",
-        lambda _, updates: train.get(loop.learner.step + 1, good)(updates),
-    )
-    at = loop.learner.run()
+    monkeypatch.setattr(StandIn, "save_checkpoint", save_slowly)
+    monkeypatch.setattr("learner.ray_actor.capture_output", lambda path: None)
+    patch_learner(monkeypatch, close_at_the_second)
+    setup = LearnerSetup(config=config, model_path="unused")
+    process = LearnerProcess(setup, Handle(coordinator))  # type: ignore[arg-type]
+    closer = threading.Thread(target=process.close)
+    assert process.start() == "a new run"
+    at = process.run()
     closer.join(timeout=DEADLINE_S)
-    loop.coordinator.close()
+    coordinator.close()
     assert at == 2, "the step it was at"
     assert closed == [False]
-    assert loop.learner.ranks.closed  # type: ignore[attr-defined]
+    assert process._started.result().ranks.closed  # type: ignore[attr-defined]
     assert (tmp_path / "run" / "checkpoints" / f"step{at:06d}" / "point.json").exists()
 
 
@@ -231,7 +235,9 @@ def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
 
         return done
 
-    monkeypatch.setattr("learner.learner.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "learner.training.step_metrics.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     monkeypatch.setattr(StandIn, "publish", spending(StandIn.publish, 3.0))
     monkeypatch.setattr(StandIn, "save_checkpoint", spending(StandIn.save_checkpoint, 5.0))
     run = tmp_path / "run"

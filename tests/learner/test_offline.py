@@ -19,13 +19,13 @@ from learner import Learner, check_train_on
 from learner.data.batch_loader import (
     OFFLINE_STALENESS,
     PreparedBatch,
-    ready_batch,
-    source_of,
+    make_loader,
+    prepare_batch,
     with_staleness,
 )
-from learner.replay.explain import explain, table
+from learner.explain import explain, table
 from learner.training.alarms import StarvationError, check_batches
-from learner.training.step_metrics import Times, step_metrics
+from learner.training.step_metrics import StepTimes, step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from store.reading.query import connect
 from tests.support.learner_loop import (
@@ -91,8 +91,8 @@ def next_ready(config: Config) -> PreparedBatch:
     try:
         batch = coordinator.claim(7)
         assert batch is not None
-        return ready_batch(
-            source_of(config, coordinator.layout, claim=coordinator.claim),
+        return prepare_batch(
+            make_loader(config, coordinator.layout, claim=coordinator.claim),
             batch,
             version=7,
             learner_step=1,
@@ -117,7 +117,6 @@ def loop(
         Handle(coordinator, playing=playing),
         lambda _, updates: answer(learner.step + 1, updates),
     )
-    learner.start()
     return learner, coordinator
 
 
@@ -204,7 +203,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
         next_ready(make_run(stored_config(tmp_path / "offline", played))),
     )
     assert 0 < mixed.n_live_tokens < mixed.n_response_tokens and offline.n_live_tokens == 0
-    times = Times(began_at_s=0.0, step_s=2.0)
+    times = StepTimes(step_s=2.0)
     figures = step_metrics(mixed, [], times)
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
     assert mixed.live is not None and mixed.offline is not None
@@ -234,11 +233,11 @@ def test_a_stored_group_is_explained_without_a_staleness(
     ready = next_ready(make_run(stored_config(tmp_path / "run", played)))
     seen: list[set[int]] = []
 
-    def learnt(engine: object, parts: Any) -> tuple[list[None], None]:
+    def gradients(engine: object, parts: Any) -> tuple[list[None], None]:
         seen.extend(set(part.rows["staleness"].to_pylist()) for part in parts)
         return [None for _ in parts], None
 
-    monkeypatch.setattr("learner.replay.explain._learnt", learnt)
+    monkeypatch.setattr("learner.explain._gradients", gradients)
     explanation = explain(
         SimpleNamespace(learner=make_config(tmp_path, max_staleness=1).learner), ready
     )  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.data.micro_batch import micro_batches
-from learner.data.packing import costs, packed
+from learner.data.packing import costs, pack
 from tests.support.learner_samples import Row, sequences_of, table
 
 A = ([1, 2], [3], [-0.1], 1.0)  # 1 2 [3]
@@ -67,7 +67,7 @@ def test_merging_exceeds_no_budget_that_the_last_row_does_not() -> None:
 
 def test_the_example_of_the_docstring() -> None:
     lengths = np.array([2, 9, 4, 6, 5, 3, 4])
-    assert [list(b) for b in packed(lengths, micro_batch_tokens=10, ranks=2)] == [
+    assert [list(b) for b in pack(lengths, micro_batch_tokens=10, ranks=2)] == [
         [1],
         [3, 0],
         [4, 5],
@@ -76,22 +76,22 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_sequences_fill_as_few_micro_batches_as_the_budget_allows() -> None:
-    assert [list(b) for b in packed(np.array([6, 5, 5, 4]), micro_batch_tokens=10, ranks=1)] == [
+    assert [list(b) for b in pack(np.array([6, 5, 5, 4]), micro_batch_tokens=10, ranks=1)] == [
         [0, 3],
         [1, 2],
     ]
-    assert [list(b) for b in packed(np.array([6, 6, 6]), micro_batch_tokens=10, ranks=1)] == [
+    assert [list(b) for b in pack(np.array([6, 6, 6]), micro_batch_tokens=10, ranks=1)] == [
         [0],
         [1],
         [2],
     ]
-    assert [list(b) for b in packed(np.array([6, 6, 6]), micro_batch_tokens=10, ranks=2)] == [
+    assert [list(b) for b in pack(np.array([6, 6, 6]), micro_batch_tokens=10, ranks=2)] == [
         [0],
         [1],
         [2],
         [],
     ]
-    assert packed(np.array([], dtype=np.int64), micro_batch_tokens=10, ranks=3) == []
+    assert pack(np.array([], dtype=np.int64), micro_batch_tokens=10, ranks=3) == []
 
 
 def test_the_square_of_a_length_counts() -> None:
@@ -99,7 +99,7 @@ def test_the_square_of_a_length_counts() -> None:
     first.
     """
     assert costs(np.array([12 * 1024]))[0] == 2 * 12 * 1024
-    assert [list(b) for b in packed(np.array([2, 2, 3, 1]), micro_batch_tokens=4, ranks=1)] == [
+    assert [list(b) for b in pack(np.array([2, 2, 3, 1]), micro_batch_tokens=4, ranks=1)] == [
         [2, 3],
         [0, 1],
     ]
@@ -108,7 +108,7 @@ def test_the_square_of_a_length_counts() -> None:
 def test_ranks_are_given_equal_cost_rather_than_equal_tokens() -> None:
     """12,288 tokens cost 24,576, as much as 6.4 times 3,072 tokens, which cost 3,840 each."""
     lengths_S = np.array([12_288, *[3_072] * 6])
-    assert [len(one) for one in packed(lengths_S, micro_batch_tokens=20_000, ranks=2)] == [1, 6]
+    assert [len(one) for one in pack(lengths_S, micro_batch_tokens=20_000, ranks=2)] == [1, 6]
 
 
 @settings(deadline=None, max_examples=100)
@@ -117,13 +117,13 @@ def test_each_sequence_once_within_the_budget_and_costliest_first(
     lengths: list[int], budget: int, ranks: int
 ) -> None:
     lengths_S = np.array(lengths, dtype=np.int64)
-    chosen = packed(lengths_S, micro_batch_tokens=budget, ranks=ranks)
+    chosen = pack(lengths_S, micro_batch_tokens=budget, ranks=ranks)
     assert sorted(np.concatenate([[], *chosen])) == list(range(len(lengths)))
     assert len(chosen) % ranks == 0
     assert all(lengths_S[one].sum() <= budget or len(one) == 1 for one in chosen)
     cost = [costs(lengths_S)[one].sum() for one in chosen]
     assert cost == sorted(cost, reverse=True)
-    assert [list(one) for one in packed(lengths_S, micro_batch_tokens=budget, ranks=ranks)] == [
+    assert [list(one) for one in pack(lengths_S, micro_batch_tokens=budget, ranks=ranks)] == [
         list(one) for one in chosen
     ]
 
@@ -131,7 +131,7 @@ def test_each_sequence_once_within_the_budget_and_costliest_first(
 def test_ranks_compute_micro_batches_of_like_cost_side_by_side() -> None:
     """The lengths of a game's prompts: no rank waits more than a hundredth for another."""
     lengths_S = np.random.default_rng(0).integers(20, 400, 1000)
-    chosen = packed(lengths_S, micro_batch_tokens=4096, ranks=4)
+    chosen = pack(lengths_S, micro_batch_tokens=4096, ranks=4)
     cost = np.array([costs(lengths_S)[one].sum() for one in chosen]).reshape(-1, 4)
     assert (cost.min(1) / cost.max(1)).min() > 0.99
     assert len(chosen) == 56  # 211,000 tokens fill 52 micro-batches, were they fluid

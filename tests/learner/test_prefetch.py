@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs import Config
 from coordinator import Coordinator
-from learner.data.batch_loader import PreparedBatch, source_of
+from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
 from store import DigestError, RunLayout, VersionRecord
 from store.reading.query import connect
@@ -171,7 +171,7 @@ def test_the_next_batch_is_made_ready_for_the_version_it_will_train_at(
     coordinator = open_coordinator(config)
     closing.append(coordinator)
     publish(coordinator, 0, 0)
-    with Prefetch(source_of(config, coordinator.layout, claim=coordinator.claim)) as batches:
+    with Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim)) as batches:
         batches.start(version=0, learner_step=1)
         assert batches.take(timeout_s=0.0) is None  # no groups
         assert batches.under_way
@@ -205,7 +205,7 @@ def test_what_would_be_too_old_by_then_is_not_prefetched(
     publish(coordinator, 0, 0)
     play_all(coordinator)
     publish(coordinator, 1, 1)
-    with Prefetch(source_of(config, coordinator.layout, claim=coordinator.claim)) as batches:
+    with Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim)) as batches:
         # version 1 is the learner's now, and the groups are of version 0
         batches.start(version=2, learner_step=3)
         wait_for(lambda: coordinator.catalog.counts().stale == 4)
@@ -219,7 +219,7 @@ def test_closing_ends_the_thread_while_it_waits_and_what_it_claimed_can_be_given
     coordinator = open_coordinator(config)
     closing.append(coordinator)
     publish(coordinator, 0, 0)
-    source = source_of(config, coordinator.layout, claim=coordinator.claim)
+    source = make_loader(config, coordinator.layout, claim=coordinator.claim)
     with Prefetch(source) as waiting:
         waiting.start(version=0, learner_step=1)
         wait_for(lambda: len(prefetch_threads()) == 1)
@@ -248,7 +248,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(
     for path in coordinator.layout.segments.rglob("*.parquet"):
         path.chmod(0o644)
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with Prefetch(source_of(config, coordinator.layout, claim=coordinator.claim)) as batches:
+    with Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim)) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(DigestError, match="its bytes changed on disk"):
             batches.take(timeout_s=DEADLINE_S)
@@ -263,7 +263,7 @@ def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_r
     def claim(version: int) -> None:
         raise TimeoutError("the coordinator is gone")
 
-    with Prefetch(source_of(config, layout, claim=claim)) as batches:
+    with Prefetch(make_loader(config, layout, claim=claim)) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(TimeoutError, match="gone"):
             batches.take(timeout_s=DEADLINE_S)
@@ -283,13 +283,13 @@ def test_an_error_that_nobody_takes_is_logged(
         claiming.set()
         raise DigestError("a segment is damaged")
 
-    with Prefetch(source_of(config, layout, claim=claim)) as batches:
+    with Prefetch(make_loader(config, layout, claim=claim)) as batches:
         batches.start(version=0, learner_step=1)
         assert claiming.wait(DEADLINE_S)
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (
         "ERROR",
-        "the batch after the last one could not be made ready: a segment is damaged",
+        "the next batch could not be prepared: a segment is damaged",
     )
     assert record.exc_info is not None and record.exc_info[0] is DigestError
 
@@ -311,7 +311,6 @@ def test_the_loop_trains_while_the_next_batch_is_claimed_except_for_the_last(
         return good(updates)  # type: ignore[arg-type]
 
     learner = make_learner(monkeypatch, config, Handle(coordinator), train)  # type: ignore[arg-type]
-    learner.start()
     learner.run()
     assert seen == [4, 4, 4, 2]
     assert coordinator.catalog.counts().claimed == 0
@@ -345,7 +344,6 @@ def test_in_synchronous_mode_nothing_is_prefetched(
         return good(updates)  # type: ignore[arg-type]
 
     learner = make_learner(monkeypatch, config, handle, train)  # type: ignore[arg-type]
-    learner.start()
     learner.run()
     coordinator.close()
     assert seen == [(2, 0)] * 3
@@ -361,11 +359,11 @@ def test_stopped_in_order_nothing_stays_claimed_and_nothing_is_trained_twice(
     def stop_at_the_second(stand_in: object, updates: object) -> object:
         wait_for(lambda: coordinator.catalog.counts().claimed == 4)
         if learner.step == 1:
-            learner.stop()
+            learner.stopping.set()
         return good(updates)  # type: ignore[arg-type]
 
     learner = make_learner(monkeypatch, config, Handle(coordinator), stop_at_the_second)  # type: ignore[arg-type]
-    assert learner.start() == "a new run"
+    assert learner.restored == "a new run"
     assert learner.run() == 2
     counts = coordinator.catalog.counts()
     assert (counts.claimed, counts.complete, counts.trained) == (0, 2, 4)
@@ -376,7 +374,7 @@ def test_stopped_in_order_nothing_stays_claimed_and_nothing_is_trained_twice(
     learner = make_learner(
         monkeypatch, config, Handle(again), lambda stand_in, updates: good(updates)
     )
-    assert "continues at learner step 2 as version 2; 0 groups" in learner.start()
+    assert "continues at learner step 2 as version 2; 0 groups" in learner.restored
     assert learner.run() == 6
     again.close()
     lineage = rows(
@@ -403,7 +401,6 @@ def test_killed_with_two_batches_claimed_both_are_available_again(
         return good(updates)  # type: ignore[arg-type]
 
     learner = make_learner(monkeypatch, config, Handle(coordinator), die_at_the_second)  # type: ignore[arg-type]
-    learner.start()
     with pytest.raises(MemoryError):
         learner.run()
     assert prefetch_threads() == []
@@ -415,7 +412,7 @@ def test_killed_with_two_batches_claimed_both_are_available_again(
         monkeypatch, config, Handle(again), lambda stand_in, updates: good(updates)
     )
     # without a checkpoint, from the beginning
-    assert "continues at learner step 0 as version 2; 6 groups" in learner.start()
+    assert "continues at learner step 0 as version 2; 6 groups" in learner.restored
     assert again.catalog.counts().claimed == 0
     assert learner.run() == 4
     again.close()
@@ -434,7 +431,6 @@ def test_damaged_newest_weights_are_published_again_under_a_new_number(
     learner = make_learner(
         monkeypatch, config, Handle(coordinator), lambda stand_in, updates: good(updates)
     )
-    learner.start()
     assert learner.run() == 2
     newest = coordinator.newest_version()
     assert newest is not None and newest.version == 2
@@ -442,5 +438,5 @@ def test_damaged_newest_weights_are_published_again_under_a_new_number(
     learner = make_learner(
         monkeypatch, config, Handle(coordinator), lambda stand_in, updates: good(updates)
     )
-    assert "continues at learner step 2 as version 3" in learner.start()
+    assert "continues at learner step 2 as version 3" in learner.restored
     coordinator.close()

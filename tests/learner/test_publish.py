@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import weakref
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
 from learner.files.atomic_directory import BackgroundFsync, atomic_directory
-from learner.files.page_reuse import SPARE, _file_system, _is_unused
 from learner.files.safetensors_writer import DTYPE_NAMES, write_shards
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
@@ -199,60 +197,13 @@ def test_published_weights_are_synced_behind(
     behind = BackgroundFsync()
     for version in range(5):
         publish_weights(
-            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind, send=None
+            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, fsync=behind, send=None
         )
         prune_versions(tmp_path, keep=2)
     behind.wait()
-    left = [tmp_path, *(path for path in tmp_path.rglob("*") if path.name != SPARE)]
+    left = [tmp_path, *tmp_path.rglob("*")]
     assert len(left) == 1 + 2 * (1 + len(list(base.iterdir())))
     assert {str(path) for path in left} <= synced
-
-
-def test_a_version_is_written_over_a_removed_one_that_nobody_reads(
-    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    behind, digests, inodes = BackgroundFsync(), [], []
-
-    def publish(n: int) -> Path:
-        directory = tmp_path / f"v{n:06d}"
-        # half as long
-        tensors = (
-            weights(policy)
-            if n % 2
-            else [(name, tensor.bfloat16()) for name, tensor in weights(policy)]
-        )
-        digests.append(
-            publish_weights(tensors, directory, source_dir=base, behind=behind, send=None)
-        )
-        behind.wait()  # which opens the files
-        prune_versions(tmp_path, keep=2)
-        assert files_digest(weight_files(directory)) == digests[-1]
-        inodes.append((directory / "model.safetensors").stat().st_ino)
-        return directory / "model.safetensors"
-
-    monkeypatch.setattr("learner.files.page_reuse.LOCAL", (_file_system(tmp_path.stat().st_dev),))
-    files = [publish(n) for n in range(5)]
-    assert inodes[3:] == inodes[:2], "the third publish was the first to remove one"
-    with (
-        files[3].open("rb") as held,
-        mmap.mmap(held.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-    ):
-        held.close()
-        for n in range(5, 8):
-            publish(n)
-        assert blake3(mapped[:]).hexdigest() == digests[3], (
-            "what an engine is loading stays as it is"
-        )
-    assert inodes[3] not in inodes[5:]
-    os.link(tmp_path / "v000006/model.safetensors", tmp_path / "kept")  # somebody's backup
-    for n in range(8, 11):
-        publish(n)
-    assert files_digest([tmp_path / "kept"]) == digests[6]
-    newest = publish(11)
-    assert _is_unused(newest)
-    # a network disk: others may read it, and the kernel does not know
-    monkeypatch.setattr("learner.files.page_reuse.LOCAL", ())
-    assert not _is_unused(newest)
 
 
 def test_a_disk_that_fails_is_told_with_the_version_it_failed_for(
@@ -266,7 +217,7 @@ def test_a_disk_that_fails_is_told_with_the_version_it_failed_for(
     behind = BackgroundFsync()
     for version in range(3):
         publish_weights(
-            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, behind=behind, send=None
+            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, fsync=behind, send=None
         )
     with pytest.raises(
         OSError,
@@ -297,9 +248,7 @@ def test_safetensors_reads_what_was_written(
     for number, (dtype, shape) in enumerate(kinds):
         drawn = torch.randint(0, 2, shape, generator=generator).to(dtype)
         tensors[f"t{number}"] = drawn.transpose(0, -1) if shape else drawn  # not contiguous
-    written = write_shards(
-        tensors.items(), directory, stem="x", shard_bytes=shard_bytes, send=None, spare_in=None
-    )
+    written = write_shards(tensors.items(), directory, stem="x", shard_bytes=shard_bytes, send=None)
     files = sorted(directory.iterdir())
     assert [file.name for file in files] == list(written.files)
     assert (
@@ -317,7 +266,7 @@ def test_safetensors_reads_what_was_written(
 
 def test_files_are_cut_between_tensors(tmp_path: Path) -> None:
     five = [(name, torch.zeros(1)) for name in "abcde"]
-    written = write_shards(five, tmp_path, stem="x", shard_bytes=8, send=None, spare_in=None)
+    written = write_shards(five, tmp_path, stem="x", shard_bytes=8, send=None)
     first, second, third = (f"x-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
     assert written.file_of == {"a": first, "b": first, "c": second, "d": second, "e": third}
     with pytest.raises(ValueError, match="z is torch.complex64"):
@@ -327,7 +276,6 @@ def test_files_are_cut_between_tensors(tmp_path: Path) -> None:
             stem="y",
             shard_bytes=8,
             send=None,
-            spare_in=None,
         )
 
 

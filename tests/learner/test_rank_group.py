@@ -418,7 +418,7 @@ def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local
         ray.get(ranks.other_fails_while_this_one_waits_for_it.remote(parts), timeout=DEADLINE_S)
     ray.get(ranks.kill_other.remote())
     with pytest.raises(
-        RankDiedError, match="rank 1 of the learner died; its last words are in .*learner-rank1.log"
+        RankDiedError, match="rank 1 of the learner died; its last output is in .*learner-rank1.log"
     ):
         ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
     ray.get(ranks.close.remote(), timeout=DEADLINE_S)

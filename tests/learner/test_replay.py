@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import store
-from cli.__main__ import main
-from learner.replay.explain import Explanation
-from learner.replay.replay import Replayed, replayed
+from cli.learner import main
+from learner.explain import Explanation
+from learner.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step
 from tests.support.learner_loop import fast_directory
 from tests.support.replay_samples import config_of, train
@@ -187,25 +187,25 @@ def test_explaining_a_step_does_not_change_it(run: Path, replay: Replay) -> None
 
 def test_what_a_step_is_said_to_learn_is_what_it_learns(run: Path) -> None:
     explanation, step = explained(run, 17, updates_per_step=1)
-    learnt = [group.learnt for group in explanation.groups if group.learnt is not None]
+    gradients = [one.gradient for one in explanation.groups if one.gradient is not None]
     total = explanation.total
     assert total is not None
     assert (total.n_rows, total.n_tokens) == (
-        sum(one.n_rows for one in learnt),
-        sum(one.n_tokens for one in learnt),
+        sum(one.n_rows for one in gradients),
+        sum(one.n_tokens for one in gradients),
     )
     assert step.changed["loss/grad_norm"][1] == pytest.approx(total.grad_norm, rel=1e-4), (
         "what one update over all rows has"
     )
-    assert 0.0 < total.grad_norm < sum(one.grad_norm for one in learnt), (
+    assert 0.0 < total.grad_norm < sum(one.grad_norm for one in gradients), (
         "of a sum of gradients that point apart"
     )
     assert (
         total.ratio_max
-        == max(one.ratio_max for one in learnt)
+        == max(one.ratio_max for one in gradients)
         > 1.0
         > total.ratio_min
-        == min(o.ratio_min for o in learnt)
+        == min(o.ratio_min for o in gradients)
     )
     assert total.ratio_max == pytest.approx(step.changed["loss/ratio_max"][1], rel=1e-4)
 

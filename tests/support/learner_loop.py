@@ -20,7 +20,7 @@ import configs
 from configs import Config
 from coordinator import Coordinator, Lease
 from learner import Learner, LearnerSetup
-from learner.checkpointing.checkpoint import CheckpointError, CheckpointPoint
+from learner.checkpoint import CheckpointError, CheckpointPoint
 from learner.data.micro_batch import MicroBatch
 from learner.training.update_stats import UpdateStats
 from store import (
@@ -256,8 +256,19 @@ def make_learner(
     handle: Handle,
     stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]],
 ) -> Learner:
-    """Not started."""
-    monkeypatch.setattr("learner.learner.Ranks", type("Ranks", (StandIn,), {"stats": stats}))
+    """Return a started learner, whose ranks and heartbeats are stand-ins."""
+    patch_learner(monkeypatch, stats)
+    setup = LearnerSetup(config=config, model_path="unused")
+    return Learner(setup, handle, stopping=threading.Event())  # type: ignore[arg-type]
+
+
+def patch_learner(
+    monkeypatch: pytest.MonkeyPatch,
+    stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]],
+) -> None:
+    """Replace ranks, heartbeats and Ray's answers in learners made after this."""
+    monkeypatch.setattr(
+        "learner.learner.RankGroup", type("RankGroup", (StandIn,), {"stats": stats})
+    )
     monkeypatch.setattr("learner.learner.Heartbeat", Silent)
     monkeypatch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
-    return Learner(LearnerSetup(config=config, model_path="unused"), handle)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,16 @@ def train(config: Config, *, crash_at: int | None = None) -> None:
         patch.setattr("learner.learner.Heartbeat", Silent)
         patch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
         handle = Fragile(coordinator, playing=_play_all)
-        learner = Learner(LearnerSetup(config=config, model_path=str(base)), handle)  # type: ignore[arg-type]
+        setup = LearnerSetup(config=config, model_path=str(base))
         try:
-            learner.start()
-            learner.run()
-        except Crashed:
-            pass
+            learner = Learner(setup, handle, stopping=threading.Event())  # type: ignore[arg-type]
+            try:
+                learner.run()
+            except Crashed:
+                pass
+            finally:
+                learner.close()
         finally:
-            learner.close()
             coordinator.close()
 
 

@@ -1,14 +1,13 @@
-"""gigpo replay RUN K [key=value ...] [--to M] [--explain]: learner steps
-again, from what is stored.
+"""Train learner steps again from the store, and compare weights and figures bit for bit.
 
     for step in replayed(layout, config, first=21, last=40, explained=None, say=print):
         assert step.same
 
-A learner of its own starts from the newest kept checkpoint before step K, else from the base model,
-and trains on the groups that the run's learner trained on, in their order, at their versions. After
-each step its weights are exported as they were published, and have to have the digest of the
-version that the step published; the figures recorded with the step have to be the same numbers. The
-run itself is only read, also while it trains: what is written goes to a temporary directory.
+A learner starts from the newest kept checkpoint before step 21, or from the base model. It trains
+on the same groups in the same order and at the same versions as the run's learner did. After each
+step its weights must have the digest of the version that the step published, and its figures must
+equal the recorded ones. The run is only read, also while it trains; files are written to a
+temporary directory.
 """
 
 from __future__ import annotations
@@ -31,14 +30,18 @@ from transformers.utils.logging import disable_progress_bar
 import configs
 from configs import Config
 from gigpo import prepare_advantages
-from learner.data.batch_loader import ready_batch, source_of
+from learner.data.batch_loader import make_loader, prepare_batch
 from learner.distributed.deepspeed_setup import PARTITIONED
-from learner.distributed.device import described, reservation
-from learner.distributed.ray_directory import make_ray_directory, remove_ray_directories
-from learner.publishing.base_model import base_model
+from learner.distributed.device import device_text, nondeterminism_note
+from learner.distributed.private_ray import (
+    RAY_HIDES_GPUS,
+    make_ray_directory,
+    ray_token,
+    remove_ray_directories,
+)
+from learner.explain import Explanation, explain, left_out_lines, table
+from learner.publishing.export import base_model
 from learner.rank_group import RankGroup
-from learner.ray_actor import RAY_HIDES_GPUS, ray_token
-from learner.replay.explain import Explanation, explain, reasons, table
 from learner.training.step_metrics import timeless_metrics
 from printable import UserError
 from store import (
@@ -51,9 +54,8 @@ from store import (
     trained_step,
 )
 
-LEARNING_RATE = "loss/learning_rate"  # the first to look at
-# Settings that a run may be continued with and that change what a learner step does, to the last
-# bit at least.
+LEARNING_RATE = "loss/learning_rate"  # shown first among the differences
+# A run may be continued with other values of these settings, and they change a step's bits.
 CHANGES_BITS = (
     "learner.learning_rate",
     "learner.steps",
@@ -65,29 +67,28 @@ CHANGES_BITS = (
     "model.lora_tf32",
     "offline.train_on",
 )
-NEWEST_CONFIG = "config.yaml"  # of a run's newest start, as `gigpo train` leaves it
+NEWEST_CONFIG = "config.yaml"  # of a run's newest start
 SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest
-LEAST_WIDTH = 140  # characters, of the explanation
+LEAST_WIDTH = 140  # characters, for the explanation's table
 
 Say = Callable[[str], None]
 Explained = Callable[[Explanation], None]
 
 
 class ReplayError(UserError, ValueError):
-    """What was asked for cannot be replayed here; the message says why, and what can be done."""
+    """The requested steps cannot be replayed here. The message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """A learner step that was trained again; or the one it began after, loaded and not trained."""
+    """A learner step trained again, or the starting point, which is only loaded and compared."""
 
     learner_step: int
     published: VersionRecord
-    digest: str  # of the weights here
-    # figure -> what was recorded, and what it is here, where they differ
-    changed: Mapping[str, tuple[float, float]]
-    n_figures: int  # that were compared
-    what: str  # was trained on
+    digest: str  # of the weights computed here
+    changed: Mapping[str, tuple[float, float]]  # differing figure -> recorded value, value here
+    n_figures: int  # number of figures compared
+    what: str  # the groups, rows and updates, for people
     seconds: float
 
     @property
@@ -106,8 +107,8 @@ def replay_steps(
 ) -> bool:
     """Train learner steps `first` to `last` of a run again and show how they compare.
 
-    Return whether all of them are identical. `explains` shows what each group brought into step
-    `first`. Raises ReplayError, StoreError, CheckpointError.
+    Return whether all of them are identical. `explains` shows the gradient of each group of step
+    `first`. Raises ReplayError, StoreError and CheckpointError.
     """
     layout = RunLayout.open(run)
     if not 1 <= first <= last:
@@ -121,10 +122,12 @@ def replay_steps(
 
     def show(explanation: Explanation) -> None:
         console.print(table(explanation))
-        for reason in reasons(explanation):
-            say(reason)
+        for line in left_out_lines(explanation):
+            say(line)
 
-    config = _config(layout, settings)
+    config = configs.load_stored(
+        layout.info.config_yaml, settings, name=f"the config of {layout.root}"
+    )
     explained = show if explains else None
     trained = []
     for step in replayed(layout, config, first=first, last=last, explained=explained, say=say):
@@ -149,19 +152,18 @@ def replayed(
     explained: Explained | None,
     say: Say,
 ) -> Iterator[Replayed]:
-    """Every learner step from the one after the starting point to `last`, as soon as it is trained;
-    ends at the first that differs. Of the starting point only that it differs. `explained` is given
-    what learner step `first` is about to learn.
+    """Yield each learner step from the starting point to `last`, up to the first that differs.
 
-    Raises ReplayError, and what reading raises: StoreError, CheckpointError, FileNotFoundError,
-    with the name of the file.
+    The starting point itself is yielded only if it differs. `explained` gets the explanation of
+    step `first` before it is trained. Raises ReplayError, StoreError, CheckpointError and
+    FileNotFoundError.
     """
     _check_possible(config, explains=explained is not None)
-    trained_step(layout, last)  # before anything is loaded: is it there?
+    trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
     disable_progress_bar()  # of loading the model
-    source = source_of(config, layout, claim=lambda version: None)
-    prepare_advantages(source.advantages)
+    loader = make_loader(config, layout, claim=lambda version: None)
+    prepare_advantages(loader.advantages)
     with (
         _scratch(layout) as scratch,
         _ranks(
@@ -176,25 +178,27 @@ def replayed(
         for learner_step in range(start.learner_step + 1, last + 1):
             began_at_s = time.monotonic()
             recorded = trained_step(layout, learner_step)
-            ready = ready_batch(
-                source, recorded.batch, version=recorded.version_in, learner_step=learner_step
+            batch = prepare_batch(
+                loader, recorded.batch, version=recorded.version_in, learner_step=learner_step
             )
             if explained is not None and learner_step == first:
-                explained(explain(ranks.engine, ready))
-            updates = ranks.train([update.micro_batches for update in ready.updates])
-            figures = timeless_metrics(ready, updates)
-            known = {
+                explained(explain(ranks.engine, batch))
+            updates = ranks.train([update.micro_batches for update in batch.updates])
+            figures = timeless_metrics(batch, updates)
+            compared = figures.keys() & recorded.figures.keys()
+            changed = {
                 name: (recorded.figures[name], value)
                 for name, value in figures.items()
-                if name in recorded.figures
+                if name in compared and value != recorded.figures[name]
             }
+            n_groups, n_rows = len(recorded.batch.groups), batch.rows.num_rows
             step = Replayed(
                 learner_step=learner_step,
                 published=recorded.published,
                 digest=_digest(ranks, scratch),
-                changed={name: pair for name, pair in known.items() if pair[0] != pair[1]},
-                n_figures=len(known),
-                what=f"groups {len(recorded.batch.groups)}, rows {ready.rows.num_rows}, updates {len(updates)}",
+                changed=changed,
+                n_figures=len(compared),
+                what=f"groups {n_groups}, rows {n_rows}, updates {len(updates)}",
                 seconds=time.monotonic() - began_at_s,
             )
             same = f"identical to version {step.published.version}" if step.same else "DIFFERENT"
@@ -204,19 +208,13 @@ def replayed(
                 return
 
 
-def _config(layout: RunLayout, settings: Sequence[str]) -> Config:
-    return configs.load_saved(
-        layout.info.config_yaml, settings, name=f"the config of {layout.root}"
-    )
-
-
 def _check_possible(config: Config, *, explains: bool) -> None:
-    """The weights of another device would differ in their last bits."""
+    """Raise ReplayError if the weights could not be the same bits on this machine."""
     learner, has_gpu = config.learner, torch.cuda.is_available()
     if has_gpu and not learner.gpus_per_rank:
         raise ReplayError(
             "the run's learner had no GPU (learner.gpus_per_rank=0); hide this one: "
-            "CUDA_VISIBLE_DEVICES= python ..."
+            "CUDA_VISIBLE_DEVICES= gigpo replay ..."
         )
     if learner.gpus_per_rank and not has_gpu:
         raise ReplayError(
@@ -236,7 +234,7 @@ def _check_possible(config: Config, *, explains: bool) -> None:
 
 @contextmanager
 def _scratch(layout: RunLayout) -> Iterator[Path]:
-    """A run directory for what a learner writes: weights, and the logs of its ranks."""
+    """Make a temporary run directory for weights and for the logs of the ranks."""
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         shutil.copyfile(layout.run_json, Path(name) / layout.run_json.name)
         (Path(name) / layout.logs.name).mkdir()
@@ -245,7 +243,7 @@ def _scratch(layout: RunLayout) -> Iterator[Path]:
 
 @contextmanager
 def _ranks(config: Config, *, model_path: Path, run: Path) -> Iterator[RankGroup]:
-    """As many as the run had; several need a Ray of their own."""
+    """Start as many ranks as the run had. Several ranks need a Ray of their own."""
     with _private_ray(run) if config.learner.ranks > 1 else nullcontext():
         ranks = RankGroup(config, model_path=str(model_path))
         try:
@@ -256,11 +254,8 @@ def _ranks(config: Config, *, model_path: Path, run: Path) -> Iterator[RankGroup
 
 @contextmanager
 def _private_ray(run: Path) -> Iterator[None]:
-    """Start a Ray whose directory no other user can enter, and remove both at the end.
-
-    What a killed replay of the run left is removed first.
-    """
-    remove_ray_directories(run)
+    """Start a Ray that no other user can reach, and remove it with its directory at the end."""
+    remove_ray_directories(run)  # left by killed replays of the run
     directory = make_ray_directory(run)
     os.environ.update(RAY_HIDES_GPUS)
     try:
@@ -272,7 +267,7 @@ def _private_ray(run: Path) -> Iterator[None]:
                     log_to_driver=False,
                     logging_level="error",
                     configure_logging=False,
-                    _temp_dir=str(directory / "ray"),  # Ray lets everybody write there
+                    _temp_dir=str(directory / "ray"),  # Ray makes it writable for everybody
                 )
                 yield
             finally:
@@ -284,34 +279,30 @@ def _private_ray(run: Path) -> Iterator[None]:
 def _restored(
     layout: RunLayout, ranks: RankGroup, *, before: int, model_path: Path, scratch: Path
 ) -> Replayed:
-    """The newest state before a learner step that is still there, loaded; compared with the version
-    it was published as.
-    """
+    """Load the newest state before a learner step, and compare it with its published version."""
     began_at_s = time.monotonic()
     kept = [
         point
         for point in restart_points(layout)
         if point.learner_step < before and (layout.root / point.path).is_dir()
     ]
+    learner_step, version, source = 0, 0, f"the base model {model_path}"
     if kept:
         _load(layout, ranks, kept[0])
-    learner_step, version = (kept[0].learner_step, kept[0].version) if kept else (0, 0)
-    what = (
-        f"the checkpoint of learner step {learner_step}" if kept else f"the base model {model_path}"
-    )
+        learner_step, version = kept[0].learner_step, kept[0].version
+        source = f"the checkpoint of learner step {learner_step}"
     published = published_version(layout, version)
     digest = _digest(ranks, scratch)
-    same, perhaps = (
-        "are" if digest == published.digest else "are NOT",
-        reservation(ranks.engine.learner),
-    )
+    same = "are" if digest == published.digest else "are NOT"
+    note = nondeterminism_note(ranks.engine.learner)
     return Replayed(
         learner_step=learner_step,
         published=published,
         digest=digest,
         changed={},
         n_figures=0,
-        what=f"{layout.root}: begins with {what}; its weights {same} those of version {version}{perhaps}",
+        what=f"{layout.root}: begins with {source}; its weights {same} those of version "
+        f"{version}{note}",
         seconds=time.monotonic() - began_at_s,
     )
 
@@ -321,14 +312,13 @@ def _load(layout: RunLayout, ranks: RankGroup, record: CheckpointRecord) -> None
     if (point.learner_step, point.version) != (record.learner_step, record.version):
         raise ReplayError(
             f"{layout.root / record.path} was written at learner step {point.learner_step} and "
-            f"version {point.version}, the "
-            f"catalog has {record.learner_step} and {record.version}: move it away to begin at an "
-            "older one"
+            f"version {point.version}, the catalog has {record.learner_step} and {record.version}: "
+            "move it away to begin at an older one"
         )
 
 
 def _digest(ranks: RankGroup, scratch: Path) -> str:
-    """Of the weights as they are now, written as a version is."""
+    """Return the digest that the current weights have when they are published."""
     directory = scratch / "weights"
     digest = ranks.publish(directory)
     shutil.rmtree(directory)
@@ -336,34 +326,32 @@ def _digest(ranks: RankGroup, scratch: Path) -> str:
 
 
 def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
-    """What is known of why."""
+    """Describe a difference and its possible causes."""
     after = f"after learner step {step.learner_step}"
+    lines = [f"the weights {after} are identical, but {len(step.changed)} figures differ"]
     if step.digest != step.published.digest:
         here, there = step.digest[:SHOWN_DIGITS], step.published.digest[:SHOWN_DIGITS]
         lines = [
             f"the weights {after} are {here} here, {there} as published in version "
             f"{step.published.version}"
         ]
-    else:
-        lines = [f"the weights {after} are identical, but {len(step.changed)} figures differ"]
     names = sorted(step.changed, key=lambda name: (name != LEARNING_RATE, name))
-    lines += [
-        f"  {name}: {step.changed[name][0]!r} recorded, {step.changed[name][1]!r} here"
-        for name in names[:SHOWN_FIGURES]
-    ]
-    device = described(config.learner) + reservation(config.learner)
+    for name in names[:SHOWN_FIGURES]:
+        recorded, here_value = step.changed[name]
+        lines.append(f"  {name}: {recorded!r} recorded, {here_value!r} here")
+    device = device_text(config.learner) + nondeterminism_note(config.learner)
     lines.append(
         f"this is torch {torch.__version__} on {device}; another release, processor or code than "
-        "the run's changes bits. So do "
-        f"{', '.join(CHANGES_BITS)}: where the run was continued with others than run.json has, "
-        "give those too, as key=value"
+        f"the run's changes bits. So do {', '.join(CHANGES_BITS)}: if the run was continued with "
+        "values that differ from run.json, give them as key=value"
     )
     if (layout.root / NEWEST_CONFIG).is_file():
-        started = configs.from_yaml(read_run_file(layout.root, NEWEST_CONFIG))
-        changed = [
-            f"{key}={now}"
-            for key in CHANGES_BITS
-            if (now := attrgetter(key)(started)) != attrgetter(key)(config)
-        ]
-        lines += [f"its newest start had others; try {' '.join(changed)}"] * bool(changed)
+        newest = configs.from_yaml(read_run_file(layout.root, NEWEST_CONFIG))
+        changed = []
+        for key in CHANGES_BITS:
+            value = attrgetter(key)(newest)
+            if value != attrgetter(key)(config):
+                changed.append(f"{key}={value}")
+        if changed:
+            lines.append(f"its newest start had others; try {' '.join(changed)}")
     return "\n".join(lines)

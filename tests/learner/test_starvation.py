@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.training import patience
-from learner.training.patience import Patience
+from learner.training import alarms
+from learner.training.alarms import StarvationDeadline
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(alarms, "time", clock)
     return clock
 
 
@@ -27,11 +27,11 @@ def waited_s(clock: Clock, heldout_open: list[int]) -> float:
     """Return when a wait of at most 40 s ends; `heldout_open` are the answers of each look, the
     last for ever.
     """
-    waiting = Patience(40.0)
+    deadline = StarvationDeadline(40.0)
     for look in range(1000):
-        while not waiting.look_is_due():
+        while not deadline.check_is_due():
             clock.now_s += 1.0
-        if waiting.has_ended(heldout_open[min(look, len(heldout_open) - 1)]):
+        if deadline.has_passed(heldout_open[min(look, len(heldout_open) - 1)]):
             return clock.now_s
     raise AssertionError("it never ends")
 

@@ -1,21 +1,25 @@
-"""What a run needs to go on bit for bit: weights, optimizer state, random states, and where it was.
+"""Save and restore everything a run needs to continue bit for bit.
 
-    save_checkpoint(engine, Path("checkpoints/step000010"), learner_step=10, version=11, lsn=420)
-    point = load_checkpoint(engine, Path("checkpoints/step000010"))      # point.learner_step == 10
+    save_checkpoint(
+        engine, Path("checkpoints/step000010"), learner_step=10, version=11, lsn=420
+    )
+    point = load_checkpoint(engine, Path("checkpoints/step000010"))  # point.learner_step == 10
 
 All ranks call these together. A checkpoint does not depend on the ZeRO stage or on the number of
-ranks, so a run may go on with others. It is a directory that appears whole or not at all; of KIND
-master, exp_avg and exp_avg_sq (`full_state.py`):
+ranks, so a run may continue with others. It is a directory that appears whole or not at all. Its
+files, for each KIND of master, exp_avg and exp_avg_sq (`optimizer_state.py`):
 
-    KIND-rank00000.safetensors   float32 tensors by parameter name; rank r of R writes parameters r, r + R, r + 2 R, ...
-    checkpoint.json              a `Content`: where it was, and those files with their digests
+    KIND-rank00000.safetensors   float32 tensors by parameter name; rank r of R writes
+                                 parameters r, r + R, r + 2 R, ...
+    checkpoint.json              a `Content`: the position, and these files with their digests
 
-Parameters that are not trained, LoRA's base, are not in it.
+Parameters that are not trained, such as LoRA's base, are not in it.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,11 +28,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from learner.checkpointing.rng_state import RandomStates, random_states, restore_random_states
 from learner.distributed.optimizer_state import (
     KINDS,
     Parameters,
@@ -57,11 +61,13 @@ OLDER = "use an older checkpoint"
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint that cannot be loaded; the message says which and why."""
+    """A checkpoint cannot be loaded. The message names it and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPoint:
+    """Position of a run at a checkpoint."""
+
     learner_step: int
     version: int  # policy version of these weights
     n_updates: int  # optimizer updates applied so far
@@ -70,7 +76,7 @@ class CheckpointPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """What one rank wrote of one kind."""
+    """Files that one rank wrote of one kind."""
 
     kind: str
     names: Sequence[str]
@@ -79,12 +85,25 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RandomStates:
+    """Random states of one process, as JSON: nothing of ours is pickled to disk.
+
+    Bytes are in hex. The two tuples become lists in JSON.
+    """
+
+    torch: str
+    cuda: Sequence[str]  # by device
+    numpy: tuple[str, list[int], int, int, float]  # as np.random.get_state has them
+    python: tuple[int, list[int], float | None]  # as random.getstate has them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """checkpoint.json, the same whichever rank made it."""
+    """Content of checkpoint.json, the same whichever rank made it."""
 
     format_version: int
     point: CheckpointPoint
-    # of the trained parameters; for people, as is the stage: neither has to stay as it is
+    # dtype and stage are for people: a run may continue with others.
     dtype: str
     zero_stage: int
     adam_steps: int
@@ -96,34 +115,33 @@ class Content:
 def save_checkpoint(
     engine: Engine, dest: Path, *, learner_step: int, version: int, lsn: int
 ) -> None:
-    """Durable when rank 0 returns. Nothing is seen of it before.
+    """Write a checkpoint. It is on disk when rank 0 returns, and invisible before.
 
-    The other ranks return as soon as all files are written. Not a collective waits for a disk to
-    say that it has them, which may take any time, so no time-out of the group can end a run whose
-    disk is slow. Raises OSError, naming `dest`, if the disk does not take it: nothing is left of
-    it, and older checkpoints stay.
+    The other ranks return when all files are written. No collective waits for an fsync, which may
+    take any time, so a slow disk cannot exceed the group's time-out. Raises OSError, naming `dest`,
+    if the disk fails: nothing is left of it, and older checkpoints stay.
     """
     point = CheckpointPoint(
         learner_step=learner_step, version=version, n_updates=engine.n_updates, lsn=lsn
     )
     if engine.rank == 0:
         with atomic_directory(dest) as unfinished:
-            content = _written(engine, unfinished, point)
+            content = _write_rank_files(engine, unfinished, point)
             (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
     else:
         with names_the_disk(dest):
-            _written(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
+            _write_rank_files(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
 
 
 def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
-    """Restores the engine and the random states of this process.
+    """Restore the engine and the random states of this process.
 
-    Raises CheckpointError, on every rank, if it is damaged or of another model; the engine is as it
-    was then.
+    Raises CheckpointError on every rank, before any change to the engine, if the checkpoint is
+    damaged or of another model.
     """
     content = read_content(source)
     share = slice(engine.rank, None, engine.ranks)
-    faults = from_all_ranks(_fault(source, content, share=share), ranks=engine.ranks)
+    faults = from_all_ranks(_find_fault(source, content, share=share), ranks=engine.ranks)
     if any(faults):
         raise CheckpointError(next(filter(None, faults)))
     parameters = trainable(engine.policy.causal_lm)
@@ -132,21 +150,19 @@ def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
         engine.deepspeed, parameters, saved_tensors(source, content), steps=content.adam_steps
     )
     engine.n_updates = content.point.n_updates
-    # a rank that was not there has nothing to go on with
+    # A rank that did not exist then starts with its own random state.
     if engine.rank < len(content.random_states):
         restore_random_states(content.random_states[engine.rank])
     return content.point
 
 
 def read_content(source: Path) -> Content:
-    """Of the checkpoint in the directory `source`. Raises CheckpointError if it is not one of this
-    code's.
-    """
+    """Read checkpoint.json. Raises CheckpointError if this code cannot read it."""
     path = source / POINT_FILE
     try:
         record: dict[str, Any] = parse_object(path.read_bytes())
         found = whole(record, "format_version")
-        content = _parsed(record) if found == FORMAT_VERSION else None
+        content = _parse_content(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{source} is not a whole checkpoint (no {POINT_FILE} in it); {OLDER}"
@@ -164,8 +180,8 @@ def read_content(source: Path) -> Content:
 
 
 def check_whole(source: Path, content: Content) -> None:
-    """Reads all files. Raises CheckpointError for one that is missing, cut or changed."""
-    fault = _fault(source, content, share=slice(None))
+    """Read all files. Raises CheckpointError if one is missing, cut or changed."""
+    fault = _find_fault(source, content, share=slice(None))
     if fault:
         raise CheckpointError(fault)
 
@@ -173,9 +189,7 @@ def check_whole(source: Path, content: Content) -> None:
 def check_parameters(
     source: Path, saved: Mapping[str, Sequence[int]], parameters: Parameters
 ) -> None:
-    """Raises CheckpointError naming the first difference between what was saved, name -> shape, and
-    what is trained here.
-    """
+    """Raise CheckpointError for the first shape that differs from the trained parameters."""
     here = {name: shape_of(parameter) for name, parameter in parameters.items()}
     wrong = [name for name in [*here, *saved] if here.get(name) != saved.get(name)]
     if wrong:
@@ -190,7 +204,7 @@ def check_parameters(
 
 
 def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.Tensor]:
-    """(parameter name, kind) -> the float32 tensor, read from the disk when asked for."""
+    """Return a function from (parameter name, kind) to the float32 tensor, read when asked for."""
     where: dict[tuple[str, str], Any] = {}
     for files in content.files:
         for name in files.names:
@@ -207,12 +221,11 @@ def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.
 def prune_checkpoints(
     checkpoints_dir: Path, *, live: Collection[str], keep: int, keep_every: int
 ) -> list[str]:
-    """Removes all but the newest `keep` and those of every `keep_every`-th learner step (0: none);
-    returns the names removed.
+    """Remove all but the newest `keep` checkpoints and every `keep_every`-th (0: none).
 
-    Keep 2, and every 10th: of steps 5, 10, 15, 20, 25, 30 step 5 and 15 are removed. Those whose
-    names are not `live`, the catalog's, go first: the run fell back behind them, or ended before it
-    announced them, so no restart begins there, and they must not count as two that could be loaded.
+    Return the removed names. With keep=2 and keep_every=10, steps 5 and 15 of 5, 10, 15, 20, 25, 30
+    are removed. Names that are not `live` in the catalog are removed first: the run went back
+    behind them, or ended before it announced them, so no restart uses them.
     """
     names = [path.name for path in checkpoints_dir.iterdir()]
     steps = {name: int(number[0]) for name in names if (number := re.search(r"\d+$", name))}
@@ -223,7 +236,7 @@ def prune_checkpoints(
     return abandoned + prune_oldest(checkpoints_dir, keep=keep, kept=kept)
 
 
-def _parsed(record: dict[str, Any]) -> Content:
+def _parse_content(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
     for name in (name for of_kind in files for name in of_kind.names):
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
@@ -232,9 +245,9 @@ def _parsed(record: dict[str, Any]) -> Content:
     return Content(**record | {"point": point, "files": files, "random_states": states})
 
 
-def _written(engine: Engine, directory: Path, point: CheckpointPoint) -> Content:
-    """Writes this rank's files; returns the whole checkpoint's content."""
-    dist.barrier()  # until rank 0 has made the directory
+def _write_rank_files(engine: Engine, directory: Path, point: CheckpointPoint) -> Content:
+    """Write this rank's files. Return the content of the whole checkpoint."""
+    dist.barrier()  # rank 0 has made the directory
     parameters = trainable(engine.policy.causal_lm)
     mine = [_write_kind(engine, parameters, directory, kind) for kind in KINDS]
     per_rank = from_all_ranks((mine, random_states()), ranks=engine.ranks)
@@ -254,16 +267,12 @@ def _write_kind(engine: Engine, parameters: Parameters, directory: Path, kind: s
     gathered = read_state(engine.deepspeed, parameters, kind)
     stem = f"{kind}-rank{engine.rank:05d}"
     share = islice(gathered, engine.rank, None, engine.ranks)
-    shards = write_shards(
-        share, directory, stem=stem, shard_bytes=SHARD_BYTES, send=None, spare_in=None
-    )
+    shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES, send=None)
     return Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
 
 
-def _fault(source: Path, content: Content, *, share: slice) -> str | None:
-    """What is wrong with the files of the checkpoint; of these ones only, in their order, the bytes
-    are looked at.
-    """
+def _find_fault(source: Path, content: Content, *, share: slice) -> str | None:
+    """Return the first fault of the checkpoint's files; only those in `share` are read."""
     for number, files in enumerate(content.files):
         paths = [source / name for name in files.names]
         missing = [path for path in paths if not path.is_file()]
@@ -274,3 +283,37 @@ def _fault(source: Path, content: Content, *, share: slice) -> str | None:
         if number in range(len(content.files))[share] and files_digest(paths) != files.digest:
             return f"{paths[0]} was changed after it was written (digest); {OLDER}"
     return None
+
+
+def random_states() -> RandomStates:
+    """Return the random states of torch (all devices), numpy and python."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
+    version, internal, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return RandomStates(
+        torch=_hex(torch.get_rng_state()),
+        cuda=[_hex(state) for state in cuda],
+        numpy=(kind, keys.tolist(), position, has_gauss, cached),
+        python=(version, list(internal), gauss),
+    )
+
+
+def restore_random_states(states: RandomStates) -> None:
+    """Restore random states. Those of devices that this process lacks are left out."""
+    torch.set_rng_state(_from_hex(states.torch))
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, state in enumerate(states.cuda[:n_devices]):
+        torch.cuda.set_rng_state(_from_hex(state), device)
+    kind, keys, position, has_gauss, cached = states.numpy
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, internal, gauss = states.python
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -1,0 +1,263 @@
+"""Explain a learner step: each group's advantages, importance ratios and gradient norm.
+
+    explanation = explain(engine, batch)          # before the step; changes nothing
+    console.print(table(explanation))
+
+All figures use the current weights, as if the batch were one optimizer update. With several updates
+in a learner step the real ones mix the groups' rows, and later ones see changed weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from rich.table import Table
+
+from gigpo import BatchTotals
+from learner.data.batch_loader import PreparedBatch, with_staleness
+from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.distributed.deepspeed_setup import PARTITIONED
+from learner.distributed.optimizer_state import trainable
+from learner.training.engine import Engine, with_proximal
+from store import uid_text
+
+SHOWN_UID_DIGITS = 8
+# Columns of the table: |A| is the mean of |advantage|, A_E and A_S are its episode and step terms.
+GROUP_COLUMNS = ("won", "returns", "stale")
+GRADIENT_COLUMNS = ("rows", "tokens", "|A|", "|A_E|", "|A_S|", "ratio", "clipped", "gradient")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupGradient:
+    """Gradient and statistics of one group's rows, or of all groups' rows.
+
+    Advantages are means over rows, ratios over response tokens.
+    """
+
+    n_rows: int
+    n_tokens: int  # response tokens
+    advantage: float  # mean |advantage|
+    episode: float  # mean |episode_advantage|
+    step: float  # mean |step_advantage|, before it is multiplied by omega
+    ratio_min: float  # of pi / mu: the policy before the step over the one that sampled
+    ratio_mean: float
+    ratio_max: float
+    clipped: float  # fraction of the tokens that the loss clips, and so gets no gradient from
+    grad_norm: float  # 2-norm of its share of the batch's gradient, before clipping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExplainedGroup:
+    group_uid: bytes
+    task_id: str
+    n_members: int
+    n_won: int
+    return_min: float
+    return_max: float
+    staleness: int | None  # versions; None for an offline group
+    gradient: GroupGradient | None  # None if none of its rows is trained on
+    why_not: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Explanation of a batch, with groups in the order of the claim."""
+
+    groups: Sequence[ExplainedGroup]
+    total: GroupGradient | None  # of all trained groups; None if there are none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GroupRows:
+    """A group's rows, and their micro-batches."""
+
+    rows: pa.Table
+    batches: list[MicroBatch]
+
+
+def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
+    """Explain a batch that is about to be trained on.
+
+    Rank 0 does it alone. So it is impossible at ZeRO 3, where a rank has only a part of the
+    weights.
+    """
+    assert engine.learner.zero_stage < PARTITIONED
+    rows = with_staleness(batch.rows, version=batch.version)
+    parts = {
+        group.group_uid: _group_rows(engine, rows, group.group_uid) for group in batch.batch.groups
+    }
+    trained = {uid: part for uid, part in parts.items() if part.batches}
+    gradients, total = _gradients(engine, list(trained.values())) if trained else ([], None)
+    gradient_of = dict(zip(trained, gradients, strict=True))
+    trajectories = [one for segment in batch.batch.segments for one in segment.trajectories]
+    groups = []
+    for group in batch.batch.groups:
+        mine = [one for one in trajectories if one.group_uid == group.group_uid]
+        returns = [trajectory.episode_return for trajectory in mine]
+        groups.append(
+            ExplainedGroup(
+                group_uid=group.group_uid,
+                task_id=group.task_id,
+                n_members=len(mine),
+                n_won=sum(trajectory.won for trajectory in mine),
+                return_min=min(returns),
+                return_max=max(returns),
+                staleness=batch.version - group.version_min if group.source is None else None,
+                gradient=gradient_of.get(group.group_uid),
+                why_not=batch.filtered.get(group.group_uid, "no response tokens"),
+            )
+        )
+    return Explanation(groups=groups, total=total)
+
+
+def table(explanation: Explanation) -> Table:
+    """Make a table with a row per group and a total."""
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("group")
+    shown.add_column("task", max_width=24, overflow="ellipsis", no_wrap=True)
+    for name in (*GROUP_COLUMNS, *GRADIENT_COLUMNS):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for group in explanation.groups:
+        returns = f"{group.return_min:g}..{group.return_max:g}"
+        first = [
+            uid_text(group.group_uid)[:SHOWN_UID_DIGITS],
+            Path(group.task_id).name,
+            f"{group.n_won}/{group.n_members}",
+        ]
+        staleness = "-" if group.staleness is None else str(group.staleness)
+        figures = (
+            ["-"] * len(GRADIENT_COLUMNS) if group.gradient is None else _figures(group.gradient)
+        )
+        shown.add_row(*first, returns, staleness, *figures)
+    if explanation.total is not None:
+        n_members = sum(group.n_members for group in explanation.groups)
+        n_won = sum(group.n_won for group in explanation.groups)
+        shown.add_section()
+        shown.add_row("total", "", f"{n_won}/{n_members}", "", "", *_figures(explanation.total))
+    return shown
+
+
+def left_out_lines(explanation: Explanation) -> list[str]:
+    """Return a line for each group that is not trained on, with the reason."""
+    return [
+        f"{uid_text(group.group_uid)[:SHOWN_UID_DIGITS]} is left out: {group.why_not}"
+        for group in explanation.groups
+        if group.gradient is None
+    ]
+
+
+def _figures(gradient: GroupGradient) -> list[str]:
+    return [
+        str(gradient.n_rows),
+        str(gradient.n_tokens),
+        f"{gradient.advantage:.3f}",
+        f"{gradient.episode:.3f}",
+        f"{gradient.step:.3f}",
+        f"{gradient.ratio_min:.3f} {gradient.ratio_mean:.3f} {gradient.ratio_max:.3f}",
+        f"{gradient.clipped:.1%}",
+        f"{gradient.grad_norm:.4f}",
+    ]
+
+
+def _group_rows(engine: Engine, rows: pa.Table, group_uid: bytes) -> _GroupRows:
+    mine = rows.filter(
+        pc.equal(rows["group_uid"], pa.scalar(group_uid, rows.schema.field("group_uid").type))
+    )
+    learner = engine.learner
+    batches = micro_batches(
+        mine,
+        micro_batch_tokens=learner.micro_batch_tokens,
+        merge_steps=learner.merge_steps,
+        ranks=1,
+    )
+    return _GroupRows(rows=mine, batches=batches)
+
+
+def _gradients(
+    engine: Engine, parts: Sequence[_GroupRows]
+) -> tuple[list[GroupGradient], GroupGradient]:
+    """Return the gradient of each group, and of all groups together."""
+    batches = _number_rows(parts)
+    with torch.no_grad():
+        scores = [engine.policy(batch.to(engine.deepspeed.device))[0].cpu() for batch in batches]
+    if engine.objective.proximal == "recomputed":
+        batches = with_proximal(batches, scores)
+    factors: Sequence[torch.Tensor | None] = [None] * len(batches)
+    if engine.objective.batch_wide:
+        factors = engine.batch_wide_factors(batches, scores)
+    totals = BatchTotals(
+        n_tokens=sum(batch.n_response_tokens for batch in batches),
+        n_sequences=sum(batch.n_rows for batch in batches),
+    )
+    parameters = list(trainable(engine.policy.causal_lm).values())
+    sum_gradient = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    groups, all_seen_2N = [], []
+    todo = list(zip(batches, factors, strict=True))
+    for part in parts:
+        mine, todo = todo[: len(part.batches)], todo[len(part.batches) :]
+        gradient = [torch.zeros_like(total) for total in sum_gradient]
+        seen = []
+        for batch, factor_N in mine:
+            on_device = None if factor_N is None else factor_N.to(engine.deepspeed.device)
+            loss, values_6N = engine.loss(
+                batch.to(engine.deepspeed.device), engine.policy, factor_N=on_device, totals=totals
+            )
+            # `backward` would add to the gradient that DeepSpeed collects for the step.
+            _add(gradient, torch.autograd.grad(loss, parameters, allow_unused=True))
+            seen.append(_ratios_and_clips(batch, values_6N.cpu()))
+        _add(sum_gradient, gradient)
+        groups.append(_summary(part.rows, torch.cat(seen, dim=1), gradient))
+        all_seen_2N += seen
+    rows = pa.concat_tables([part.rows for part in parts])
+    return groups, _summary(rows, torch.cat(all_seen_2N, dim=1), sum_gradient)
+
+
+def _add(totals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    for total, gradient in zip(totals, gradients, strict=True):
+        if gradient is not None:
+            total += gradient
+
+
+def _number_rows(parts: Sequence[_GroupRows]) -> list[MicroBatch]:
+    """Return all micro-batches with consecutive row numbers.
+
+    The corrections take equal rows_N for one sequence.
+    """
+    batches, before = [], 0
+    for part in parts:
+        batches += [replace(batch, rows_N=batch.rows_N + before) for batch in part.batches]
+        before += part.rows.num_rows
+    return batches
+
+
+def _ratios_and_clips(batch: MicroBatch, values_6N: torch.Tensor) -> torch.Tensor:
+    """Return [2, N]: pi / mu, and 1 for each clipped token."""
+    logprobs_N, clipped_N = values_6N[0], values_6N[4]
+    return torch.stack([torch.exp(logprobs_N - batch.behaviour_logprobs_N), clipped_N])
+
+
+def _summary(
+    rows: pa.Table, seen_2N: torch.Tensor, gradient: Sequence[torch.Tensor]
+) -> GroupGradient:
+    ratio_N, clipped_N = seen_2N
+    return GroupGradient(
+        n_rows=rows.num_rows,
+        n_tokens=len(ratio_N),
+        advantage=_mean_abs(rows, "advantage"),
+        episode=_mean_abs(rows, "episode_advantage"),
+        step=_mean_abs(rows, "step_advantage"),
+        ratio_min=float(ratio_N.min()),
+        ratio_mean=float(ratio_N.mean()),
+        ratio_max=float(ratio_N.max()),
+        clipped=float(clipped_N.mean()),
+        grad_norm=float(torch.nn.utils.get_total_norm(gradient)),
+    )
+
+
+def _mean_abs(rows: pa.Table, column: str) -> float:
+    return float(pc.mean(pc.abs(rows[column])).as_py())
