@@ -4,7 +4,7 @@ Environment); one file per world (`textworld.py` with its games in `textworld_ga
 `webshop/`, `search/`); `adapters/` wraps environments of other packages, `remote.py` plays over
 HTTP what `server.py` serves; `registry.py` finds a class by name, `check.py` refuses a broken one
 early, `pool.py` runs many, each `process.py` holding some. `options.py` checks what a world is
-given, `images.py` what it shows, `closing.py` closes what may be broken. `bm25/` is the search of
+given, `images.py` what it shows, `closing.py` closes what may be broken. `bm25.py` is the search of
 two worlds. `listing.py` lists the tasks of a user's class in a child process. `failures.py` finds
 the author's line of an error. `programs.py` is for an agent that calls a chat model by itself
 instead of being stepped (docs/agent_programs.md). `child.py` starts and ends the processes of both,

@@ -5,7 +5,7 @@ question-answering runs (docs/search.md).
 by itself. `episode.py` is what they share, `questions.py` reads what is asked and says what is held
 out, `scoring.py` reads a reply and compares an answer with the golden ones. `client.py` asks a
 server that speaks Search-R1's protocol, `server.py` is one. A corpus (`passages.py`) with an index
-over it is a `library.py`; the index is BM25 (`envs/bm25/`) or anybody's.
+over it is a `library.py`; the index is BM25 (`envs/bm25.py`) or anybody's.
 """
 
 from envs.search.world import LocalSearchEnv, SearchEnv

@@ -4,7 +4,7 @@ options and the rules.
 `world.py`: the environment. `shop.py`: what all of a process share. `catalogue.py`: products, from
 WebShop's files. `goals.py`: instructions, prices, splits. `pages.py`: texts and buttons.
 `reward.py`: the score, `nouns.py`: the nouns of names, for it. `__main__.py`: what takes long,
-beforehand. The search is Lucene's BM25 (`envs/bm25/`).
+beforehand. The search is Lucene's BM25 (`envs/bm25.py`).
 """
 
 from envs.webshop.world import WebShopEnv
