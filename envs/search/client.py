@@ -15,9 +15,11 @@ import json
 
 import aiohttp
 
+from envs.hosting.http_requests import read_bounded
 from envs.search.passages import Hit, Passage
 
 REQUEST_TIMEOUT_S = 30.0  # of one answer
+MAX_ANSWER_BYTES = 16 * 2**20  # of one answer, unpacked; 1000 passages have a megabyte or two
 # before another attempt, where there was no connection: a server starts in that time
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -62,9 +64,10 @@ async def _post(url: str, body: dict[str, object]) -> str:
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
             ) as session,
-            session.post(url, json=body) as response,
+            # A redirect could lead to a machine that only this one can reach.
+            session.post(url, json=body, allow_redirects=False) as response,
         ):
-            answer = await response.text()
+            answer = await _read(url, response)
             if response.status != 200:
                 said = " ".join(answer[:200].split())
                 raise ValueError(
@@ -76,6 +79,15 @@ async def _post(url: str, body: dict[str, object]) -> str:
         raise ConnectionError(  # no TimeoutError, by which the pool means its own
             f"the retrieval server at {url} did not answer within {REQUEST_TIMEOUT_S:g} s; it may "
             "need more cores"
+        ) from None
+
+
+async def _read(url: str, response: aiohttp.ClientResponse) -> str:
+    try:
+        return (await read_bounded(response, max_bytes=MAX_ANSWER_BYTES)).decode()
+    except ValueError as error:  # too long, or no UTF-8
+        raise ValueError(
+            f"the retrieval server at {url} answered something unreadable: {error}"
         ) from None
 
 

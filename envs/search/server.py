@@ -17,8 +17,6 @@ from aiohttp import web
 
 from envs.hosting.http_requests import (
     MAX_BODY_BYTES,
-    Handler,
-    RequestRefused,
     guard,
     listen,
     read_json,
@@ -28,6 +26,7 @@ from envs.search.passages import Hit, read_corpus
 from printable import ArgumentParser, printable, protect_terminal
 
 MAX_QUERIES, MAX_TOPK = 4096, 1000  # of one request
+MAX_HITS = 100_000  # queries times topk; each passage has about a kilobyte
 
 
 def application(library: Library, *, topk: int) -> web.Application:
@@ -45,17 +44,11 @@ def application(library: Library, *, topk: int) -> web.Application:
 
     # Search-R1's protocol has no key, and what the corpus holds is for everybody who can reach the
     # server.
-    app = web.Application(middlewares=[_refusals, guard("")], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(
+        middlewares=[guard("", error_field="detail")], client_max_size=MAX_BODY_BYTES
+    )
     app.router.add_post("/retrieve", retrieve)
     return app
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RequestRefused as error:
-        return web.json_response({"detail": error.why}, status=error.status)
 
 
 def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
@@ -71,6 +64,11 @@ def _parsed(body: object, *, topk: int) -> tuple[list[str], int, bool]:
     if not isinstance(wanted, int) or not 1 <= wanted <= MAX_TOPK:
         raise ValueError(
             f"topk={repr(wanted)[:60]} must be a whole number, at least 1 and at most {MAX_TOPK}"
+        )
+    if len(queries) * wanted > MAX_HITS:
+        raise ValueError(
+            f"{len(queries)} queries with topk={wanted} ask for over {MAX_HITS} passages; send "
+            "fewer queries at once"
         )
     return queries, wanted, bool(body.get("return_scores", False))
 

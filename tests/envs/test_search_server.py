@@ -5,11 +5,14 @@ fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import subprocess
 import sys
+import tracemalloc
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -414,3 +417,112 @@ def test_an_error_of_our_own_keeps_its_traceback(caplog: pytest.LogCaptureFixtur
         and "a fault \\x1b[2J" in caplog.text
         and "\x1b" not in caplog.text
     )
+
+
+def test_a_compressed_answer_that_unpacks_to_gigabytes_is_given_up() -> None:
+    """The attack: 2 MB of gzip that are 2 GB of text."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(packer.compress(b"a" * 2**20) for _ in range(2048)) + packer.flush()
+
+    async def answer(request: web.Request) -> web.Response:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return web.Response(body=bomb, headers=headers)
+
+    async def ask() -> None:
+        async with theirs(answer) as server:
+            with pytest.raises(
+                ValueError, match="the server's answer has more than 16777216 bytes"
+            ):
+                await ask_server(url_of(server), "x", topk=3)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(ask())
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 256 * 2**20
+
+
+def test_a_server_that_sends_the_client_elsewhere_is_not_followed() -> None:
+    """The attack: a redirect to a machine that only this one can reach."""
+    visited: list[str] = []
+
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        visited.append(request.path)
+        return web.json_response(RECORDED["response"])
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_post("/retrieve", redirect)
+        app.router.add_post("/elsewhere", elsewhere)
+        async with TestServer(app) as server:
+            with pytest.raises(ValueError, match="answered 307"):
+                await ask_server(url_of(server), "x", topk=3)
+
+    asyncio.run(ask())
+    assert not visited
+
+
+def test_queries_times_passages_of_one_request_are_bounded() -> None:
+    async def ask() -> None:
+        async with ours(bm25_library(CORPUS)) as server:
+            status, answer = await post(url_of(server), {"queries": ["x"] * 4096, "topk": 1000})
+            assert status == 422
+            assert "4096 queries with topk=1000 ask for over 100000 passages" in answer["detail"]
+            assert (await post(url_of(server), {"queries": ["x"] * 100, "topk": 1000}))[0] == 200
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: whole requests, one after the other, whose answers nobody reads.
+
+    The connection was kept for ever, and counted against the limit.
+    """
+    monkeypatch.setattr(http_server, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    body = b'{"queries": ["lamp"]}'
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    async def attack() -> int:
+        app = application(bm25_library(CORPUS), topk=3)
+        runner = await http_server.listen(app, "127.0.0.1", 0)
+        address = runner.addresses[0]
+        attacker = socket.socket()
+        attacker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        try:
+            attacker.connect(address)
+            attacker.setblocking(False)
+            async with asyncio.timeout(60.0):
+                with contextlib.suppress(ConnectionError):  # disconnected while it sends
+                    while runner.server is not None:
+                        with contextlib.suppress(BlockingIOError):
+                            attacker.send(request * 100)
+                        if not runner.server.connections and await _is_served(address):
+                            break
+                        await asyncio.sleep(0.01)
+                while not await _is_served(address):
+                    await asyncio.sleep(0.01)
+            url = f"http://127.0.0.1:{address[1]}/retrieve"
+            return (await post(url, {"queries": ["lamp"]}))[0]
+        finally:
+            attacker.close()
+            await runner.cleanup()
+
+    assert asyncio.run(attack()) == 200
+
+
+async def _is_served(address: tuple[str, int]) -> bool:
+    """Return whether the server has a connection left for another client."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        return b"404" in await reader.read()
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()
