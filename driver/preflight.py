@@ -26,7 +26,7 @@ from envs import (
     EnvironmentFailed,
     Task,
     is_program,
-    list_tasks_apart,
+    list_tasks_in_child,
     missing_packages,
     try_environment,
 )
@@ -148,7 +148,7 @@ def check_tasks(config: Config, console: Console) -> None:
         with said_with_spinner(
             f"listing the tasks of {name} (games are made once and kept)", console
         ):
-            splits = list_tasks_apart(name, env.options, playable=True, log=log)
+            splits = list_tasks_in_child(name, env.options, creating=True, log=log)
         assert splits is not None  # as it is to be played
         if is_program(name):
             _check_program(config)
@@ -346,7 +346,7 @@ def try_tasks(config: Config, console: Console) -> list[str]:
         # a dry run makes no run directory
         log = Path(tempfile.mkdtemp(prefix="gigpo-dry-run-")) / FAILURE_LOG
         with _failure_log(log), said_with_spinner(f"listing the tasks of {name}", console):
-            splits = list_tasks_apart(name, config.env.options, playable=False, log=log)
+            splits = list_tasks_in_child(name, config.env.options, creating=False, log=log)
     except EnvironmentFailed as error:
         if not error.may_work_elsewhere:
             raise

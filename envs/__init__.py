@@ -1,56 +1,23 @@
-"""Text worlds behind one contract. `base.py` is the contract (Task, Observation, Transition,
-Environment); one file per world (`textworld.py` with its games in `textworld_games.py`,
-`sokoban.py`, `key_room.py`, the one to copy for a world of your own), or one package (`alfworld/`,
-`webshop/`, `search/`); `adapters/` wraps environments of other packages, `remote.py` plays over
-HTTP what `server.py` serves; `registry.py` finds a class by name, `check.py` refuses a broken one
-early, `pool.py` runs many, each `process.py` holding some. `options.py` checks what a world is
-given, `images.py` what it shows, `closing.py` closes what may be broken. `bm25/` is the search of
-two worlds. `listing.py` lists the tasks of a user's class in a child process. `failures.py` finds
-the author's line of an error. `programs.py` is for an agent that calls a chat model by itself
-instead of being stepped (docs/agent_programs.md). `child.py` starts and ends the processes of both,
-`waits.py` names what is waited for. Nothing here knows tokens, prompts or models. Worlds are
-reached by name, so that importing this package loads no engine.
+"""Environments in which agents act, behind one contract.
+
+    base.py        the contract: Task, Observation, Transition, Environment, Program
+    key_room.py    the smallest environment, to copy for one of your own
+    registry.py    find a class by name
+    options.py     check an environment's options
+    validation.py  check an environment before a run, and everything that it returns
+    errors.py      errors of environments, described in one line
+    hosting/       child processes, pools, an HTTP server and its guards
+    adapters/      environments of other packages, and of a server
+    textworld/, alfworld/, webshop/, search/, sokoban.py
+                   the environments of this project
+    bm25.py        the word search of WebShop and of question answering
+
+Nothing here knows tokens, prompts or models. Environments are reached by name, so that importing
+this package loads no engine.
 """
 
-from envs.base import Environment, Observation, Task, Transition
-from envs.errors import log_hint
-from envs.hosting.environment_process import EnvironmentDied
-from envs.hosting.pending import PendingOperations
-from envs.hosting.pool import EnvironmentPool, PooledEnvironment, try_environment
-from envs.hosting.program_pool import ClientSettings, Outcome, Program, ProgramPool
-from envs.hosting.task_listing import list_tasks_apart
-from envs.options import OptionsError
-from envs.registry import (
-    ENVIRONMENTS,
-    environment_class,
-    is_program,
-    missing_packages,
-    program_class,
-)
-from envs.validation import EnvironmentFailed, list_tasks
+import lazy_loader
 
-__all__ = [
-    "ENVIRONMENTS",
-    "ClientSettings",
-    "Environment",
-    "EnvironmentDied",
-    "EnvironmentFailed",
-    "EnvironmentPool",
-    "Observation",
-    "OptionsError",
-    "Outcome",
-    "PooledEnvironment",
-    "Program",
-    "ProgramPool",
-    "Task",
-    "Transition",
-    "PendingOperations",
-    "environment_class",
-    "is_program",
-    "list_tasks",
-    "list_tasks_apart",
-    "log_hint",
-    "missing_packages",
-    "program_class",
-    "try_environment",
-]
+# The public names stand in `__init__.pyi`. Each is imported when it is first used: a process that
+# plays no episode needs no web server.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,16 +1,21 @@
-"""The environment contract. One environment object plays one episode at a time; batching is the
-runner's business.
+"""The contracts of environments and agent programs, and the records that they exchange.
+
+An environment is stepped by the system, which calls the model between steps:
 
     env = environment_class("textworld")(options)
     observation = env.reset(task)
     while not done:
-        transition = env.step(action)          # action is text
+        transition = env.step(action)  # action is text
         done = transition.terminated or transition.truncated
     env.close()
 
-An environment knows no tokens, prompts or models. It says what its anchor state is, because only it
-can. A user's own environment is one class with `tasks`, `reset`, `step` and `close`, named
-`module:Class` in the config.
+An agent program calls a chat model itself, and is run once for each task:
+
+    program = program_class("my_agent:Agent")(options)
+    outcome = program.run(task, client)
+
+Both play one episode at a time; others do the batching. They know no tokens, prompts or models.
+Your own class is named `module:Class` in the config. `key_room.py` is an example to copy.
 """
 
 from __future__ import annotations
@@ -25,61 +30,60 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What is to be solved. Assigned explicitly by the coordinator, never drawn inside an
-    environment.
-    """
+    """One problem to solve. The coordinator assigns it; an environment never draws its own."""
 
     id: str  # stable and unique within the environment, over all splits
     env_name: str
     split: str  # "train" or "heldout"
-    seed: int  # every member of a group gets the same task and so the same seed
-    # e.g. the path of a game file; text only, so it can be stored
+    seed: int  # all trajectories of a group get the same task, and so the same seed
+    # such as the path of a game file; text only, so that it can be stored
     data: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
+    """What the agent sees before its next action."""
+
     text: str
-    objective: str = ""  # what the agent is asked to do; constant over the episode
-    anchor: str | None = None  # canonical text of the anchor state; None means "use `text`"
-    # admissible actions, None where the environment cannot list them
-    actions: tuple[str, ...] | None = None
-    # what leads on to a win, where that is known; for the scripted player, no model sees it
+    objective: str = ""  # what the agent shall do; the same in the whole episode
+    # canonical text of the state: steps of a group with equal anchors are compared; None: `text`
+    anchor: str | None = None
+    actions: tuple[str, ...] | None = None  # admissible actions, None if they cannot be listed
+    # an action that leads on to a win, if known; for the scripted policy, never shown to a model
     demonstrated: str | None = None
-    images: tuple[NDArray[np.uint8], ...] = field(
-        default=(), compare=False
-    )  # each [height, width, 3], red green blue; what a vision model sees with `text`
+    # uint8 [height, width, 3] each, red green blue; a vision model sees them with `text`
+    images: tuple[NDArray[np.uint8], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transition:
+    """The result of one action."""
+
     observation: Observation
     reward: float  # the environment's own reward for this step
     terminated: bool  # the episode ended by its own rules
-    truncated: bool  # it was cut off (step limit)
+    truncated: bool  # the episode was cut off, for example by a limit of steps
     won: bool  # the task is solved
     valid: bool = True  # the environment understood the action
-    # A graded score, at every step: the last one is the episode's. None where the environment has
-    # no grades.
+    # A grade at every step. The last one is the episode's. None if the environment has no grades.
     task_score: float | None = None
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """Constructed as `EnvironmentClass(options)`; `options` is the config's `env.options` mapping.
+    """A world that is stepped, constructed as `EnvironmentClass(options)` from `env.options`.
 
-    `reset` and `step` may both be coroutines ("async def"), for a world behind a network: they are
-    then awaited on the worker's event loop instead of being called in a process of their own.
+    `reset` and `step` may both be coroutines, for a world behind a network. They are then awaited
+    on the worker's event loop instead of being called in a process of their own.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None: ...
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        """All tasks of a split, in a stable order; may generate and cache game files on the first
-        call.
+        """Return all tasks of a split in a stable order.
 
-        A class that does has `makes_tasks = True`, and a dry run leaves it alone.
+        A class that creates files here has `makes_tasks = True`: a dry run then does not call it.
         """
         ...
 
@@ -88,3 +92,38 @@ class Environment(Protocol):
     def step(self, action: str) -> Transition: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientSettings:
+    """Settings with which an agent program reaches the model, for any OpenAI client."""
+
+    base_url: str  # such as http://127.0.0.1:40123/v1
+    # tells the endpoint which episode a request belongs to; refused once that episode has ended
+    api_key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The result of an agent program's episode."""
+
+    reward: float  # of the whole episode
+    won: bool  # the task is solved
+    task_score: float | None = None  # a grade, if the task has one
+
+
+@runtime_checkable
+class Program(Protocol):
+    """An agent that calls the model itself, constructed as `ProgramClass(options)` per process."""
+
+    def __init__(self, options: Mapping[str, object]) -> None: ...
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]: ...
+
+    def run(self, task: Task, client: ClientSettings) -> Outcome:
+        """Play one task; may be a coroutine.
+
+        While it runs, OPENAI_BASE_URL and OPENAI_API_KEY are set in its process.
+        """
+        ...

@@ -1,6 +1,4 @@
-"""What every environment asks of its options: all there, none unknown; and of the split that tasks
-are asked for.
-"""
+"""Check the options and the split that an environment is given."""
 
 from __future__ import annotations
 
@@ -12,22 +10,18 @@ SPLITS = ("train", "heldout")
 
 
 class OptionsError(ValueError):
-    """An option is unknown or missing, or has a value that none could have, whatever is or is not
-    on this machine.
-    """
+    """An option is unknown, missing or wrong on every machine."""
 
 
 class MissingOption(OptionsError, KeyError):
-    """An environment asked for an option that the config does not have. `except KeyError` still
-    catches it.
-    """
+    """An environment asked for an option that the config lacks. It is a KeyError too."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show its repr
 
 
 class Options(dict[str, Any]):
-    """Options as an environment gets them: a mapping whose missing keys are named in one line."""
+    """The options that an environment gets: a mapping that names a missing key in one line."""
 
     def __missing__(self, option: str) -> object:
         given = ", ".join(map(str, self)) or "no options"
@@ -39,9 +33,7 @@ class Options(dict[str, Any]):
 def check_options(
     name: str, options: Mapping[str, object], known: Collection[str]
 ) -> dict[str, Any]:
-    """All of `known`, and nothing else. Raises OptionsError, in one line that names what is missing
-    or unknown.
-    """
+    """Return the options if they are exactly the known ones. Raises OptionsError otherwise."""
     if set(options) != set(known):
         wrong = sorted(set(known).symmetric_difference(options))
         raise OptionsError(
@@ -51,13 +43,13 @@ def check_options(
 
 
 def check_split(split: str) -> None:
-    """Raises ValueError if it is none of the two."""
+    """Raise ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {sorted(SPLITS)}")
 
 
 def whole_number(name: str, option: str, value: object, *, least: int) -> int:
-    """Raises OptionsError, in one line, for anything else, also for true and false."""
+    """Return the value if it is an int of at least `least`. Raises OptionsError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionsError(
             f"{name} option {option}={value!r} must be a whole number, at least {least}"
@@ -65,8 +57,8 @@ def whole_number(name: str, option: str, value: object, *, least: int) -> int:
     return value
 
 
-def find(name: str, option: str, target: object) -> Any:
-    """What `module:name` names. Raises ValueError, in one line that names the option."""
+def load_target(name: str, option: str, target: object) -> Any:
+    """Import the object that an option names as `module:name`. Raises ValueError."""
     module_name, _, inner = str(target).partition(":")
     try:
         return getattr(importlib.import_module(module_name), inner)

@@ -1,4 +1,4 @@
-"""Finding an environment class by name: one of ours, or anybody's `module:Class`."""
+"""Find the class of an environment or agent program by name: one of ours, or a `module:Class`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import difflib
 import importlib
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from envs.base import Environment
-from envs.errors import one_line
+from envs.base import Environment, Program
+from envs.errors import describe_error
 
-if TYPE_CHECKING:
-    from envs.hosting.program_pool import Program  # which finds its class here
-
-# A new environment is one file in this folder and one line here. Named, not imported: an engine
-# loads when it is used.
+# To add an environment, write one file in this folder and one line here. Classes are named and not
+# imported, so that an engine loads only when it is used.
 ENVIRONMENTS = {
     "alfworld": "envs.alfworld:AlfWorldEnv",
     "gem": "envs.adapters.from_gem:GemEnv",
@@ -26,15 +23,14 @@ ENVIRONMENTS = {
     "search": "envs.search:SearchEnv",
     "search_local": "envs.search:LocalSearchEnv",
     "skyrl_gym": "envs.adapters.from_skyrl_gym:SkyRLGymEnv",
-    "sokoban": "envs.sokoban.world:SokobanEnv",
-    "textworld": "envs.textworld.world:TextWorldEnv",
+    "sokoban": "envs.sokoban:SokobanEnv",
+    "textworld": "envs.textworld:TextWorldEnv",
     "verl_agent": "envs.adapters.from_verl_agent:VerlAgentEnv",
     "webshop": "envs.webshop:WebShopEnv",
 }
 
-# Modules that an environment needs and that come with no plain installation, and what to give to
-# pip.
-PACKAGES = {
+# Modules that a plain installation lacks, and the argument of `pip install` that brings them.
+EXTRA_PACKAGES = {
     "alfworld": (("alfworld", "fast_downward"), "-e '.[alfworld]'"),
     "gem": (("gem",), "gem-llm"),
     "skyrl_gym": (("skyrl_gym",), "skyrl-gym"),
@@ -42,47 +38,43 @@ PACKAGES = {
 
 
 def missing_packages(name: str) -> str | None:
-    """Say in one line which modules an environment would not find, and how to install them. None if
-    it finds all.
-    """
-    modules, package = PACKAGES.get(name, ((), ""))
-    lacking = [module for module in modules if find_spec(module) is None]
-    return (
-        f"env.name={name} needs {' and '.join(lacking)}: pip install {package}" if lacking else None
-    )
+    """Return one line that says how to install what an environment lacks; None if it has all."""
+    modules, package = EXTRA_PACKAGES.get(name, ((), ""))
+    missing = [module for module in modules if find_spec(module) is None]
+    if not missing:
+        return None
+    return f"env.name={name} needs {' and '.join(missing)}: pip install {package}"
 
 
 def environment_class(name: str) -> type[Environment]:
-    """The class behind a registered name or `module:Class`; ValueError says what was wrong with the
-    name.
-    """
-    return _with_methods(
-        name,
-        ("tasks", "reset", "step", "close"),
-        see="envs/base.py; or `tasks` and `run`, envs/hosting/program_pool.py",
+    """Return the class of a registered name or `module:Class`. Raises ValueError."""
+    return _class_with(
+        name, ("tasks", "reset", "step", "close"), hint="; an agent program has `tasks` and `run`"
     )
 
 
 def program_class(name: str) -> type[Program]:
-    """The same for an agent program."""
-    return _with_methods(name, ("tasks", "run"), see="envs/hosting/program_pool.py")
+    """Return the class of an agent program, named `module:Class`. Raises ValueError."""
+    return _class_with(name, ("tasks", "run"), hint="")
 
 
 def is_program(name: str) -> bool:
-    """Whether it is run instead of being stepped; ValueError as for `environment_class`."""
-    found = _class(name)
+    """Return whether a class is an agent program. Raises ValueError if there is no such class."""
+    found = _find_class(name)
     return hasattr(found, "run") and not hasattr(found, "step")
 
 
-def _with_methods(name: str, methods: Sequence[str], *, see: str) -> Any:
-    found = _class(name)
+def _class_with(name: str, methods: Sequence[str], *, hint: str) -> Any:
+    found = _find_class(name)
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
-        raise ValueError(f"environment {name!r}: the class lacks {', '.join(missing)}; see {see}")
+        raise ValueError(
+            f"environment {name!r}: the class lacks {', '.join(missing)}; see envs/base.py{hint}"
+        )
     return found
 
 
-def _class(name: str) -> type:
+def _find_class(name: str) -> type:
     target = name if ":" in name else ENVIRONMENTS.get(name)
     if target is None:
         nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
@@ -95,12 +87,12 @@ def _class(name: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the border to a user's own code
-        if isinstance(error, ModuleNotFoundError) and _is_or_holds(str(error.name), module_name):
+        if isinstance(error, ModuleNotFoundError) and _contains(str(error.name), module_name):
             how = "run from its folder, install it or put it on PYTHONPATH"
             raise ValueError(f"environment {name!r}: no module {error.name!r}; {how}") from None
-        why = one_line(error, called=None)
+        reason = describe_error(error, called=None)
         raise ValueError(
-            f"environment {name!r}: importing {module_name!r} failed: {why}"
+            f"environment {name!r}: importing {module_name!r} failed: {reason}"
         ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
@@ -110,8 +102,6 @@ def _class(name: str) -> type:
     return found
 
 
-def _is_or_holds(found: str, module_name: str) -> bool:
-    """Tell whether `found` is the module itself or a package around it, so not something that it
-    imports.
-    """
-    return f"{module_name}.".startswith(f"{found}.")
+def _contains(package: str, module_name: str) -> bool:
+    """Return whether `package` is the module or a package around it, and nothing it imports."""
+    return f"{module_name}.".startswith(f"{package}.")

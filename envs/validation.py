@@ -1,112 +1,76 @@
-"""What must hold of an environment before anything expensive starts, and of everything it
-answers.
-"""
+"""Check an environment before a run starts, and everything that it returns."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
-from envs.base import Environment, Observation, Task, Transition
-from envs.errors import one_line
-from envs.images import check_images
-from envs.options import SPLITS, Options, OptionsError
+import numpy as np
+
+from envs.base import Environment, Observation, Outcome, Program, Task, Transition
+from envs.errors import EnvironmentFailed
+from envs.options import SPLITS, Options
 from envs.registry import environment_class, is_program, program_class
 from printable import UserError
 
-if TYPE_CHECKING:
-    from envs.hosting.program_pool import Program  # whose process checks its answers with this file
-
-
-# Errors of files, packages and servers that may be present on the machine of the run. All others
-# are mistakes in the code.
-OF_THIS_MACHINE = (OSError, ImportError, ValueError)
-
-
-# of one observation; every step of an episode keeps its own until the episode is written
+# Limits of one observation. Each step of an episode stays in memory until the episode is written.
 MAX_CHARACTERS = 64 * 2**20
-# Of one observation. An empty action has no characters to count, but a place in memory all the
-# same.
-MAX_ACTIONS = 1_000_000
-
-
-class EnvironmentFailed(UserError, RuntimeError):
-    """An environment cannot be used; the message is one line that names it, what it did, and what
-    to change.
-
-    `may_work_elsewhere`: something is missing that another machine may have, so a dry run only says
-    it.
-    """
-
-    may_work_elsewhere = False
-
-    @classmethod
-    def because(
-        cls, what: str, error: BaseException, *, called: Callable[..., Any] | None
-    ) -> EnvironmentFailed:
-        """Return the failure that an environment's own `error` is. `called` is the method that
-        raised it.
-        """
-        text = str(error) if isinstance(error, OptionsError) else one_line(error, called=called)
-        failed = cls(f"{what}: {text}")
-        failed.may_work_elsewhere = isinstance(error, OF_THIS_MACHINE) and not isinstance(
-            error, OptionsError
-        )
-        return failed
+MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
+SHOWN_CHARACTERS = 80  # of a wrong value in an error
+COLOURS = 3  # red, green, blue
 
 
 def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]] | None:
-    """Return the tasks of every split; None where listing would make them, and then only check the
-    options.
+    """Return the tasks of every split without creating files. Raises EnvironmentFailed.
+
+    Returns None if listing would create files. Then only the options are checked.
     """
-    make = _made_by(name)
-    if not getattr(make, "makes_tasks", False):
+    if not getattr(_load_class(name), "makes_tasks", False):
         return list_tasks(name, options)
-    check_can_be_made(name, options)
+    check_constructor(name, options)
     return None
 
 
-def check_can_be_made(name: str, options: Mapping[str, object]) -> None:
-    """Make one object of the class. Raises EnvironmentFailed."""
-    make = _made_by(name)
+def check_constructor(name: str, options: Mapping[str, object]) -> None:
+    """Construct one object of the class. Raises EnvironmentFailed."""
+    make = _load_class(name)
     try:
         make(Options(options))
     except (Exception, SystemExit) as error:  # the border to a user's own code
-        raise EnvironmentFailed.because(
-            f"env.name={name}: it cannot be made", error, called=make.__init__
-        ) from error
+        context = f"env.name={name}: it cannot be made"
+        raise EnvironmentFailed.because(context, error, called=make.__init__) from error
 
 
 def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]]:
-    """The tasks of every split, made now where they are generated.
+    """Return the tasks of every split, creating files where the class does.
 
-    Raises EnvironmentFailed if the environment raises, if something is no task, if a split is
-    empty, or if a task is there twice or in two splits.
+    Raises EnvironmentFailed if the class raises, if a task is malformed, if a split is empty, or if
+    two tasks share an id.
     """
-    make = _made_by(name)
+    make = _load_class(name)
     try:
         splits = {
             split: _checked_tasks(make.tasks(split, Options(options)), split=split)
             for split in SPLITS
         }
     except (Exception, SystemExit) as error:  # the border to a user's own code
-        what = f"env.name={name}: listing its tasks failed"
-        raise EnvironmentFailed.because(what, error, called=make.tasks) from error
+        context = f"env.name={name}: listing its tasks failed"
+        raise EnvironmentFailed.because(context, error, called=make.tasks) from error
     for split, tasks in splits.items():
         if not tasks:
             raise EnvironmentFailed(
                 f"env.name={name} lists no {split} tasks; check env.options={dict(options)}"
             )
-        task_id, n = Counter(task.id for task in tasks).most_common(1)[0]
-        if n > 1:
+        task_id, count = Counter(task.id for task in tasks).most_common(1)[0]
+        if count > 1:
             raise EnvironmentFailed(
-                f"env.name={name} lists {split} task {task_id!r} {n} times; give each an id of its "
-                "own"
+                f"env.name={name} lists {split} task {task_id!r} {count} times; give each an id of "
+                "its own"
             )
     both = {task.id for task in splits["train"]} & {task.id for task in splits["heldout"]}
     if both:
@@ -118,67 +82,57 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
 
 
 def _checked_tasks(answer: object, *, split: str) -> Sequence[Task]:
-    """Return the tasks that `tasks(split, options)` returned. Raises TypeError: what is wrong with
-    them.
-    """
+    """Return the tasks that `tasks(split, options)` returned. Raises TypeError, ValueError."""
     if isinstance(answer, str | Mapping) or not hasattr(answer, "__iter__"):
         raise TypeError(
             f"tasks({split!r}) returned {_shown(answer)}; it must return a list of Task"
         )
-    # A sequence is kept: it may make its tasks when they are asked for.
+    # A sequence is not copied: it may make each task when it is asked for.
     tasks: Sequence[object] = answer if isinstance(answer, Sequence) else list(answer)
-    for number, task in enumerate(tasks):
+    for index, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TypeError(
-                f"tasks({split!r}) has {_shown(task)} at index {number}; each must be an envs.Task"
+                f"tasks({split!r}) has {_shown(task)} at index {index}; each must be an envs.Task"
             )
-        for field in ("id", "env_name", "split"):
-            if not isinstance(value := getattr(task, field), str):
-                raise TypeError(
-                    f"tasks({split!r}) has a task with {field}={value!r} at index {number}; it "
-                    "must be text"
-                )
-        if task.split != split:
-            raise TypeError(
-                f"tasks({split!r}) has task {task.id!r} with split={task.split!r}; it must be "
-                f"{split!r}"
-            )
-        if isinstance(task.seed, bool) or not isinstance(task.seed, int):
-            raise TypeError(
-                f"tasks({split!r}) has task {task.id!r} with seed={task.seed!r}; it must be an int"
-            )
-        if not isinstance(task.data, Mapping):
-            raise TypeError(
-                f"tasks({split!r}) has task {task.id!r} with data={_shown(task.data)}; it must be "
-                "a dict of text"
-            )
-        for key, value in task.data.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise TypeError(
-                    f"tasks({split!r}) has task {task.id!r} with data[{key!r}]={value!r}; it must "
-                    "be text"
-                )
+        fault = _fault_of_task(task, split=split, index=index)
+        if fault:
+            raise TypeError(f"tasks({split!r}) has {fault}")
         for text in (task.id, task.env_name, *task.data.values()):
-            _check_encodable(text, what=f"tasks({split!r})")
+            _check_encodable(text, method=f"tasks({split!r})")
     return cast(Sequence[Task], tasks)
 
 
+def _fault_of_task(task: Task, *, split: str, index: int) -> str:
+    """Describe a field of the wrong type; return "" if there is none."""
+    for name in ("id", "env_name", "split"):
+        value = getattr(task, name)
+        if not isinstance(value, str):
+            return f"a task with {name}={value!r} at index {index}; it must be text"
+    if task.split != split:
+        return f"task {task.id!r} with split={task.split!r}; it must be {split!r}"
+    if isinstance(task.seed, bool) or not isinstance(task.seed, int):
+        return f"task {task.id!r} with seed={task.seed!r}; it must be an int"
+    if not isinstance(task.data, Mapping):
+        return f"task {task.id!r} with data={_shown(task.data)}; it must be a dict of text"
+    for key, value in task.data.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            return f"task {task.id!r} with data[{key!r}]={value!r}; it must be text"
+    return ""
+
+
 def checked_answer(method: str, answer: object) -> Observation | Transition:
-    """What `reset` or `step` returned, its numbers as Python's own (numpy's pass). TypeError,
-    ValueError: what is wrong.
+    """Return the answer of `reset` or `step` with Python's own numbers in place of numpy's.
+
+    Raises TypeError or ValueError for a malformed one.
     """
     if method == "reset":
-        return _checked_observation(answer, what="reset")
+        return _checked_observation(answer, method)
     if not isinstance(answer, Transition):
         raise TypeError(f"step returned {_shown(answer)}; it must return a Transition")
-    if (
-        isinstance(answer.reward, bool)
-        or not isinstance(answer.reward, Real)
-        or not math.isfinite(answer.reward)
-    ):
+    if isinstance(answer.reward, bool) or not _is_finite(answer.reward):
         raise ValueError(f"step returned reward={answer.reward!r}; it must be a finite number")
     score = answer.task_score
-    if score is not None and (not isinstance(score, Real) or not math.isfinite(score)):
+    if score is not None and not _is_finite(score):
         raise ValueError(f"step returned task_score={score!r}; it must be a finite number or None")
     flags = {}
     for name in ("terminated", "truncated", "won", "valid"):
@@ -188,80 +142,120 @@ def checked_answer(method: str, answer: object) -> Observation | Transition:
         flags[name] = bool(flag)
     return replace(
         answer,
-        observation=_checked_observation(answer.observation, what="step"),
+        observation=_checked_observation(answer.observation, method),
         reward=float(answer.reward),
         task_score=None if score is None else float(score),
         **flags,
     )
 
 
-def _checked_observation(answer: object, *, what: str) -> Observation:
+def checked_outcome(answer: object) -> Outcome:
+    """Return the answer of a program's `run` with Python's own numbers in place of numpy's.
+
+    Raises TypeError or ValueError for a malformed one.
+    """
+    if not isinstance(answer, Outcome):
+        raise TypeError(f"run returned {type(answer).__name__}; it must return an envs.Outcome")
+    if not _is_finite(answer.reward):
+        raise ValueError(f"run returned reward={answer.reward!r}; it must be a finite number")
+    score = answer.task_score
+    if score is not None and not _is_finite(score):
+        raise ValueError(f"run returned task_score={score!r}; it must be a finite number")
+    if answer.won not in (True, False):
+        raise TypeError(f"run returned won={answer.won!r}; it must be True or False")
+    return Outcome(
+        reward=float(answer.reward),
+        won=bool(answer.won),
+        task_score=None if score is None else float(score),
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _checked_observation(answer: object, method: str) -> Observation:
     if not isinstance(answer, Observation):
-        raise TypeError(f"{what} returned {_shown(answer)}; it must return an Observation")
+        raise TypeError(f"{method} returned {_shown(answer)}; it must return an Observation")
     if not isinstance(answer.text, str) or not isinstance(answer.objective, str):
         raise TypeError(
-            f"{what} returned an Observation whose text or objective is no str: {_shown(answer)}"
+            f"{method} returned an Observation whose text or objective is no str: {_shown(answer)}"
         )
-    if answer.anchor is not None and not isinstance(answer.anchor, str):
-        raise TypeError(f"{what} returned anchor={answer.anchor!r}; it must be text or None")
-    if answer.demonstrated is not None and not isinstance(answer.demonstrated, str):
-        raise TypeError(
-            f"{what} returned demonstrated={answer.demonstrated!r}; it must be text or None"
-        )
-    check_images(answer.images, what=what)
-    _check_length(
-        answer.text, answer.objective, answer.anchor or "", answer.demonstrated or "", what=what
-    )
-    for text in (answer.text, answer.objective, answer.anchor or "", answer.demonstrated or ""):
-        _check_encodable(text, what=what)
+    for name in ("anchor", "demonstrated"):
+        value = getattr(answer, name)
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{method} returned {name}={value!r}; it must be text or None")
+    _check_images(answer.images, method)
+    texts = (answer.text, answer.objective, answer.anchor or "", answer.demonstrated or "")
+    _check_texts(texts, method)
     if answer.actions is None:
         return answer
     actions = tuple(islice(answer.actions, MAX_ACTIONS + 1))
     if len(actions) > MAX_ACTIONS:
         raise ValueError(
-            f"{what} returned an Observation with more than {MAX_ACTIONS} actions; return those "
+            f"{method} returned an Observation with more than {MAX_ACTIONS} actions; return those "
             "that matter"
         )
     if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in actions):
         raise TypeError(
-            f"{what} returned actions={answer.actions!r}; they must be a tuple of texts or None"
+            f"{method} returned actions={answer.actions!r}; they must be a tuple of texts or None"
         )
-    _check_length(*actions, what=what)
-    for action in actions:
-        _check_encodable(action, what=what)
+    _check_texts(actions, method)
     return replace(answer, actions=actions)
 
 
-def _check_length(*texts: str, what: str) -> None:
+def _check_images(images: object, method: str) -> None:
+    """Raise TypeError unless they are a tuple of uint8 arrays [height, width, 3]."""
+    if not isinstance(images, tuple):
+        raise TypeError(
+            f"{method} returned images of type {type(images).__name__}; they must be a tuple of "
+            "arrays"
+        )
+    for image in images:
+        fault = _fault_of_image(image)
+        if fault:
+            raise TypeError(f"{method} returned an image {fault}")
+
+
+def _fault_of_image(image: object) -> str:
+    must_be = f"it must be a uint8 array [height, width, {COLOURS}]"
+    if not isinstance(image, np.ndarray):
+        return f"that is {type(image).__name__}; {must_be}"
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != COLOURS:
+        return f"that is {image.dtype} {image.shape}; {must_be}"
+    return "" if image.size else f"without a pixel, {image.shape}"
+
+
+def _check_texts(texts: Sequence[str], method: str) -> None:
     n_characters = sum(map(len, texts))
     if n_characters > MAX_CHARACTERS:
         raise ValueError(
-            f"{what} returned an Observation with {n_characters} characters; at most "
-            f"{MAX_CHARACTERS} can be kept, "
-            "return the part that matters"
+            f"{method} returned an Observation with {n_characters} characters; at most "
+            f"{MAX_CHARACTERS} can be kept, return the part that matters"
         )
+    for text in texts:
+        _check_encodable(text, method=method)
 
 
-def _check_encodable(text: str, *, what: str) -> None:
-    """Python's text may hold halves of characters, which no tokenizer takes and no file can
-    keep.
-    """
+def _check_encodable(text: str, *, method: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which no tokenizer and no file can take."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} returned text with {text[error.start]!r} in it, half of a character: "
-            f"{_shown(text)}; "
-            "decode what it is from with errors='replace'"
+            f"{method} returned text with {text[error.start]!r} in it, half of a character: "
+            f"{_shown(text)}; decode what it is from with errors='replace'"
         ) from None
 
 
 def _shown(answer: object) -> str:
     text = repr(answer)
-    return f"{type(answer).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
+    if len(text) > SHOWN_CHARACTERS:
+        text = text[:SHOWN_CHARACTERS] + "..."
+    return f"{type(answer).__name__} {text}"
 
 
-def _made_by(name: str) -> type[Environment] | type[Program]:
+def _load_class(name: str) -> type[Environment] | type[Program]:
     try:
         return program_class(name) if is_program(name) else environment_class(name)
     except ValueError as error:

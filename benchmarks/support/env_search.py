@@ -20,9 +20,8 @@ from aiohttp.test_utils import TestServer
 
 from envs import EnvironmentPool, Task, environment_class
 from envs.search.client import ask_server
-from envs.search.files import json_lines
-from envs.search.library import Library, bm25_library
-from envs.search.scoring import normalised
+from envs.search.corpus import Corpus, bm25_corpus, json_lines
+from envs.search.episode import normalise
 from envs.search.server import application
 
 TOPK = 3
@@ -34,10 +33,10 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     """
     corpus, rows = (
         data / "qa" / "corpus.jsonl.xz",
-        list(json_lines(data / "qa" / "questions.jsonl.xz", what="questions")),
+        list(json_lines(data / "qa" / "questions.jsonl.xz", kind="questions")),
     )
     started = time.perf_counter()
-    library = bm25_library(corpus)
+    library = bm25_corpus(corpus)
     figures = {"search_index_s": time.perf_counter() - started}
     questions = [str(row["question"]) for row in rows[:: 10 if quick else 1]]
     figures["search_queries_s"] = median_rate(
@@ -63,20 +62,20 @@ def median_rate(work, count: int) -> float:  # type: ignore[no-untyped-def]
     return count / statistics.median(seconds)
 
 
-def recall_at_3(library: Library, rows: Sequence[dict]) -> dict[str, float]:  # type: ignore[type-arg]
+def recall_at_3(library: Corpus, rows: Sequence[dict]) -> dict[str, float]:  # type: ignore[type-arg]
     hits = defaultdict(list)
     for row in rows:
         if row["answer_in_corpus"]:
-            golden = {normalised(answer) for answer in row["golden_answers"]} - {""}
+            golden = {normalise(answer) for answer in row["golden_answers"]} - {""}
             seen = [
-                normalised(hit.passage.contents)
+                normalise(hit.passage.contents)
                 for hit in library.search([row["question"]], TOPK)[0]
             ]
             hits[row["source"]].append(any(answer in text for answer in golden for text in seen))
     return {source: statistics.mean(own) for source, own in hits.items()}
 
 
-async def server_rate(library: Library, questions: Sequence[str]) -> float:
+async def server_rate(library: Corpus, questions: Sequence[str]) -> float:
     """16 in flight, a connection for each, as the environment asks."""
     async with TestServer(application(library, topk=TOPK)) as server:
         url, waiting = str(server.make_url("/retrieve")), list(questions)
@@ -90,7 +89,7 @@ async def server_rate(library: Library, questions: Sequence[str]) -> float:
         return len(questions) / (time.perf_counter() - started)
 
 
-async def step_rates(library: Library, data: Path, *, episodes: int) -> dict[str, float]:
+async def step_rates(library: Corpus, data: Path, *, episodes: int) -> dict[str, float]:
     """Episodes of a search and an answer, 16 at once, through the pool that workers use."""
     common = {
         "questions": [str(data / "qa" / "questions.jsonl.xz")],

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from envs.search.passages import read_corpus
+from envs.search.corpus import read_passages
 
 BATCH, MAX_TOKENS = 64, 256
 
@@ -55,7 +55,7 @@ class E5:
 
 def make(corpus: Path) -> Callable[[Sequence[str], int], list[list[tuple[str, float]]]]:
     """The server calls it once."""
-    ids = [passage.id for passage in read_corpus(corpus)]
+    ids = [passage.id for passage in read_passages(corpus)]
     passages = np.load(embeddings(corpus), mmap_mode="r")
     if len(passages) != len(ids):
         raise ValueError(
@@ -81,7 +81,7 @@ def embeddings(corpus: Path) -> Path:
 
 def main() -> None:
     corpus = Path(sys.argv[1])
-    texts = [f"passage: {passage.contents}" for passage in read_corpus(corpus)]
+    texts = [f"passage: {passage.contents}" for passage in read_passages(corpus)]
     np.save(embeddings(corpus), E5().embed(texts))
     print(f"{embeddings(corpus)}: {len(texts):,} passages")
 

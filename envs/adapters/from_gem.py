@@ -15,7 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import BEGIN, SEEDS, adapter_options, import_all, installed, seeded_tasks
+from envs.adapters.common import (
+    BEGIN,
+    SEEDS,
+    adapter_options,
+    import_all,
+    import_package,
+    seeded_tasks,
+)
 from envs.base import Observation, Task, Transition
 
 OPTIONS = ("id", "kwargs", "imports", "action", "anchor", "win_at", *SEEDS)
@@ -24,7 +31,7 @@ OPTIONS = ("id", "kwargs", "imports", "action", "anchor", "win_at", *SEEDS)
 class GemEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("gem", options, OPTIONS)
-        make = installed("gem", "gem").make
+        make = import_package("gem", "gem").make
         import_all("gem", self._options["imports"])
         self._env = make(self._options["id"], **self._options["kwargs"])
 

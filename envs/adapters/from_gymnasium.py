@@ -18,9 +18,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.common import SEEDS, adapter_options, installed, seeded_tasks
+from envs.adapters.common import SEEDS, adapter_options, import_package, seeded_tasks
 from envs.base import Observation, Task, Transition
-from envs.options import find
+from envs.options import load_target
 
 OPTIONS = ("id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", *SEEDS)
 # how "ansi" shows where the player is: in colour
@@ -30,12 +30,16 @@ HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 class GymnasiumEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("gymnasium", options, OPTIONS)
-        self._gymnasium = installed("gymnasium", "gymnasium")
+        self._gymnasium = import_package("gymnasium", "gymnasium")
         render, task_kwargs = self._options["render"], self._options["task_kwargs"]
         self._render = (
-            find("gymnasium", "render", render) if render not in ("observation", "ansi") else None
+            load_target("gymnasium", "render", render)
+            if render not in ("observation", "ansi")
+            else None
         )
-        self._task_kwargs = find("gymnasium", "task_kwargs", task_kwargs) if task_kwargs else None
+        self._task_kwargs = (
+            load_target("gymnasium", "task_kwargs", task_kwargs) if task_kwargs else None
+        )
         self._env: Any = None
         self._made_for: int | None = None  # seed
 

@@ -16,9 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envs.adapters.common import SEEDS, adapter_options, seeded_tasks
+from envs.adapters.common import SEEDS, adapter_options, close_soon, seeded_tasks
 from envs.base import Observation, Task, Transition
-from envs.hosting.closing import close_soon
 
 if TYPE_CHECKING:
     import aiohttp
@@ -62,7 +61,7 @@ class OpenEnvEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._session.close(), what=f"the session with {self._options['url']}")
+            close_soon(self._session.close(), name=f"the session with {self._options['url']}")
             self._session = None
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.adapters.common import BEGIN, adapter_options, import_all, installed
+from envs.adapters.common import BEGIN, adapter_options, import_all, import_package
 from envs.base import Observation, Task, Transition
 from envs.options import check_split
 
@@ -28,7 +28,7 @@ OPTIONS = ("id", "env_config", "imports", "train_file", "heldout_file", "action"
 class SkyRLGymEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("skyrl_gym", options, OPTIONS)
-        self._make = installed("skyrl_gym", "skyrl_gym").make
+        self._make = import_package("skyrl_gym", "skyrl_gym").make
         import_all("skyrl_gym", self._options["imports"])
         self._env: Any = None
 

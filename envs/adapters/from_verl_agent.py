@@ -19,7 +19,7 @@ from typing import Any
 
 from envs.adapters.common import SEEDS, adapter_options, seeded_tasks
 from envs.base import Observation, Task, Transition
-from envs.options import find
+from envs.options import load_target
 
 OPTIONS = ("manager", "kwargs", "shows", "action", "objective", *SEEDS)
 
@@ -27,7 +27,7 @@ OPTIONS = ("manager", "kwargs", "shows", "action", "objective", *SEEDS)
 class VerlAgentEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("verl_agent", options, OPTIONS)
-        self._make = find("verl_agent", "manager", self._options["manager"])
+        self._make = load_target("verl_agent", "manager", self._options["manager"])
         self._manager: Any = None
 
     @classmethod

@@ -1,13 +1,16 @@
-"""A process for code that is not ours: it may hang, stop, crash and start others, and none of that
-outlives its owner.
+"""Run other people's code in a child process, which may hang, crash and start processes itself.
 
-child = Child(["-c", "...", str(theirs.fileno())], options=options, channel=theirs, log=log)    # on
-its owner's event loop code = child.end(patience_s=5.0)
-# with all that it started child.place()
-# where in the author's code it crashed
+In the parent, on the event loop that talks to the child:
 
-begin(sys.argv[-1])                                                            # the first thing the
-child does options = given_options(sys.argv[-2])
+    arguments = ["-c", "...", str(theirs.fileno())]
+    child = ChildProcess(arguments, options=options, channel=theirs, log=log)
+    exit_code = child.end(patience_s=5.0)  # ends all that the child has started, too
+    child.crash_place()                    # where in the author's code it crashed
+
+In the child, whose last arguments are two file descriptors:
+
+    prepare_child(sys.argv[-1])
+    options = read_options(sys.argv[-2])
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from envs.errors import where_it_was
+from envs.errors import where_crashed
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Waits for the end of the parent, whose end of the pipe closes, then kills the group that it is in.
-# A shell, because the code it waits beside may hold Python's lock for ever. `&`: a program that
-# waits for all its children does not wait for this one.
+# Waits until the parent's end of the pipe closes, then kills its own process group. It is a shell,
+# because the author's code may hold Python's lock for ever. `&` makes it no child of the author's
+# code, which may wait for all its children.
 GUARD = "exec 3<&0; { read -r line <&3; kill -KILL 0; } &"
-DUMP_TIMEOUT_S = 1.0  # for a hung process to write where it is
+DUMP_TIMEOUT_S = 1.0  # for a hung process to write its stacks
 
 
-class Child:
-    """The parent's end of a process that runs code of others.
+class ChildProcess:
+    """The parent's handle of a process that runs other people's code.
 
-    It is in a session of its own: Ctrl-C at the terminal is for the owner, who then ends it. The
-    kernel watches the *thread* that makes this object; make it on the event loop that talks to the
-    child, as that is of no use without its thread.
+    The child has a session of its own: Ctrl-C at the terminal reaches the parent, which then ends
+    the child. The kernel ends it with the *thread* that makes this object, so make it on the event
+    loop that talks to it.
     """
 
     def __init__(
@@ -52,40 +55,37 @@ class Child:
         channel: socket.socket,
         log: Path | None,
     ) -> None:
-        """Start `python arguments... OPTIONS DUMP` with `channel` open, with this process's import
-        path, in its folder.
+        """Start `python ARGUMENTS... OPTIONS DUMP` with this process's import path and folder.
 
-        OPTIONS and DUMP are descriptors. Options may be a key of a server, and every user can read
-        a command line.
-
-        Everything the child prints is appended to `log`; without one it goes where this process's
-        output goes.
+        OPTIONS and DUMP are file descriptors: options may hold a server's key, and every user of
+        the machine can read a command line. The child's output is appended to `log`, or goes where
+        this process's output goes.
         """
-        above_envs = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([above_envs, *map(os.path.abspath, sys.path)])
+        project = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([project, *map(os.path.abspath, sys.path)])
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         with (
-            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as options_file,
             log.open("ab") if log is not None else nullcontext() as output,
         ):
-            given.write(json.dumps(dict(options)).encode())
-            given.seek(0)
+            options_file.write(json.dumps(dict(options)).encode())
+            options_file.seek(0)
             self._process = subprocess.Popen(
-                # -P: what lies in this folder is imported only where it is here too.
-                # -u: what was printed is in the log also after a crash.
+                # -P: do not import from the current folder unless this process does.
+                # -u: the log has the output also after a crash.
                 [
                     sys.executable,
                     "-P",
                     "-u",
                     *arguments,
-                    str(given.fileno()),
+                    str(options_file.fileno()),
                     str(self._dump.fileno()),
                 ],
-                pass_fds=[channel.fileno(), given.fileno(), self._dump.fileno()],
+                pass_fds=[channel.fileno(), options_file.fileno(), self._dump.fileno()],
                 env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path),
-                stdin=subprocess.PIPE,  # nothing is written: the guard waits for its end
+                stdin=subprocess.PIPE,  # never written: the guard waits for it to close
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -96,60 +96,60 @@ class Child:
         return self._process.poll() is not None
 
     def end(self, *, patience_s: float) -> int:
-        """Wait until it ends by itself, then kill it and all it started. Return its exit code; a
-        second call does no more.
+        """Give the child time to end, then kill it and all it started. Return its exit code.
+
+        A second call does nothing more.
         """
         process = self._process
         assert process.stdin is not None
         if not process.stdin.closed:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=patience_s)
-            # until now the guard kept the group's number from being reused
+            # The guard is still in the group, so the group's number is not another one's yet.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.stdin.close()
         return process.wait()
 
     def end_hung(self) -> None:
-        """Have it write down where it is, then kill it and all it started."""
+        """Have the child write its stacks, then kill it and all it started."""
         self._process.send_signal(signal.SIGABRT)
-        self._process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first
+        self._process.send_signal(signal.SIGCONT)  # a stopped process does not get the first
         self.end(patience_s=DUMP_TIMEOUT_S)
 
     def dump(self) -> str:
-        """Return the stacks that it wrote when it crashed; "" if it wrote none."""
+        """Return the stacks that the child wrote when it crashed; "" if it wrote none."""
         self._dump.seek(0)
         return self._dump.read().decode(errors="replace")
 
-    def place(self) -> str:
+    def crash_place(self) -> str:
         """Return ", at FILE:LINE in FUNCTION" of the crash; "" if it is unknown."""
-        place = where_it_was(self.dump())
+        place = where_crashed(self.dump())
         return f", at {place}" if place else ""
 
 
-def given_options(descriptor: str) -> Mapping[str, object]:
+def read_options(descriptor: str) -> Mapping[str, object]:
     """Return the options that the parent gave this child."""
-    with open(int(descriptor), "rb") as given:
-        options: dict[str, object] = json.loads(given.read())
+    with open(int(descriptor), "rb") as file:
+        options: dict[str, object] = json.loads(file.read())
     return options
 
 
-def begin(dump: str) -> None:
-    """Prepare a child: its end comes with its parent's, and a crash is written to the file
-    descriptor `dump`.
+def prepare_child(dump: str) -> None:
+    """Tie this process's end to its parent's, and write a crash to the file descriptor `dump`.
 
-    The kernel ends this process with its parent, even one that is stopped; the guard ends what it
-    will have started.
+    The kernel ends this process with its parent, even a stopped one. The guard ends all processes
+    that this one starts.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    # Parent gone before that was asked for: the guard ends this process.
+    # If the parent has ended before this line, the guard ends this process.
     subprocess.run(
         ["sh", "-c", GUARD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True
     )
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     faulthandler.enable(int(dump))
-    # The parent ends a hung child with SIGABRT, which would leave a core file beside the run.
+    # The parent ends a hung child with SIGABRT, which would otherwise leave a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -1,7 +1,7 @@
-"""A process that holds environment objects, seen from its parent and from within.
+"""A child process that holds environment objects: the parent's handle, and the child's loop.
 
-It answers requests in the order they come and ends when its parent closes the socket; with its
-parent in any case (`child.py`).
+The child answers requests in the order in which they arrive. It ends when its parent closes the
+socket, and with its parent in any case (`child_process.py`).
 """
 
 from __future__ import annotations
@@ -15,62 +15,58 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from envs.base import Environment, Task
-from envs.errors import exit_text, full, keep, log_hint, one_line
-from envs.hosting.child_process import Child, begin, given_options
-from envs.hosting.closing import close_safely
-from envs.hosting.message_stream import Answers
-from envs.hosting.pending import PendingOperations, request_name
+from envs.errors import (
+    EnvironmentDied,
+    describe_error,
+    describe_exit,
+    full_traceback,
+    log_hint,
+    write_log,
+)
+from envs.hosting.child_process import ChildProcess, prepare_child, read_options
+from envs.hosting.message_stream import MessageStream
+from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
 from envs.registry import environment_class
 from envs.validation import checked_answer
+from printable import printable
 
-# for a process to import its world and make the first object of it: some engines are slow
+# for a process to import its environment and make the first object of it: some engines are slow
 START_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 5.0
-EXIT_TIMEOUT_S = 1.0  # its socket closes a moment before it has an exit code
-# requests in its socket; hundreds would fill it, and the event loop would stand still with a hung
-# process
+EXIT_TIMEOUT_S = 1.0  # a dying process closes its socket a moment before it has an exit code
+# Requests in the socket at once. Hundreds would fill it, and the event loop would block on a hung
+# process.
 MAX_SENT = 32
-IS_UP = -1  # number of no request: what a process sends when it has done that
-# with -m all classes would exist twice
-CHILD = "from envs.hosting.environment_process import main; main()"
+STARTED = -1  # stands for a request's number in the message of a process that is ready
+# with `python -m` all classes would exist twice
+CHILD_CODE = "from envs.hosting.environment_process import main; main()"
 
 
-class EnvironmentDied(RuntimeError):
-    """An environment raised, answered nonsense, hung, or its process ended, in the middle of an
-    episode.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """A request that is not answered yet."""
 
-    `at_fault`: it was this episode's own request; False for one that merely lived in the same
-    process.
-    """
-
-    def __init__(self, message: str, *, at_fault: bool) -> None:
-        super().__init__(message)
-        self.at_fault = at_fault
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keep `at_fault` in another process: an exception is pickled by its positional arguments
-        alone.
-        """
-        return _died, (str(self), self.at_fault)
-
-
-def _died(message: str, at_fault: bool) -> EnvironmentDied:
-    return EnvironmentDied(message, at_fault=at_fault)
+    number: int
+    environment_id: int
+    method: str
+    argument: object
+    description: str  # "step 'go' of task train/7"
+    answer: asyncio.Future[object]
 
 
 class EnvironmentProcess:
-    """The parent's end: sends numbered requests, resolves one future per answer. Starts the process
-    when it is needed.
+    """Send numbered requests to a process, and resolve one future for each answer.
 
-    `starts` is held until a process is up, as loading an engine is work for a core; whoever shares
-    it starts when the one before is done. What the process prints, and the traceback of every
-    error, goes to `log`.
+    The process is started when it is needed. `starting` is held until it is ready: loading an
+    engine keeps a core busy, so processes that share the lock start one after the other. The output
+    of the process, and the traceback of every error, goes to `log`.
     """
 
     def __init__(
@@ -79,156 +75,180 @@ class EnvironmentProcess:
         options: Mapping[str, object],
         *,
         answer_timeout_s: float,
-        starts: asyncio.Lock,
-        waits: PendingOperations,
+        starting: asyncio.Lock,
+        pending: PendingOperations,
         log: Path | None,
     ) -> None:
-        self._starts, self._waits, self._log = starts, waits, log
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
-        self._process: Child | None = None
+        self._starting, self._pending, self._log = starting, pending, log
+        self._process: ChildProcess | None = None
         self._channel: socket.socket
-        self._answers: Answers  # that come through it
-        self._connection: Connection[Any, Any]  # through which requests go
-        self._requests = itertools.count()
-        # the first is the one it is working on
-        self._futures: dict[int, asyncio.Future[object]] = {}
-        self._unsent: deque[tuple[int, int, str, object]] = deque()  # the last of them
-        self._here: set[int] = set()  # environments that were reset in the process of now
-        self._asked: dict[int, str] = {}  # per unanswered request: "step 'go' of task train/7"
-        self._tasks: dict[int, Task] = {}  # per environment, the task of its newest reset
+        self._messages: MessageStream  # answers come through it
+        self._connection: Connection[Any, Any]  # requests go through it
+        self._numbers = itertools.count()
+        # by number, oldest first: the process is working on the first
+        self._unanswered: dict[int, _Request] = {}
+        self._unsent: deque[_Request] = deque()  # the newest of the unanswered ones
+        self._held_ids: set[int] = set()  # environments that exist in the current process
+        self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
         self._timer: asyncio.TimerHandle | None = None
-        self._is_up: asyncio.Future[None]
+        self._ready: asyncio.Future[None]
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
-        if method != "reset" and environment_id not in self._here:
-            message = f"the process of {self._env_name!r} that held this environment is gone, through another episode's request"
-            raise EnvironmentDied(message + log_hint(self._log), at_fault=False)
+        if method != "reset" and environment_id not in self._held_ids:
+            raise EnvironmentDied(
+                f"the process of {self._env_name!r} that held this environment is gone, through "
+                f"another episode's request{log_hint(self._log)}",
+                at_fault=False,
+            )
         if isinstance(argument, Task):
             self._tasks[environment_id] = argument
         if self._process is None:
-            async with self._starts:
+            async with self._starting:
                 if self._process is None:
                     self._start()
-                    await asyncio.shield(self._is_up)
-        return await self._ask(environment_id, method, argument)
+                    await asyncio.shield(self._ready)
+        return await self._request(environment_id, method, argument)
 
     def close(self) -> None:
         if self._process is not None:
-            self._forget().end(patience_s=CLOSE_TIMEOUT_S)
+            self._detach().end(patience_s=CLOSE_TIMEOUT_S)
 
-    async def _ask(self, environment_id: int, method: str, argument: object) -> object:
-        self._here.add(environment_id)
-        request = next(self._requests)
-        future = self._futures[request] = asyncio.get_running_loop().create_future()
-        self._waits.begin(future, request_name(method, argument))
-        self._asked[request] = asked(method, argument, self._tasks[environment_id])
-        self._unsent.append((request, environment_id, method, argument))
+    async def _request(self, environment_id: int, method: str, argument: object) -> object:
+        self._held_ids.add(environment_id)
+        request = _Request(
+            number=next(self._numbers),
+            environment_id=environment_id,
+            method=method,
+            argument=argument,
+            description=request_of_task(method, argument, self._tasks[environment_id]),
+            answer=asyncio.get_running_loop().create_future(),
+        )
+        self._unanswered[request.number] = request
+        self._unsent.append(request)
+        self._pending.begin(request.answer, request_name(method, argument))
         self._send()
-        if len(self._futures) == 1:
-            self._watch()
-        return await future
+        if len(self._unanswered) == 1:
+            self._set_deadline()
+        return await request.answer
 
     def _send(self) -> None:
-        while self._unsent and len(self._futures) - len(self._unsent) < MAX_SENT:
-            # `_read` is told too, and fails all that wait
+        while self._unsent and len(self._unanswered) - len(self._unsent) < MAX_SENT:
+            request = self._unsent.popleft()
+            # The argument is pickled by itself: if the child cannot read it, only this request
+            # fails.
+            message = (
+                request.number,
+                request.environment_id,
+                request.method,
+                pickle.dumps(request.argument),
+            )
+            # `_read` gets an error too, and fails all requests
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                request, environment_id, method, argument = self._unsent.popleft()
-                # Pickled apart: an argument that cannot be read there is an error of its own
-                # request.
-                self._connection.send((request, environment_id, method, pickle.dumps(argument)))
+                self._connection.send(message)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = ["-c", CHILD, str(theirs.fileno()), self._env_name]
-            self._process = Child(arguments, options=self._options, channel=theirs, log=self._log)
-        self._channel, self._answers = ours, Answers(ours)
+            arguments = ["-c", CHILD_CODE, str(theirs.fileno()), self._env_name]
+            self._process = ChildProcess(
+                arguments, options=self._options, channel=theirs, log=self._log
+            )
+        self._channel, self._messages = ours, MessageStream(ours)
         self._connection = Connection(os.dup(ours.fileno()), readable=False)
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, self._read)
-        # Ray's event loop, uvloop, changes that: of a long request the rest would be lost
+        # uvloop, on which Ray runs, makes the socket non-blocking: a long request would be cut off
         os.set_blocking(ours.fileno(), True)
-        self._is_up = loop.create_future()
-        # also if nobody waits for it any more
-        self._is_up.add_done_callback(lambda done: done.exception())
-        self._waits.begin(self._is_up, "its process to start")
-        self._watch()
+        self._ready = loop.create_future()
+        # marks the exception as seen, also if nobody waits for it any more
+        self._ready.add_done_callback(lambda ready: ready.exception())
+        self._pending.begin(self._ready, "its process to start")
+        self._set_deadline()
 
-    def _watch(self) -> None:
-        """The deadline of the request it is working on now; those behind it have not begun to
-        wait.
-        """
+    def _set_deadline(self) -> None:
+        """Start the time limit of the request that the process works on now."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
-        if self._futures or not self._is_up.done():
-            patience_s = (
-                self._answer_timeout_s
-                if self._is_up.done()
-                else max(START_TIMEOUT_S, self._answer_timeout_s)
-            )
-            self._timer = asyncio.get_running_loop().call_later(patience_s, self._hangs, patience_s)
+        if not self._ready.done():
+            timeout_s = max(START_TIMEOUT_S, self._answer_timeout_s)
+        elif self._unanswered:
+            timeout_s = self._answer_timeout_s
+        else:
+            return
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._end_late, timeout_s)
 
-    def _hangs(self, patience_s: float) -> None:
+    def _end_late(self, timeout_s: float) -> None:
         assert self._process is not None
-        has_ended = self._process.has_ended()  # and something it started keeps the socket open
-        self._fail_all(
-            "" if has_ended else f"did not answer within {patience_s:g} s and was killed"
-        )
+        if self._process.has_ended():  # a process that it started keeps the socket open
+            self._fail_all()
+        else:
+            self._fail_all(f"did not answer within {timeout_s:g} s and was killed")
 
     def _read(self) -> None:
         try:
-            for request, result, error in self._answers.arrived():
-                future = self._is_up if request == IS_UP else self._futures.pop(request)
-                what = self._asked.pop(request, "")
-                self._waits.end(future)
-                self._send()
-                if not future.done():  # else its episode was cancelled
-                    if error is None:
-                        try:
-                            future.set_result(pickle.loads(result))
-                        except Exception as unread:  # noqa: BLE001 - it runs what the classes in the answer say
-                            keep(self._log, full(unread))
-                            error = (
-                                f"its answer cannot be read here: {one_line(unread, called=None)}"
-                            )
-                    if error is not None:
-                        message = f"environment {self._env_name!r} failed in {what}: {error}{log_hint(self._log)}"
-                        future.set_exception(EnvironmentDied(message, at_fault=True))
-                self._watch()
+            for number, result, error in self._messages.received():
+                if number == STARTED:
+                    self._pending.end(self._ready)
+                    self._ready.set_result(None)
+                else:
+                    request = self._unanswered.pop(number)
+                    self._pending.end(request.answer)
+                    self._send()
+                    if not request.answer.done():  # a cancelled episode has no use for it
+                        self._resolve(request, result, error)
+                self._set_deadline()
         except EOFError:
-            self._fail_all("")
-        except Exception as error:  # noqa: BLE001 - a process border: it sent what is no answer
-            keep(self._log, full(error))
-            why = one_line(error, called=None)
-            self._fail_all(f"sent something else than an answer ({why}) and was killed")
+            self._fail_all()
+        except Exception as error:  # noqa: BLE001 - a process border: the message is malformed
+            write_log(self._log, full_traceback(error))
+            reason = describe_error(error, called=None)
+            self._fail_all(f"sent something else than an answer ({reason}) and was killed")
 
-    def _fail_all(self, hung: str) -> None:
-        """Ends the process. The first request is to blame, as it was the one being answered."""
-        futures: list[asyncio.Future[Any]] = [
-            *([] if self._is_up.done() else [self._is_up]),
-            *self._futures.values(),
-        ]
-        doing = next(iter(self._asked.values()), "") if self._is_up.done() else "its start"
-        self._futures, self._asked = {}, {}
-        self._unsent.clear()
-        process = self._forget()
-        if hung:
-            process.end_hung()
-            what = hung
+    def _resolve(self, request: _Request, result: bytes, error: str | None) -> None:
+        if error is None:
+            try:
+                request.answer.set_result(pickle.loads(result))
+                return
+            except Exception as unreadable:  # noqa: BLE001 - unpickling runs the author's classes
+                write_log(self._log, full_traceback(unreadable))
+                error = f"its answer cannot be read here: {describe_error(unreadable, called=None)}"
+        message = f"environment {self._env_name!r} failed in {request.description}: {error}"
+        request.answer.set_exception(EnvironmentDied(message + log_hint(self._log), at_fault=True))
+
+    def _fail_all(self, fault: str = "") -> None:
+        """End the process and fail all requests. Only the first is at fault: it was being answered.
+
+        `fault` says why the process is killed; "" if it has ended.
+        """
+        if self._ready.done():
+            failing: list[asyncio.Future[Any]] = []
+            doing = next((request.description for request in self._unanswered.values()), "")
         else:
-            what = f"ended with {exit_text(process.end(patience_s=EXIT_TIMEOUT_S))}"
-        message = f"environment process {process.pid} of {self._env_name!r} {what}, in {doing}{process.place()}"
-        keep(self._log, f"{message}\n{process.dump()}")
-        for place, future in enumerate(futures):
-            self._waits.end(future)
+            failing, doing = [self._ready], "its start"
+        failing += [request.answer for request in self._unanswered.values()]
+        self._unanswered = {}
+        self._unsent.clear()
+        process = self._detach()
+        if fault:
+            process.end_hung()
+        else:
+            fault = f"ended with {describe_exit(process.end(patience_s=EXIT_TIMEOUT_S))}"
+        message = (
+            f"environment process {process.pid} of {self._env_name!r} {fault}, "
+            f"in {doing}{process.crash_place()}"
+        )
+        write_log(self._log, f"{message}\n{process.dump()}")
+        for index, future in enumerate(failing):
+            self._pending.end(future)
             if not future.done():
                 future.set_exception(
-                    EnvironmentDied(message + log_hint(self._log), at_fault=place == 0)
+                    EnvironmentDied(message + log_hint(self._log), at_fault=index == 0)
                 )
 
-    def _forget(self) -> Child:
-        """The next request starts another process."""
+    def _detach(self) -> ChildProcess:
+        """Return the process, which is not used any more. The next request starts another."""
         assert self._process is not None
         process, self._process = self._process, None
         if self._timer is not None:
@@ -236,65 +256,61 @@ class EnvironmentProcess:
         asyncio.get_running_loop().remove_reader(self._channel)
         self._connection.close()
         self._channel.close()
-        self._here.clear()
+        self._held_ids.clear()
         return process
 
 
-def asked(method: str, argument: object, task: Task) -> str:
-    """Name a request with its task: "reset of task train/7", "step 'go' of task train/7"."""
-    request = method if isinstance(argument, Task) else request_name(method, argument)
-    return f"{request} of task {task.split}/{task.id}"
+def close_safely(environment: Environment) -> None:
+    """Close an environment, and print its error if it raises one: it may be broken already."""
+    try:
+        environment.close()
+    except Exception as error:  # noqa: BLE001 - the border to a user's own code
+        print(printable(full_traceback(error), lines=True), end="", file=sys.stderr, flush=True)
 
 
 def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str, object]) -> None:
-    """The child's loop: consumes requests, produces answers, ends when the parent closes or
-    dies.
-    """
+    """Answer requests until the parent closes the connection: the child's loop."""
     environments: dict[int, Environment] = {}
-    spare: list[Environment] = []
-    # the first request makes one too, and is told what is wrong
+    unused: list[Environment] = []  # the first object, until a request needs it
+    # The first request makes an object too, and is told the error.
     with contextlib.suppress(Exception, SystemExit):
-        spare.append(environment_class(env_name)(Options(options)))
-    connection.send((IS_UP, pickle.dumps(None), None))
+        unused.append(environment_class(env_name)(Options(options)))
+    connection.send((STARTED, pickle.dumps(None), None))
     while True:
         try:
-            request, environment_id, method, argument = connection.recv()
+            number, environment_id, method, pickled_argument = connection.recv()
         except (EOFError, ConnectionResetError):
             break
         answer: tuple[int, bytes | None, str | None]
         called: Callable[..., object] | None = None
         try:
-            if environment_id not in environments and spare:
-                environments[environment_id] = spare.pop()
-            elif environment_id not in environments:
-                make = environment_class(env_name)
-                called = make.__init__
-                environments[environment_id] = make(Options(options))
+            if environment_id not in environments:
+                if unused:
+                    environments[environment_id] = unused.pop()
+                else:
+                    make = environment_class(env_name)
+                    called = make.__init__
+                    environments[environment_id] = make(Options(options))
             called = getattr(environments[environment_id], method)
-            # Pickled apart: an answer that cannot be read by the parent is an error of its own
-            # request.
-            answer = (
-                request,
-                pickle.dumps(checked_answer(method, called(pickle.loads(argument)))),
-                None,
-            )
-        except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it with this text
-            keep(None, full(error))
+            result = checked_answer(method, called(pickle.loads(pickled_argument)))
+            # The result is pickled by itself: if the parent cannot read it, only this request
+            # fails.
+            answer = (number, pickle.dumps(result), None)
+        except BaseException as error:  # noqa: BLE001 - a process border: the parent is told
+            write_log(None, full_traceback(error))
             if environment_id in environments:
                 close_safely(environments.pop(environment_id))
-            answer = (request, None, one_line(error, called=called))
+            answer = (number, None, describe_error(error, called=called))
         try:
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             break
-    for environment in (*environments.values(), *spare):
+    for environment in (*environments.values(), *unused):
         close_safely(environment)
 
 
 def main() -> None:
-    """The child: descriptor of its socket, environment, descriptor of its options, descriptor for
-    the dump of a crash.
-    """
+    """Run the child. Arguments: socket, environment, and descriptors of options and dump."""
     descriptor, env_name, options, dump = sys.argv[1:5]
-    begin(dump)
-    serve(Connection(int(descriptor)), env_name, given_options(options))
+    prepare_child(dump)
+    serve(Connection(int(descriptor)), env_name, read_options(options))

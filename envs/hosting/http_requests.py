@@ -1,12 +1,16 @@
-"""Guards the HTTP servers of this folder against clients that they do not know.
+"""Exchange JSON over HTTP with clients and servers that nobody vouches for.
 
-    app = web.Application(middlewares=[guard(key)], client_max_size=MAX_BODY_BYTES)
-    runner = await listen(app, host, port)        # runner.addresses has the port; await runner.cleanup()
-    body = await read_json(request)
+    app = web.Application(
+        middlewares=[guard(key, error_field="error")], client_max_size=MAX_BODY_BYTES
+    )
+    runner = await listen(app, host, port)         # runner.addresses has the port
+    body = await read_json(request)                # in a handler
+    answer = await read_bounded(response, max_bytes=MAX_BODY_BYTES)  # in a client
+    await runner.cleanup()
 
-A request needs the key, if there is one, and JSON as its content type. No page of a browser may
-ask: another site could otherwise use the browser of somebody who reaches the server. A client that
-sends half a request is disconnected, and one client too many is refused.
+A request needs the key, if there is one, and JSON as its content type. Requests of web pages are
+refused: another site could otherwise use the browser of somebody who reaches the server. A client
+that sends half a request, or reads no answers, is disconnected. So is one client too many.
 """
 
 from __future__ import annotations
@@ -20,59 +24,75 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from printable import printable
 
 MAX_BODY_BYTES = 16 * 2**20
-# For the head of a request, and again for its body. A connection that asks nothing is closed too:
-# longer than the 15 s for which the client of aiohttp keeps one.
+# For the head of a request, and again for its body. An idle connection is closed after the same
+# time, which is longer than the 15 s for which aiohttp's client keeps one.
 READ_TIMEOUT_S = 30.0
+# A client that leaves an answer unread is disconnected unless it takes this much in this time.
+WRITE_TIMEOUT_S = 30.0
+MIN_WRITTEN_BYTES = 2**20
 MAX_CONNECTIONS = 4096  # and at most half of the files that this process may open
 
-BAD_REQUESTS = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError)
+MALFORMED_REQUEST = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RequestRefused(Exception):
-    """A request that is not answered: its HTTP status, and the reason in one line."""
+    """A request is refused with an HTTP status and a reason in one line."""
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(status, why)
-        self.status, self.why = status, " ".join(why.split())
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(status, reason)
+        self.status, self.reason = status, " ".join(reason.split())
 
 
-def guard(key: str) -> Any:
-    """Return the middleware that lets a request pass. `key`: the API key; "" asks for none. Raises
-    RequestRefused.
+def guard(key: str, *, error_field: str) -> Any:
+    """Return the outermost middleware of a server, which checks each request.
+
+    It answers RequestRefused, also of a handler, with `{error_field: reason}`. An empty key asks
+    for none.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if "Origin" in request.headers:
-            raise RequestRefused(
-                403,
-                f"{request.path} is not for pages of a browser, and this request names an Origin",
-            )
-        given = request.headers.get("Authorization", "").partition(" ")[2]
-        if key and not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
-            raise RequestRefused(
-                401, "the API key is missing or wrong; send `Authorization: Bearer KEY`"
-            )
-        if request.method == "POST" and request.content_type != "application/json":
-            raise RequestRefused(
-                415, f"{request.path} takes application/json, not {request.content_type[:60]!r}"
-            )
-        return await handler(request)
+        try:
+            _check_request(request, key)
+            return await handler(request)
+        except RequestRefused as refused:
+            response = web.json_response({error_field: refused.reason}, status=refused.status)
+            if refused.status == 401:
+                response.force_close()  # a stranger keeps no connection
+            return response
 
     return check
 
 
+def _check_request(request: web.Request, key: str) -> None:
+    if "Origin" in request.headers:
+        raise RequestRefused(
+            403, f"{request.path} is not for pages of a browser, and this request names an Origin"
+        )
+    given = request.headers.get("Authorization", "").partition(" ")[2]
+    if key and not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
+        raise RequestRefused(
+            401, "the API key is missing or wrong; send `Authorization: Bearer KEY`"
+        )
+    if request.method == "POST" and request.content_type != "application/json":
+        raise RequestRefused(
+            415, f"{request.path} takes application/json, not {request.content_type[:60]!r}"
+        )
+
+
 async def read_json(request: web.Request) -> object:
-    """Return the body; None if it is no JSON. Raises RequestRefused,
-    web.HTTPRequestEntityTooLarge.
+    """Return the body of a request, None if it is no JSON.
+
+    Raises RequestRefused, and web.HTTPRequestEntityTooLarge beyond the application's limit.
     """
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
@@ -81,7 +101,7 @@ async def read_json(request: web.Request) -> object:
         raise RequestRefused(
             408, f"the body of the request did not come within {READ_TIMEOUT_S:g} s"
         ) from None
-    except BAD_REQUESTS as error:  # such as a body that is not compressed as its head says
+    except MALFORMED_REQUEST as error:  # for example compressed in another way than its head says
         raise RequestRefused(
             400, f"the body of the request is not readable: {error!s:.200}"
         ) from None
@@ -91,16 +111,27 @@ async def read_json(request: web.Request) -> object:
         return None
 
 
+async def read_bounded(response: aiohttp.ClientResponse, *, max_bytes: int) -> bytes:
+    """Return the body of a server's answer. Raises ValueError if it has more bytes, unpacked."""
+    received = bytearray()
+    async for chunk in response.content.iter_any():
+        received += chunk
+        if len(received) > max_bytes:
+            raise ValueError(f"the server's answer has more than {max_bytes} bytes")
+    return bytes(received)
+
+
 async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
-    """Serve the application until `cleanup` of what is returned. Port 0 takes a free one. Raises
-    OSError.
+    """Serve the application until `cleanup()` of the runner. Port 0 takes a free one.
+
+    Raises OSError if it cannot listen there.
     """
     logger = logging.getLogger(__name__)
     logger.addFilter(_shorten)  # the logger keeps one of equal filters
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=READ_TIMEOUT_S, logger=logger)
     await runner.setup()
     try:
-        await _Site(runner, host, port).start()
+        await GuardedSite(runner, host, port).start()
     except BaseException:
         await runner.cleanup()
         raise
@@ -108,12 +139,12 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
 
 
 def _shorten(record: logging.LogRecord) -> bool:
-    """Write what is no HTTP in one line: anybody may send it. Another error keeps its traceback.
+    """Log a malformed request in one line. Any other error keeps its traceback.
 
     Both are escaped, because they quote the request.
     """
     text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
-    if isinstance(error, BAD_REQUESTS):
+    if isinstance(error, MALFORMED_REQUEST):
         text = f"{text}: {' '.join(str(error).split())[:200]}"
     elif error is not None:
         text = f"{text}\n{''.join(traceback.format_exception(error))}"
@@ -122,15 +153,17 @@ def _shorten(record: logging.LogRecord) -> bool:
     return True
 
 
-class _Site(web.BaseSite):
-    """Like aiohttp's TCPSite, with a limit on connections."""
+class GuardedSite(web.BaseSite):
+    """Listen like aiohttp's TCPSite, with limits on connections and on unread answers.
+
+    `await GuardedSite(runner, host, port).start()` after `await runner.setup()`.
+    """
 
     def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
         super().__init__(runner)
         self._host, self._port = host, port
-        self._most = min(
-            MAX_CONNECTIONS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        )
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = min(MAX_CONNECTIONS, max(1, open_files // 2))
 
     @property
     def name(self) -> str:
@@ -146,7 +179,9 @@ class _Site(web.BaseSite):
     def _protocol(self) -> asyncio.Protocol:
         server = self._runner.server
         assert server is not None, "the runner is set up"
-        return server() if len(server.connections) < self._most else _Refusal()
+        if len(server.connections) >= self._max_connections:
+            return _Refusal()
+        return _Connection(server())
 
 
 class _Refusal(asyncio.Protocol):
@@ -155,3 +190,58 @@ class _Refusal(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """Pass everything to aiohttp's handler, and disconnect a client that does not read.
+
+    aiohttp itself would wait for such a client for ever, also after it has closed the connection.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(self, handler: asyncio.Protocol) -> None:
+        self._handler = handler
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        # `pause_writing` comes with the first byte that the client's machine does not take, and
+        # `resume_writing` with the last.
+        transport.set_write_buffer_limits(high=0)
+        self._handler.connection_made(transport)
+
+    def pause_writing(self) -> None:
+        self._set_timer()
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._cancel_timer()
+        self._handler.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._cancel_timer()
+        self._handler.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received()
+
+    def _set_timer(self) -> None:
+        unread_bytes = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(
+            WRITE_TIMEOUT_S, self._check_progress, unread_bytes
+        )
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check_progress(self, unread_bytes: int) -> None:
+        if unread_bytes - self._transport.get_write_buffer_size() < MIN_WRITTEN_BYTES:
+            self._transport.abort()
+        else:
+            self._set_timer()

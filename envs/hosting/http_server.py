@@ -1,14 +1,12 @@
-"""Serves any environment over HTTP, for `env.name=remote` on another machine: python -m
-envs.hosting.http_server NAME OPTIONS PORT
+"""Serve any environment over HTTP, for `env.name=remote` on another machine.
 
-    export ENV_SERVER_API_KEY=...        # the same text here and where the run is started
-    python -m envs.hosting.http_server textworld '{"cache_dir": "runs/games", "seed": 0, ...}' 8700 --host 0.0.0.0 --processes 4
+    export ENV_SERVER_API_KEY=...  # the same text here and where the run is started
+    python -m envs.hosting.http_server key_room '{}' 8700 --host 0.0.0.0 --processes 4
 
-Environments live in processes of their own, as beside a worker (`pool.py`), or on the loop where
-they are coroutines. The requests are described in `remote.py`. A client names a task that this
-server lists, and never says what is in it. Every request needs the API key. A process that does not
-answer within `--answer-timeout-s` is ended. An episode that nobody asked anything of for 15 minutes
-is given up.
+The options are those of `env.options`, in JSON. `envs/adapters/http_client.py` describes the
+requests. Each needs the API key. A client names a task that this server lists, and cannot say what
+is in it. A process that does not answer within `--answer-timeout-s` is killed. A session without
+requests for 15 minutes is ended.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ from typing import Any
 
 from aiohttp import web
 
-from envs.adapters.http_client import KEY_VARIABLE, key_from
+from envs.adapters.http_client import KEY_VARIABLE, key_from, observation_to_json
 from envs.base import Task
-from envs.errors import full, keep
-from envs.hosting.environment_process import EnvironmentDied
+from envs.errors import EnvironmentDied, EnvironmentFailed, full_traceback, write_log
 from envs.hosting.http_requests import (
     MAX_BODY_BYTES,
     Handler,
@@ -40,15 +37,14 @@ from envs.hosting.http_requests import (
     read_json,
 )
 from envs.hosting.pool import EnvironmentPool, PooledEnvironment
-from envs.images import observation_to_json
 from envs.registry import is_program
-from envs.validation import EnvironmentFailed, list_tasks
+from envs.validation import list_tasks
 from printable import ArgumentParser, printable, protect_terminal
 
-IDLE_S = 900.0  # longer than a turn of a slow model; a client that is gone says nothing
+IDLE_S = 900.0  # longer than a slow model takes for one reply; a client that dies says nothing
 SWEEP_EVERY_S = 30.0
-MAX_SESSIONS = 1024  # episodes at once; each holds an environment
-ANSWER_TIMEOUT_S = 60.0  # as env.answer_timeout_s: who asked has given up by then
+MAX_SESSIONS = 1024  # each holds an environment
+ANSWER_TIMEOUT_S = 60.0  # the default of env.answer_timeout_s: later, the client has given up
 LISTENING = "listens on"
 NO_KEY = (
     "no API key: export {0}=SECRET, here and where the run is started; "
@@ -58,15 +54,18 @@ SHOWN_CHARACTERS = 200  # of a client's text in an error
 
 
 @dataclass(kw_only=True, slots=True)
-class _Place:
+class _Session:
     environment: PooledEnvironment
     stack: AsyncExitStack  # gives the environment back to the pool
     used_at: float
-    answers: asyncio.Lock  # held while it is asked something
+    in_use: asyncio.Lock  # held while the environment works on a request
 
 
 class Server:
-    """`await start()` on the event loop that serves; `await close()`."""
+    """Hold sessions, each with an environment of its own, and answer requests about them.
+
+    Call `await start(...)` on the event loop that serves, and `await close()`.
+    """
 
     def __init__(
         self,
@@ -76,36 +75,40 @@ class Server:
         processes: int,
         answer_timeout_s: float,
         key: str,
-        sessions: int,
+        max_sessions: int,
     ) -> None:
-        """`key`: the API key that requests need. `sessions`: episodes at once, at most."""
+        """List the tasks. Raises EnvironmentFailed for an environment that cannot be served."""
         self._tasks = list_tasks(name, options)
-        self._key, self._sessions = key, sessions
-        # The index and not the task: a sequence of tasks may make each when it is asked for.
-        self._places_of = {
-            task.id: (split, at)
-            for split, tasks in self._tasks.items()
-            for at, task in enumerate(tasks)
-        }
         if is_program(name):
             raise EnvironmentFailed(
                 f"{name} is an agent program, and only what has `reset` and `step` can be served"
             )
+        self._key, self._max_sessions = key, max_sessions
+        # Indices and not tasks: a sequence of tasks may make each one when it is asked for.
+        self._split_and_index = {
+            task.id: (split, index)
+            for split, tasks in self._tasks.items()
+            for index, task in enumerate(tasks)
+        }
         self._pool = EnvironmentPool(
             name, options, processes=processes, answer_timeout_s=answer_timeout_s
         )
-        self._places: dict[str, _Place] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._sessions: dict[str, _Session] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # an event loop keeps no reference itself
         self._sweeper: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """The port, which is a free one for port 0."""
+        """Listen, and return the port. Port 0 takes a free one."""
         app = web.Application(
-            middlewares=[_errors_as_json, guard(self._key)], client_max_size=MAX_BODY_BYTES
+            middlewares=[guard(self._key, error_field="error"), _errors_as_json],
+            client_max_size=MAX_BODY_BYTES,
         )
-        for verb in (self.tasks, self.create, self.reset, self.step, self.close_one):
-            app.router.add_post("/" + verb.__name__.removesuffix("_one"), verb)
+        app.router.add_post("/tasks", self.tasks)
+        app.router.add_post("/create", self.create)
+        app.router.add_post("/reset", self.reset)
+        app.router.add_post("/step", self.step)
+        app.router.add_post("/close", self.close_session)
         self._runner = await listen(app, host, port)
         self._sweeper = asyncio.create_task(self._sweep())
         return int(self._runner.addresses[0][1])
@@ -118,146 +121,160 @@ class Server:
         self._pool.close()
 
     async def tasks(self, request: web.Request) -> web.Response:
-        split = (await _fields(request, split=str))["split"]
+        split = (await _read_fields(request, split=str))["split"]
         if split not in self._tasks:
             raise RequestRefused(
-                400, f"split {_short(split)!r} is not one of {sorted(self._tasks)}"
+                400, f"split {_shortened(split)!r} is not one of {sorted(self._tasks)}"
             )
         return web.json_response({"tasks": [asdict(task) for task in self._tasks[split]]})
 
     async def create(self, request: web.Request) -> web.Response:
-        if len(self._places) + len(self._leaving) >= self._sessions:
-            why = f"all {self._sessions} episodes that this server holds at once are taken; start it with a larger --sessions"
-            raise RequestRefused(503, why)
+        if len(self._sessions) + len(self._ending) >= self._max_sessions:
+            raise RequestRefused(
+                503,
+                f"all {self._max_sessions} sessions of this server are taken; start it with a "
+                "larger --sessions",
+            )
         stack = AsyncExitStack()
         environment = await stack.enter_async_context(self._pool.environment())
-        # not counted: after a restart, another client's old one must not be anybody's
-        number = secrets.token_hex(8)
-        self._places[number] = _Place(
-            environment=environment, stack=stack, used_at=time.monotonic(), answers=asyncio.Lock()
+        # Random, so that an id from before a restart is never another client's session.
+        session_id = secrets.token_hex(8)
+        self._sessions[session_id] = _Session(
+            environment=environment, stack=stack, used_at=time.monotonic(), in_use=asyncio.Lock()
         )
-        return web.json_response({"id": number})
+        return web.json_response({"id": session_id})
 
     async def reset(self, request: web.Request) -> web.Response:
-        fields = await _fields(request, id=str, task=dict)
-        task = self._task(fields["task"])
-        place = self._place(fields["id"])
-        async with place.answers:
-            return web.json_response(observation_to_json(await place.environment.reset(task)))
+        fields = await _read_fields(request, id=str, task=dict)
+        task = self._named_task(fields["task"])
+        session = self._session(fields["id"])
+        async with session.in_use:
+            return web.json_response(observation_to_json(await session.environment.reset(task)))
 
     async def step(self, request: web.Request) -> web.Response:
-        fields = await _fields(request, id=str, action=str)
-        place = self._place(fields["id"])
-        async with place.answers:
-            transition = await place.environment.step(fields["action"])
-        flat = {item.name: getattr(transition, item.name) for item in dataclass_fields(transition)}
+        fields = await _read_fields(request, id=str, action=str)
+        session = self._session(fields["id"])
+        async with session.in_use:
+            transition = await session.environment.step(fields["action"])
+        flat = {
+            field.name: getattr(transition, field.name) for field in dataclass_fields(transition)
+        }
         return web.json_response(
             {**flat, "observation": observation_to_json(transition.observation)}
         )
 
-    async def close_one(self, request: web.Request) -> web.Response:
-        number = (await _fields(request, id=str))["id"]
-        self._place(number)
-        self._leave(number)
+    async def close_session(self, request: web.Request) -> web.Response:
+        session_id = (await _read_fields(request, id=str))["id"]
+        self._session(session_id)
+        self._end_session(session_id)
         return web.json_response({})
 
-    def _task(self, asked: Mapping[str, object]) -> Task:
-        """Return the task of this server that a client names. The client's own `data` is not looked
-        at.
+    async def end_idle_sessions(self, *, idle_s: float) -> None:
+        """End the sessions that had no request for this long."""
+        for session_id, session in list(self._sessions.items()):
+            if time.monotonic() - session.used_at > idle_s:
+                self._end_session(session_id)
 
-        It would say which files to read, or which code to run. Raises RequestRefused.
+    def _named_task(self, asked: Mapping[str, object]) -> Task:
+        """Return the task of this server that a client names. Raises RequestRefused.
+
+        The client's `data` is not looked at: it would say which files to read, or what to run.
         """
-        split, at = self._places_of.get(str(asked.get("id")), ("", -1))
+        split, index = self._split_and_index.get(str(asked.get("id")), ("", -1))
         if not split:
-            why = f"this server lists no task {_short(asked.get('id'))!r}; list the tasks again, POST /tasks"
-            raise RequestRefused(400, why)
-        task = self._tasks[split][at]
+            raise RequestRefused(
+                400,
+                f"this server lists no task {_shortened(asked.get('id'))!r}; list the tasks "
+                "again, POST /tasks",
+            )
+        task = self._tasks[split][index]
         for name in ("split", "seed"):
             ours, theirs = getattr(task, name), asked.get(name, getattr(task, name))
             if theirs != ours:
-                why = f"task {_short(task.id)!r} has {name}={ours!r} on this server, not {_short(theirs)!r}; list the tasks again"
-                raise RequestRefused(400, why)
+                raise RequestRefused(
+                    400,
+                    f"task {_shortened(task.id)!r} has {name}={ours!r} on this server, not "
+                    f"{_shortened(theirs)!r}; list the tasks again",
+                )
         return task
 
-    def _place(self, number: str) -> _Place:
-        if number not in self._places:
-            why = f"id {_short(number)} is unknown, or was idle for {IDLE_S:g} s; POST /create gives another"
-            raise RequestRefused(404, why)
-        place = self._places[number]
-        place.used_at = time.monotonic()
-        return place
+    def _session(self, session_id: str) -> _Session:
+        if session_id not in self._sessions:
+            raise RequestRefused(
+                404,
+                f"id {_shortened(session_id)} is unknown, or was idle for {IDLE_S:g} s; "
+                "POST /create gives another",
+            )
+        session = self._sessions[session_id]
+        session.used_at = time.monotonic()
+        return session
 
-    async def give_up(self, *, idle_s: float) -> None:
-        """Places that nobody has asked anything of for this long."""
-        for number, place in list(self._places.items()):
-            if time.monotonic() - place.used_at > idle_s:
-                self._leave(number)
-
-    def _leave(self, number: str) -> None:
-        """Nobody gets the environment before it has answered: the next one to ask would wait for
-        what hangs.
-        """
-
-        async def when_it_has_answered(place: _Place) -> None:
-            async with place.answers:
-                await place.stack.aclose()
-
-        leaving = asyncio.create_task(when_it_has_answered(self._places.pop(number)))
-        self._leaving.add(leaving)  # a loop forgets a task that nobody holds
-        leaving.add_done_callback(self._leaving.discard)
+    def _end_session(self, session_id: str) -> None:
+        ending = asyncio.create_task(_give_back(self._sessions.pop(session_id)))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def _sweep(self) -> None:
-        """Waits for time to pass, gives up idle places; ends by being cancelled."""
+        """Wait for time to pass and end idle sessions, until it is cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
-            await self.give_up(idle_s=IDLE_S)
+            await self.end_idle_sessions(idle_s=IDLE_S)
 
 
-async def _fields(request: web.Request, **types: type) -> dict[str, Any]:
-    """Return the body of a request. Raises RequestRefused if a field is missing or of another
-    type.
+async def _give_back(session: _Session) -> None:
+    """Give the environment to the next session, once it has answered its last request.
+
+    If it hangs, the next session would wait for it.
     """
+    async with session.in_use:
+        await session.stack.aclose()
+
+
+async def _read_fields(request: web.Request, **types: type) -> dict[str, Any]:
+    """Return the body of a request. Raises RequestRefused for a missing or mistyped field."""
     body = await read_json(request)
-    for name, wanted in types.items():
-        if not isinstance(body, dict) or not isinstance(body.get(name), wanted):
-            why = f"{request.path} needs a JSON object with {', '.join(types)}; {name} is missing or of another type"
-            raise RequestRefused(400, why)
+    for name, expected in types.items():
+        if not isinstance(body, dict) or not isinstance(body.get(name), expected):
+            raise RequestRefused(
+                400,
+                f"{request.path} needs a JSON object with {', '.join(types)}; {name} is missing "
+                "or of another type",
+            )
     assert isinstance(body, dict), "at least one field is asked for"
     return body
 
 
-def _short(value: object) -> str:
-    """Return the beginning of a value for an error: a client may send megabytes."""
+def _shortened(value: object) -> str:
+    """Return the beginning of a client's value, which may have megabytes, for an error."""
     text = str(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error with one line. `at_fault` says whether the request of this episode is to
-    blame.
+    """Answer an error with one line.
+
+    `at_fault` is false if another session's request is to blame.
     """
-    more: dict[str, object] = {}
+    fields: dict[str, object] = {}
     try:
         return await handler(request)
-    except RequestRefused as error:
-        status, why = error.status, error.why
+    except RequestRefused:
+        raise  # the guard answers
     except EnvironmentDied as error:
-        status, why, more = (
-            500,
-            f"{error}; the server printed the traceback",
-            {"at_fault": error.at_fault},
-        )
+        status, reason = 500, f"{error}; the server printed the traceback"
+        fields = {"at_fault": error.at_fault}
     except web.HTTPException as error:  # no such path, no POST, or a body that is too large
-        status, why = error.status, f"{request.method} {request.path}: {error.reason}"
-    except Exception as error:  # noqa: BLE001 - a process border: the client is told what it was
-        keep(None, full(error))
-        status, why = 500, f"{type(error).__name__}: {error}; the server printed the traceback"
-    return web.json_response({"error": " ".join(why.split()), **more}, status=status)
+        status, reason = error.status, f"{request.method} {request.path}: {error.reason}"
+    except Exception as error:  # noqa: BLE001 - a process border: the client is told
+        write_log(None, full_traceback(error))
+        status = 500
+        reason = f"{type(error).__name__}: {error}; the server printed the traceback"
+    return web.json_response({"error": " ".join(reason.split()), **fields}, status=status)
 
 
 async def serve(server: Server, *, host: str, port: int) -> None:
-    """Until it is cancelled."""
+    """Listen until it is cancelled."""
     try:
         print(printable(f"{LISTENING} http://{host}:{await server.start(host, port)}"), flush=True)
         await asyncio.Event().wait()
@@ -265,7 +282,7 @@ async def serve(server: Server, *, host: str, port: int) -> None:
         await server.close()
 
 
-def _options(text: str) -> dict[str, object]:
+def _parse_options(text: str) -> dict[str, object]:
     try:
         options = json.loads(text)
     except ValueError:
@@ -275,58 +292,66 @@ def _options(text: str) -> dict[str, object]:
     return options
 
 
-def main() -> None:
+def _parse_arguments() -> tuple[argparse.Namespace, str]:
+    """Return the arguments of the command line and the API key. Exits without a key."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", help="as env.name")
-    parser.add_argument("options", type=_options, help="as env.options, in JSON")
-    parser.add_argument("port", type=int, help="0: a free one, which it prints")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (%(default)s)")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="environment processes (%(default)s)"
-    )
-    parser.add_argument(
-        "--sessions", type=int, default=MAX_SESSIONS, help="episodes at once, at most (%(default)s)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("name", help="the environment, as in env.name")
+    add("options", type=_parse_options, help="its env.options, in JSON")
+    add("port", type=int, help="0 takes a free port and prints it")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--processes", type=int, default=1, help="environment processes (%(default)s)")
+    add("--sessions", type=int, default=MAX_SESSIONS, help="at most so many (%(default)s)")
+    add(
         "--api-key-env",
         default=KEY_VARIABLE,
         metavar="NAME",
         help="environment variable with the API key (%(default)s)",
     )
-    parser.add_argument(
+    add(
         "--answer-timeout-s",
         type=float,
         default=ANSWER_TIMEOUT_S,
-        help="of a reset or step (%(default)g)",
+        help="limit of a reset or step (%(default)g)",
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
+    key = key_from(arguments.api_key_env)
+    if not key:
+        parser.error(NO_KEY.format(arguments.api_key_env))
+    return arguments, key
+
+
+def main() -> None:
+    arguments, key = _parse_arguments()
     try:
-        key = key_from(given.api_key_env)
-        if not key:
-            parser.error(NO_KEY.format(given.api_key_env))
         server = Server(
-            given.name,
-            given.options,
-            processes=given.processes,
-            answer_timeout_s=given.answer_timeout_s,
+            arguments.name,
+            arguments.options,
+            processes=arguments.processes,
+            answer_timeout_s=arguments.answer_timeout_s,
             key=key,
-            sessions=given.sessions,
+            max_sessions=arguments.sessions,
         )
-        asyncio.run(serve(server, host=given.host, port=given.port))
+        asyncio.run(serve(server, host=arguments.host, port=arguments.port))
     except EnvironmentFailed as error:
-        if error.__cause__ is not None:  # this process has no log but what it prints
-            print(printable(full(error.__cause__), lines=True), end="", file=sys.stderr)
-        parser.exit(2, f"error: {error}\n")
+        if error.__cause__ is not None:  # this process has no log but its output
+            traceback = full_traceback(error.__cause__)
+            print(printable(traceback, lines=True), end="", file=sys.stderr)
+        _exit(str(error))
     except (OSError, OverflowError) as error:
-        parser.exit(
-            2,
-            f"error: cannot listen on {given.host}:{given.port} ({error}); take another port, or 0 "
-            "for a free one\n",
+        _exit(
+            f"cannot listen on {arguments.host}:{arguments.port} ({error}); take another port, or "
+            "0 for a free one"
         )
     except KeyboardInterrupt:
         print("stopped")
+
+
+def _exit(error: str) -> None:
+    print(printable(f"error: {error}"), file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Environments in processes of their own, awaited from an event loop.
+"""Keep environments in child processes, awaited from an event loop.
 
     pool = EnvironmentPool("textworld", options, processes=1, answer_timeout_s=60.0)
-    async with pool.environment() as environment:       # an idle one is used again, else a new one is made
+    async with pool.environment() as environment:  # one that is idle, or a new one
         observation = await environment.reset(task)
         transition = await environment.step(action)
     pool.close()
 
-Text engines hold the interpreter lock, so they do not share a process with the event loop that
-feeds the model. A process holds many environment objects and answers requests in the order they
-come; objects are kept and reused by `reset(task)`, because some engines leak with every new object,
-so there are never more than there were episodes at once. One that raises or answers nonsense is
-closed, which costs the episode that asked; a process that hangs is killed, and the next request
-starts another. Environments whose `reset` and `step` are coroutines wait for somebody else (a
-server, a browser): they live on the event loop itself.
+Text engines hold Python's lock, so they do not share a process with the event loop that feeds the
+model. One process holds many environment objects. Objects are reused by `reset(task)`, because some
+engines leak memory with each new one.
+
+An environment that raises or returns nonsense is closed, which fails its own episode. A process
+that hangs is killed, which fails all episodes in it. An environment whose `reset` and `step` are
+coroutines waits for somebody else, such as a server: it lives on the event loop itself.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
-from envs.errors import full, keep, log_hint, one_line, where_raised
-from envs.hosting.closing import close_safely
-from envs.hosting.environment_process import EnvironmentDied, EnvironmentProcess, asked
-from envs.hosting.pending import PendingOperations, request_name
+from envs.errors import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    describe_error,
+    full_traceback,
+    log_hint,
+    where_raised,
+    write_log,
+)
+from envs.hosting.environment_process import EnvironmentProcess, close_safely
+from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
 from envs.registry import environment_class, is_program
-from envs.validation import EnvironmentFailed, checked_answer
+from envs.validation import checked_answer
 
 
 class _Host(Protocol):
-    """Where environment objects live: calls `method(argument)` of one of them. Raises
-    EnvironmentDied.
-    """
+    """A place where environment objects live, each with an id."""
 
-    async def call(self, environment_id: int, method: str, argument: object) -> object: ...
+    async def call(self, environment_id: int, method: str, argument: object) -> object:
+        """Return `method(argument)` of an environment. Raises EnvironmentDied."""
+        ...
 
     def close(self) -> None: ...
 
 
 class PooledEnvironment:
-    """A place for one environment object, wherever it lives; `reset` makes the object if there is
-    none.
-    """
+    """One environment object of a pool. Its first `reset` creates it."""
 
     def __init__(self, host: _Host, environment_id: int) -> None:
         self._host = host
@@ -62,11 +67,10 @@ class PooledEnvironment:
 
 
 class EnvironmentPool:
-    """Processes start when they are first needed, one after the other. `answer_timeout_s` bounds
-    each `reset` and `step`.
+    """Lend environments. `answer_timeout_s` limits each `reset` and `step`.
 
-    What environments print, and the traceback of every error, goes to `log`; without one, to where
-    this process prints.
+    Processes start when they are first needed, one after the other. The output of environments, and
+    the traceback of every error, goes to `log`, or to this process's output.
     """
 
     def __init__(
@@ -79,20 +83,21 @@ class EnvironmentPool:
         log: Path | None = None,
     ) -> None:
         self._hosts: list[_Host]
-        self._waits = PendingOperations()
+        self._pending = PendingOperations()
         if inspect.iscoroutinefunction(environment_class(env_name).step):
-            here = _OnThisLoop(
-                env_name, options, answer_timeout_s=answer_timeout_s, waits=self._waits, log=log
+            host = _EventLoopHost(
+                env_name, options, answer_timeout_s=answer_timeout_s, pending=self._pending, log=log
             )
-            self._hosts = [here]
+            self._hosts = [host]
         else:
-            starts = asyncio.Lock()
+            starting = asyncio.Lock()
             self._hosts = [
                 EnvironmentProcess(
-                    *(env_name, options),
+                    env_name,
+                    options,
                     answer_timeout_s=answer_timeout_s,
-                    starts=starts,
-                    waits=self._waits,
+                    starting=starting,
+                    pending=self._pending,
                     log=log,
                 )
                 for _ in range(processes)
@@ -102,12 +107,10 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[PooledEnvironment]:
-        """An environment for one episode, which has to begin with `reset`. Raises EnvironmentDied
-        with the reason if it fails.
+        """Lend an environment for one episode, which begins with `reset`.
 
-        However the episode ends, also when it is cancelled in the middle of a request, the next one
-        can have it: a host closes what has failed, and answers in order, so a `reset` comes after
-        whatever was asked before.
+        Its calls raise EnvironmentDied. It can be lent again however the episode ends, also when a
+        call is cancelled: a host closes a failed object, and answers calls in order.
         """
         if self._idle:
             environment = self._idle.pop()
@@ -120,12 +123,11 @@ class EnvironmentPool:
             self._idle.append(environment)
 
     def oldest(self) -> tuple[str, float] | None:
-        """The unanswered request that was made first ("reset of task ...", "step ..."), and how
-        many seconds ago; or None.
+        """Return the oldest unanswered call and for how many seconds it is pending; None if none.
 
-        Also one whose episode was given up meanwhile: its process works on it all the same.
+        The call of a cancelled episode counts too: its process is still working on it.
         """
-        return self._waits.oldest()
+        return self._pending.oldest()
 
     def close(self) -> None:
         for host in self._hosts:
@@ -140,13 +142,12 @@ def try_environment(
     answer_timeout_s: float,
     log: Path | None = None,
 ) -> Observation | None:
-    """Start the environment once and reset it to `task`. Return its first observation, None for an
-    agent program.
+    """Start the environment, reset it to `task`, and return its first observation.
 
-    Raises EnvironmentFailed with its error, or if it hangs.
+    Returns None for an agent program, which needs a model to run. Raises EnvironmentFailed.
     """
 
-    async def once() -> Observation:
+    async def reset_once() -> Observation:
         pool = EnvironmentPool(
             name, options, processes=1, answer_timeout_s=answer_timeout_s, log=log
         )
@@ -157,21 +158,18 @@ def try_environment(
             pool.close()
 
     try:
-        if is_program(name):
-            return None  # to run it takes a model
-        return asyncio.run(once())
+        return None if is_program(name) else asyncio.run(reset_once())
     except Exception as error:  # the border to a user's own code
-        why = (
-            str(error) if isinstance(error, EnvironmentDied) else f"{type(error).__name__}: {error}"
-        )
+        is_described = isinstance(error, EnvironmentDied)
+        reason = str(error) if is_described else f"{type(error).__name__}: {error}"
         raise EnvironmentFailed(
             f"env.name={name} does not start with task {task.split}/{task.id}: "
-            f"{' '.join(why.split())}"
+            f"{' '.join(reason.split())}"
         ) from error
 
 
-class _OnThisLoop:
-    """Asynchronous environments, in the process and on the event loop of whoever awaits them."""
+class _EventLoopHost:
+    """Hold asynchronous environments in this process, on the event loop of the caller."""
 
     def __init__(
         self,
@@ -179,16 +177,16 @@ class _OnThisLoop:
         options: Mapping[str, object],
         *,
         answer_timeout_s: float,
-        waits: PendingOperations,
+        pending: PendingOperations,
         log: Path | None,
     ) -> None:
         self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
         self._environments: dict[int, Any] = {}
-        self._tasks: dict[int, Task] = {}  # of its newest reset
-        self._waits, self._log = waits, log
+        self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
+        self._pending, self._log = pending, log
 
     async def call(self, environment_id: int, method: str, argument: object) -> object:
-        self._waits.begin(environment_id, request_name(method, argument))
+        self._pending.begin(environment_id, request_name(method, argument))
         if isinstance(argument, Task):
             self._tasks[environment_id] = argument
         deadline = asyncio.timeout(self._answer_timeout_s)
@@ -202,33 +200,45 @@ class _OnThisLoop:
             async with deadline:
                 answer = await called(argument)
             return checked_answer(method, answer)
-        except asyncio.CancelledError:  # half done: nobody knows what it would do next
-            self._drop(environment_id)
+        except asyncio.CancelledError:
+            self._drop(environment_id)  # it was interrupted, so its state is unknown
             raise
         except (Exception, SystemExit) as error:  # the border to a user's own code
             self._drop(environment_id)
-            what = asked(method, argument, self._tasks[environment_id])
-            # it may raise one of its own
-            if isinstance(error, TimeoutError) and deadline.expired():
-                stopped = error.__cause__ or error  # the cancelled call says where it waited
-                place = where_raised(stopped, called=called)
-                why = f"did not answer {what} within {self._answer_timeout_s:g} s" + (
-                    f", at {place}" if place else ""
-                )
-            elif isinstance(error, EnvironmentDied):  # a server's, which has said where
-                why = f"failed in {what}: {error}"
-            else:
-                why = f"failed in {what}: {one_line(error, called=called)}"
-            keep(self._log, full(error))
-            at_fault = getattr(error, "at_fault", True)  # a server may say that it is not
-            message = f"environment {self._env_name!r} {why}{log_hint(self._log)}"
-            raise EnvironmentDied(message, at_fault=at_fault) from error
+            write_log(self._log, full_traceback(error))
+            request = request_of_task(method, argument, self._tasks[environment_id])
+            # a TimeoutError may also be the environment's own
+            is_late = isinstance(error, TimeoutError) and deadline.expired()
+            fault = self._describe(error, request=request, called=called, is_late=is_late)
+            raise EnvironmentDied(
+                f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
+                at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
+            ) from error
         finally:
-            self._waits.end(environment_id)
+            self._pending.end(environment_id)
 
     def close(self) -> None:
         for environment_id in list(self._environments):
             self._drop(environment_id)
+
+    def _describe(
+        self,
+        error: BaseException,
+        *,
+        request: str,
+        called: Callable[..., Any] | None,
+        is_late: bool,
+    ) -> str:
+        if is_late:
+            interrupted = (
+                error.__cause__ or error
+            )  # the cancelled call's stack ends where it waited
+            place = where_raised(interrupted, called=called)
+            late = f"did not answer {request} within {self._answer_timeout_s:g} s"
+            return f"{late}, at {place}" if place else late
+        if isinstance(error, EnvironmentDied):  # a server's error, which has a place already
+            return f"failed in {request}: {error}"
+        return f"failed in {request}: {describe_error(error, called=called)}"
 
     def _drop(self, environment_id: int) -> None:
         if environment_id in self._environments:

@@ -1,22 +1,12 @@
-"""Agent programs: somebody's own agent, which calls a chat model itself, instead of an environment
-that is stepped.
-
-    class Agent:
-        def __init__(self, options): ...
-        @classmethod
-        def tasks(cls, split, options): ...                    # as environments have it
-        def run(self, task, client):                           # plays one task from beginning to end
-            model = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
-            ...
-            return Outcome(reward=1.0, won=True)
+"""Run agent programs: a user's own agents, which call a chat model themselves.
 
     pool = ProgramPool("my_agent:Agent", options, processes=4)
     outcome = await pool.run(task, client, deadline_s=600.0)
     pool.close()
 
-A program may block, so each has a process to itself while it runs; the process and the object in it
-are used again for the next task. It ends with all it started when it hangs, when its episode is
-given up, and when the worker is gone, also by force.
+`envs/base.py` has the class to write. A program may block, so each has a process to itself while it
+runs. Process and object are used again for the next task. A process is killed, with all that it
+started, when it is late, when its episode is cancelled, and when the worker dies.
 """
 
 from __future__ import annotations
@@ -24,140 +14,105 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from numbers import Real
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
-from envs.base import Task
-from envs.errors import exit_text, full, keep, log_hint, one_line
-from envs.hosting.child_process import Child, begin, given_options
-from envs.hosting.environment_process import EnvironmentDied
+from envs.base import ClientSettings, Outcome, Program, Task
+from envs.errors import (
+    EnvironmentDied,
+    describe_error,
+    describe_exit,
+    full_traceback,
+    log_hint,
+    write_log,
+)
+from envs.hosting.child_process import ChildProcess, prepare_child, read_options
 from envs.hosting.pending import PendingOperations
 from envs.options import Options
 from envs.registry import program_class
+from envs.validation import checked_outcome
 
-# an idle program ends at once; a dead one's socket closes a moment before it has an exit code
-CLOSE_TIMEOUT_S = 1.0
+# An idle program ends at once. A dying one closes its socket a moment before it has an exit code.
+EXIT_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 64 * 2**20  # of a task or an outcome
-CHILD = (
-    "from envs.hosting.program_pool import main; main()"  # with -m all classes would exist twice
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientSettings:
-    """What a program gives to its client instead of OpenAI's own."""
-
-    base_url: str  # e.g. http://127.0.0.1:40123/v1
-    # tells the endpoint which episode a request belongs to; of no use once that has ended
-    api_key: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What an episode came to."""
-
-    reward: float  # of the whole episode
-    won: bool  # the task is solved
-    task_score: float | None = None  # a graded score where the task has one
-
-
-@runtime_checkable
-class Program(Protocol):
-    """Constructed as `ProgramClass(options)`, once per process; `options` is the config's
-    `env.options` mapping.
-    """
-
-    def __init__(self, options: Mapping[str, object]) -> None: ...
-
-    @classmethod
-    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]: ...
-
-    def run(self, task: Task, client: ClientSettings) -> Outcome:
-        """Plays one task; may be a coroutine ("async def"). While it runs OPENAI_BASE_URL and
-        OPENAI_API_KEY are set too.
-        """
-        ...
+# with `python -m` all classes would exist twice
+CHILD_CODE = "from envs.hosting.program_pool import main; main()"
 
 
 class ProgramPool:
-    """At most `processes` programs at once; further ones wait for their turn. A process starts when
-    it is first needed.
+    """Run at most `processes` programs at once; further ones wait.
 
-    What programs print, and the traceback of every error, goes to `log`.
+    A process starts when it is first needed. The output of programs, and the traceback of every
+    error, goes to `log`.
     """
 
     def __init__(
         self, name: str, options: Mapping[str, object], *, processes: int, log: Path | None = None
     ) -> None:
         self.name, self._options, self.log = name, options, log
-        self._turns = asyncio.Semaphore(processes)
+        self._free_processes = asyncio.Semaphore(processes)
         self._idle: list[_ProgramProcess] = []
         self._busy: set[_ProgramProcess] = set()
-        self._waits = PendingOperations()
+        self._pending = PendingOperations()
 
     async def run(self, task: Task, client: ClientSettings, *, deadline_s: float) -> Outcome:
-        """Raises EnvironmentDied, which names program and task, if it raises, returns nonsense,
-        dies or takes too long.
+        """Run the program on a task. The deadline begins when a process is free.
 
-        The deadline begins when the program does. Cancelled, it kills the program.
+        Raises EnvironmentDied if the program raises, returns nonsense, dies or is late. If this
+        call is cancelled, the program is killed.
         """
-        what = f"program {self.name!r} on task {task.split}/{task.id}"
-        async with self._turns:
-            with self._process(what) as process:
+        running = f"program {self.name!r} on task {task.split}/{task.id}"
+        async with self._free_processes:
+            with self._process(running) as process:
                 try:
                     async with asyncio.timeout(deadline_s):
                         answer = await process.ask({"task": asdict(task), "client": asdict(client)})
                 except TimeoutError:
-                    where = process.end_hung()
+                    place = process.end_hung()
                     raise self._died(
-                        f"{what} had not ended after {deadline_s:g} s and was killed{where}",
+                        f"{running} had not ended after {deadline_s:g} s and was killed{place}",
                         process,
                     ) from None
                 except EOFError as error:
-                    raise self._died(f"{what}: its process {error}", process) from None
+                    raise self._died(f"{running}: its process {error}", process) from None
         if "error" in answer:
             raise EnvironmentDied(
-                f"{what} failed: {answer['error']}{log_hint(self.log)}", at_fault=True
+                f"{running} failed: {answer['error']}{log_hint(self.log)}", at_fault=True
             )
         return Outcome(**answer["outcome"])
 
-    def _died(self, why: str, process: _ProgramProcess) -> EnvironmentDied:
-        """Return the error of a process that has ended, and write it to the log."""
-        keep(self.log, f"{why}\n{process.dump()}")
-        return EnvironmentDied(why + log_hint(self.log), at_fault=True)
+    def _died(self, reason: str, process: _ProgramProcess) -> EnvironmentDied:
+        """Log the end of a process and return its error."""
+        write_log(self.log, f"{reason}\n{process.child.dump()}")
+        return EnvironmentDied(reason + log_hint(self.log), at_fault=True)
 
     def close(self) -> None:
         for process in self._busy:
             process.kill()
-        for process in self._idle:
+        for process in self._idle:  # all at once, so that they end side by side
             process.disconnect()
         for process in self._idle:
-            process.close()
+            process.child.end(patience_s=EXIT_TIMEOUT_S)
 
     def oldest(self) -> tuple[str, float] | None:
-        """The program that has run longest ("program ... on task ..."), and for how many seconds;
-        or None.
-        """
-        return self._waits.oldest()
+        """Return the program that has run longest and for how many seconds; None if none runs."""
+        return self._pending.oldest()
 
     @contextmanager
-    def _process(self, what: str) -> Iterator[_ProgramProcess]:
-        """An idle process or a new one; one that was left in the middle of a task is killed."""
-        process = (
-            self._idle.pop()
-            if self._idle
-            else _ProgramProcess(self.name, self._options, log=self.log)
-        )
+    def _process(self, running: str) -> Iterator[_ProgramProcess]:
+        """Lend an idle process or a new one. Kill it if the `with` block raises."""
+        if self._idle:
+            process = self._idle.pop()
+        else:
+            process = _ProgramProcess(self.name, self._options, log=self.log)
         self._busy.add(process)
-        self._waits.begin(process, what)
+        self._pending.begin(process, running)
         try:
             yield process
             self._idle.append(process)
@@ -165,24 +120,22 @@ class ProgramPool:
             process.kill()
             raise
         finally:
-            self._waits.end(process)
+            self._pending.end(process)
             self._busy.discard(process)
 
 
 class _ProgramProcess:
-    """The parent's end: one line of JSON with a task, one with its outcome."""
+    """Send a child one line of JSON with a task, and get one line with its outcome."""
 
     def __init__(self, name: str, options: Mapping[str, object], *, log: Path | None) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            arguments = ["-c", CHILD, str(theirs.fileno()), name]
-            self._process = Child(arguments, options=options, channel=theirs, log=log)
+            arguments = ["-c", CHILD_CODE, str(theirs.fileno()), name]
+            self.child = ChildProcess(arguments, options=options, channel=theirs, log=log)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """Send a task, return the answer. Raises EOFError, with the exit code, if the process has
-        ended.
-        """
+        """Send a task and return the answer. Raises EOFError with the exit code of a dead child."""
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(
                 sock=self._socket, limit=MAX_LINE_BYTES
@@ -193,40 +146,33 @@ class _ProgramProcess:
         with suppress(ConnectionError):
             line = await reader.readline()
         if not line:
-            code = self._process.end(patience_s=CLOSE_TIMEOUT_S)
-            raise EOFError(f"ended with {exit_text(code)}{self._process.place()}")
+            code = self.child.end(patience_s=EXIT_TIMEOUT_S)
+            raise EOFError(f"ended with {describe_exit(code)}{self.child.crash_place()}")
         return dict(json.loads(line))
 
     def disconnect(self) -> None:
+        """Close the socket, at which an idle child ends."""
         if self._streams is None:
             self._socket.close()
         else:
             self._streams[1].close()
 
-    def close(self) -> None:
-        """Lets it end by itself, and kills it if it does not."""
-        self.disconnect()
-        self._process.end(patience_s=CLOSE_TIMEOUT_S)
-
     def kill(self) -> None:
         self.disconnect()
-        self._process.end(patience_s=0.0)
+        self.child.end(patience_s=0.0)
 
     def end_hung(self) -> str:
-        """Kill it, and return where it was: ", at FILE:LINE in FUNCTION", or ""."""
-        self._process.end_hung()
-        return self._process.place()
-
-    def dump(self) -> str:
-        """Return the stacks that it wrote when it crashed or was killed; "" if it wrote none."""
-        return self._process.dump()
+        """Kill the child. Return ", at FILE:LINE in FUNCTION" of where it was, or ""."""
+        self.child.end_hung()
+        return self.child.crash_place()
 
 
 def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
-    """The child's loop: consumes tasks, produces outcomes, ends when the parent closes its end."""
+    """Run the program on each task, until the parent closes the stream: the child's loop."""
     program: Program | None = None
     for line in stream:
         request = json.loads(line)
+        task, client = Task(**request["task"]), ClientSettings(**request["client"])
         answer: dict[str, object]
         called: Callable[..., object] | None = None
         try:
@@ -235,14 +181,10 @@ def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
                 called = make.__init__
                 program = make(Options(options))
             called = program.run
-            answer = {
-                "outcome": asdict(
-                    _run(program, Task(**request["task"]), ClientSettings(**request["client"]))
-                )
-            }
-        except BaseException as error:  # noqa: BLE001 - a process border: the parent raises it in one line
-            keep(None, full(error))
-            answer = {"error": one_line(error, called=called)}
+            answer = {"outcome": asdict(_run(program, task, client))}
+        except BaseException as error:  # noqa: BLE001 - a process border: the parent is told
+            write_log(None, full_traceback(error))
+            answer = {"error": describe_error(error, called=called)}
             program = None
         with suppress(BrokenPipeError):
             stream.write(json.dumps(answer) + "\n")
@@ -254,32 +196,15 @@ def _run(program: Program, task: Task, client: ClientSettings) -> Outcome:
     outcome: Any = program.run(task, client)
     if inspect.iscoroutine(outcome):
         outcome = asyncio.run(outcome)
-    if not isinstance(outcome, Outcome):
-        raise TypeError(f"run returned {type(outcome).__name__}; it must return an envs.Outcome")
-    for key in ("reward", "task_score"):
-        number = getattr(outcome, key)
-        if (number is not None or key == "reward") and not (
-            isinstance(number, Real) and math.isfinite(number)
-        ):
-            raise ValueError(f"run returned {key}={number!r}; it must be a finite number")
-    if outcome.won not in (True, False):
-        raise TypeError(f"run returned won={outcome.won!r}; it must be True or False")
-    score = outcome.task_score
-    return Outcome(
-        reward=float(outcome.reward),
-        won=bool(outcome.won),
-        task_score=None if score is None else float(score),
-    )
+    return checked_outcome(outcome)
 
 
 def main() -> None:
-    """The child: descriptor of its socket, program, descriptor of its options, descriptor for the
-    dump of a crash.
-    """
+    """Run the child. Arguments: socket, program, and descriptors of options and dump."""
     descriptor, name, options, dump = sys.argv[1:5]
-    begin(dump)
-    # the endpoint is on this machine, whatever proxy leads to the others
+    prepare_child(dump)
+    # The endpoint is on this machine. A proxy for other addresses does not reach it.
     for variable in ("NO_PROXY", "no_proxy"):
         os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
-    with suppress(ConnectionError):  # it was closed before an answer was read
-        serve(socket.socket(fileno=int(descriptor)).makefile("rw"), name, given_options(options))
+    with suppress(ConnectionError):  # the parent may close the socket before it reads an answer
+        serve(socket.socket(fileno=int(descriptor)).makefile("rw"), name, read_options(options))

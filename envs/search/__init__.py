@@ -1,11 +1,11 @@
-"""Questions that are answered with a search engine, as in Search-R1 and the paper's
-question-answering runs (docs/search.md).
+"""Questions to answer with a search engine, as in Search-R1 and the paper (docs/search.md).
 
-`world.py` has the world twice: one that waits for a retrieval server and one that searches a corpus
-by itself. `episode.py` is what they share, `questions.py` reads what is asked and says what is held
-out, `scoring.py` reads a reply and compares an answer with the golden ones. `client.py` asks a
-server that speaks Search-R1's protocol, `server.py` is one. A corpus (`passages.py`) with an index
-over it is a `library.py`; the index is BM25 (`envs/bm25/`) or anybody's.
+world.py      two environments: SearchEnv asks a server, LocalSearchEnv searches by itself
+episode.py    one question: read replies, show passages, judge answers
+questions.py  read questions, and divide them into splits
+corpus.py     the passages, and the index over them
+client.py     ask a retrieval server that speaks Search-R1's protocol
+server.py     be such a server
 """
 
 from envs.search.world import LocalSearchEnv, SearchEnv

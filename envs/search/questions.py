@@ -1,10 +1,9 @@
-"""What is asked: questions with their golden answers, from Search-R1's parquet files or JSON lines,
-and which are held out.
+"""Read questions with golden answers from Search-R1's files, and divide them into splits.
 
-A row of JSON lines is `{"source", "qid", "question", "golden_answers"}`. A row of a parquet file is
-as Search-R1 or verl-agent have it: `data_source`, `reward_model.ground_truth.target`, `extra_info`,
-and the question in a column, in `extra_info`, or at the end of `prompt`. A source is a data set:
-nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, bamboogle, or another.
+A line of a JSON file is `{"source", "qid", "question", "golden_answers"}`. A row of a parquet file
+is Search-R1's or verl-agent's: `data_source`, `reward_model.ground_truth.target`, `extra_info`, and
+the question in a column, in `extra_info`, or at the end of `prompt`. A source is a data set, such
+as nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique or bamboogle.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envs.search.files import check_file, json_lines
+from envs.search.corpus import check_file, json_lines
 
-HELDOUT_EVERY = 5  # of a data set without a training part one question in five is held out
-SOURCE_PREFIX = "searchR1_"  # verl-agent's files have it
-BEFORE_QUESTION = "Question:"  # in a prompt of Search-R1
+HELDOUT_EVERY = 5  # one question in five of a data set without an official training part
+SOURCE_PREFIX = "searchR1_"  # in verl-agent's files
+BEFORE_QUESTION = "Question:"  # in Search-R1's prompts
 COLUMNS = (
     "id",
     "question",
@@ -35,15 +34,16 @@ COLUMNS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     source: str
-    id: str  # unique within all files; it has the name of the official split where the file has one
-    is_train: bool  # of the data set's official training part
+    id: str  # unique within all files; begins with source and official split, if known
+    is_train: bool  # belongs to the data set's official training part
     text: str
     golden_answers: tuple[str, ...]
 
     @property
     def digest(self) -> int:
-        """64 bits of the question's words: the same question in two data sets is on the same side
-        of a split.
+        """Return 64 bits of a hash of the words.
+
+        So the same question in two data sets is in the same split.
         """
         words = " ".join(self.text.casefold().split())
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
@@ -57,29 +57,27 @@ def select(
     heldout_sources: Sequence[str],
     heldout_limit: int,
 ) -> list[Question]:
-    """The questions of a split, in their order.
+    """Return the questions of a split, in their order.
 
-    A data set with an official training part trains on that and is held out with the rest. One
-    without is divided by `Question.digest` if it is trained on, else held out as a whole. Of more
-    than `heldout_limit` held-out questions of a data set those with the least digests are taken; 0
-    takes all. ValueError for a data set that has no question for the split.
+    A data set with an official training part trains on that part; the rest is held out. A data set
+    without one is divided by `Question.digest` if it is trained on, else all of it is held out.
+    `heldout_limit` bounds the held-out questions of each data set, by least digest; 0 takes all.
+    Raises ValueError for a data set without a question for the split.
     """
-    official = {question.source for question in questions if question.is_train}
-    chosen: list[Question] = []
+    has_official_split = {question.source for question in questions if question.is_train}
+    chosen_ids: set[str] = set()
     for source in train_sources if split == "train" else heldout_sources:
-        own = [question for question in questions if question.source == source]
-        if source in official:
-            held = [not question.is_train for question in own]
-        else:
-            held = [
-                source not in train_sources or question.digest % HELDOUT_EVERY == 0
-                for question in own
-            ]
-        wanted = [
-            question
-            for question, is_held in zip(own, held, strict=True)
-            if is_held == (split == "heldout")
-        ]
+        is_divided = source in train_sources
+        wanted = []
+        for question in questions:
+            if question.source != source:
+                continue
+            if source in has_official_split:
+                is_heldout = not question.is_train
+            else:
+                is_heldout = not is_divided or question.digest % HELDOUT_EVERY == 0
+            if is_heldout == (split == "heldout"):
+                wanted.append(question)
         if not wanted:
             known = ", ".join(sorted({question.source for question in questions}))
             raise ValueError(
@@ -88,15 +86,15 @@ def select(
             )
         if split == "heldout" and heldout_limit:
             wanted = sorted(wanted, key=lambda question: question.digest)[:heldout_limit]
-        chosen += wanted
-    taken = {question.id for question in chosen}
-    return [question for question in questions if question.id in taken]
+        chosen_ids |= {question.id for question in wanted}
+    return [question for question in questions if question.id in chosen_ids]
 
 
 @functools.cache
 def read_questions(paths: tuple[Path, ...]) -> tuple[Question, ...]:
-    """Read once per process. ValueError, in one line, for a file that is not there or has something
-    else, or an id twice.
+    """Read files once per process.
+
+    Raises ValueError, in one line, for a missing or malformed file, and for an id that is twice.
     """
     questions: dict[str, Question] = {}
     for path in paths:
@@ -119,46 +117,36 @@ def read_questions(paths: tuple[Path, ...]) -> tuple[Question, ...]:
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     if path.suffix != ".parquet":
-        yield from json_lines(path, what="questions")
+        yield from json_lines(path, kind="questions")
         return
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(check_file(path, what="questions")) as file:
-        there = file.schema_arrow.names
-        wanted = [
-            name
-            for name in COLUMNS
-            if name in there and not (name == "prompt" and "question" in there)
-        ]
-        for batch in file.iter_batches(columns=wanted):
+    with pyarrow.parquet.ParquetFile(check_file(path, kind="questions")) as file:
+        names = [name for name in COLUMNS if name in file.schema_arrow.names]
+        if "question" in names and "prompt" in names:
+            names.remove("prompt")  # long, and needed only for the question
+        for batch in file.iter_batches(columns=names):
             yield from batch.to_pylist()
 
 
 def _question(row: Mapping[str, Any]) -> Question:
+    """Return the question of a row. Raises KeyError and the like for a row of another form."""
     extra = row.get("extra_info") or {}
-    source = str(row["source"] if "source" in row else row["data_source"]).removeprefix(
-        SOURCE_PREFIX
-    )
-    # 0 is a number as any other
-    given = [row[name] for name in ("qid", "id") if row.get(name) not in (None, "")]
-    number = given[0] if given else f"{extra['split']}_{extra['index']}"
-    golden = (
-        row["golden_answers"]
-        if row.get("golden_answers")
-        else row["reward_model"]["ground_truth"]["target"]
-    )
-    text = (
-        row.get("question")
-        or extra.get("question")
-        or row["prompt"][-1]["content"].rpartition(BEFORE_QUESTION)[2]
-    )
-    split = extra.get("split") or str(number).partition("_")[0]
+    source = row["source"] if "source" in row else row["data_source"]
+    source = str(source).removeprefix(SOURCE_PREFIX)
+    given_ids = [row[name] for name in ("qid", "id") if row.get(name) not in (None, "")]
+    own_id = given_ids[0] if given_ids else f"{extra['split']}_{extra['index']}"
+    text = row.get("question") or extra.get("question")
+    if not text:
+        text = row["prompt"][-1]["content"].rpartition(BEFORE_QUESTION)[2]
+    golden = row.get("golden_answers") or row["reward_model"]["ground_truth"]["target"]
+    if isinstance(golden, str):
+        golden = (golden,)
+    official_split = extra.get("split") or str(own_id).partition("_")[0]
     return Question(
         source=source,
-        id=f"{source}-{number}",
-        is_train=split == "train",
+        id=f"{source}-{own_id}",
+        is_train=official_split == "train",
         text=text.strip(),
-        golden_answers=(golden,)
-        if isinstance(golden, str)
-        else tuple(str(answer) for answer in golden),
+        golden_answers=tuple(str(answer) for answer in golden),
     )

@@ -60,6 +60,7 @@ HELDOUT_SHARE = 3  # one goal in three is kept for the held-out split
 # Part of every cached file's name: raise it when the same `Treasure` would no longer give the same
 # game.
 GENERATOR_VERSION = 2
+COMPILER_CODE = "from envs.textworld.games import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +203,7 @@ def _start_compiler(games: Sequence[tuple[Path, Treasure]]) -> subprocess.Popen[
     threads and locks.
     """
     compiler = subprocess.Popen(
-        [sys.executable, "-m", "envs.textworld.games"],
+        [sys.executable, "-c", COMPILER_CODE],
         cwd=Path(__file__).resolve().parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -280,7 +281,8 @@ def _check_winnable(treasure: Treasure, z8_path: str) -> None:
         env.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compile the games on standard input: JSON pairs of a file to write and a Treasure's fields."""
     for target, content in json.load(sys.stdin):
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

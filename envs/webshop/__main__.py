@@ -1,9 +1,12 @@
-"""What takes long, beforehand: `python -m envs.webshop pack DATA`, `... nouns DATA CATALOGUE MODEL`
-(docs/webshop.md).
+"""Prepare WebShop's data once, where that takes long (docs/webshop.md).
+
+python -m envs.webshop pack DATA
+python -m envs.webshop nouns DATA CATALOGUE MODEL
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -11,61 +14,57 @@ from pathlib import Path
 
 from envs import bm25
 from envs.webshop import nouns
-from envs.webshop.catalogue import FULL, SMALL, read
-from envs.webshop.shop import catalogue_of, packed
+from envs.webshop.catalogue import FULL, SMALL, open_catalogue, packed_folder, read
 from printable import ArgumentParser, fail, printable
 
 
 def pack(data: Path) -> str:
-    """Makes of the full catalogue what can be mapped; whole or not at all. It has to fit into
-    memory for this once.
+    """Write the full catalogue and its index as files to map. Return a report.
+
+    It needs memory for the whole catalogue. The folder appears complete or not at all.
     """
-    catalogue = read(data, FULL)
-    scratch = packed(data).with_name(f"tmp-packed-{os.getpid()}")
+    catalogue, target = read(data, FULL), packed_folder(data)
+    scratch = target.with_name(f"tmp-packed-{os.getpid()}")
     scratch.mkdir()
     try:
         catalogue.save(scratch)
-        bm25.save(
-            bm25.build(
-                (product.contents for product in catalogue), [product.asin for product in catalogue]
-            ),
-            scratch,
-        )
-        shutil.rmtree(packed(data), ignore_errors=True)
-        scratch.rename(packed(data))
+        names = [product.asin for product in catalogue]
+        bm25.save(bm25.build((product.contents for product in catalogue), names), scratch)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return f"{len(catalogue)} products in {packed(data)}"
+    return f"{len(catalogue)} products in {target}"
 
 
 def tag(data: Path, which: str, model: str) -> str:
-    catalogue = catalogue_of(data, which)
+    """Write the nouns of all names, tagged by a spaCy model. Return a report."""
+    catalogue, target = open_catalogue(data, which), data / nouns.TAGGED
     tagged = nouns.tag((product.name for product in catalogue), model)
-    tagged.save(data / nouns.TAGGED)
-    return f"{len(tagged.keys_N)} names in {data / nouns.TAGGED}"
+    tagged.save(target)
+    return f"{len(tagged.keys_N)} names in {target}"
 
 
 def main() -> int:
-    parser = ArgumentParser(prog="python -m envs.webshop", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (
-        ("pack", "arrays of the full catalogue, to play with it"),
-        ("nouns", "spaCy's nouns of all names"),
-    ):
-        command = commands.add_parser(name, help=what)
-        command.add_argument("data", type=Path, help="the folder with WebShop's files")
-    commands.choices["nouns"].add_argument("catalogue", choices=(SMALL, FULL))
-    commands.choices["nouns"].add_argument(
-        "model", help="a spaCy model that is installed, such as en_core_web_sm"
+    parser = ArgumentParser(
+        prog="python -m envs.webshop",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", help="prepare the full catalogue for play")
+    tagging = commands.add_parser("nouns", help="tag the nouns of all names with spaCy")
+    for command in (packing, tagging):
+        command.add_argument("data", type=Path, help="folder with WebShop's files")
+    tagging.add_argument("catalogue", choices=(SMALL, FULL))
+    tagging.add_argument("model", help="an installed spaCy model, such as en_core_web_sm")
     options = parser.parse_args()
     try:
-        said = (
-            pack(options.data)
-            if options.command == "pack"
-            else tag(options.data, options.catalogue, options.model)
-        )
-        print(printable(said))
+        if options.command == "pack":
+            report = pack(options.data)
+        else:
+            report = tag(options.data, options.catalogue, options.model)
+        print(printable(report))
     except (ValueError, ImportError, OSError) as error:
         fail(error)
         return 2

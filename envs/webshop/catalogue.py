@@ -1,12 +1,11 @@
-"""The shop's products, from the files that WebShop's own download gives, cleaned as WebShop cleans
-them.
+"""The products of WebShop's own files, cleaned as WebShop cleans them.
 
-    catalogue = read(Path("data"), "small")          # 1,000 products; parsed, in a tenth of a second
+    catalogue = open_catalogue(Path("data"), "small")  # 1,000 products, parsed in 0.1 s
     catalogue[17].name
 
-The full catalogue (1.18 million products) is too much to parse in every process: `pack` writes it
-once as lines of JSON with their places, and arrays; `open_packed` maps those, so that all processes
-of a machine share one copy in memory.
+The full catalogue (1.18 million products) is too much to parse in every process. `python -m
+envs.webshop pack` writes it once as lines of JSON and arrays, which are mapped: all processes of a
+machine share one copy in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ FILES = {
     SMALL: ("items_shuffle_1000.json", "items_ins_v2_1000.json"),
     FULL: ("items_shuffle.json", "items_ins_v2.json"),
 }
-HUMAN_FILES = ("items_human_ins.json", "items_human_ins_13.json")  # of all products; of the 1,000
-PRICE_OF_NONE = 100.0  # what a product without a price costs
-LONGEST_ASIN = 10
+# instructions by crowd workers: for all products, or for the small catalogue
+HUMAN_FILES = ("items_human_ins.json", "items_human_ins_13.json")
+DEFAULT_PRICE = 100.0  # dollars, of a product without a price
+MAX_ASIN_CHARACTERS = 10
 KEPT_PRODUCTS = 10_000  # parsed products that a process keeps
 COLUMNS = ("starts", "low", "high", "asks", "n_synthetic", "n_human")
 
@@ -41,7 +41,7 @@ COLUMNS = ("starts", "low", "high", "asks", "n_synthetic", "n_human")
 class Instruction:
     text: str
     attributes: tuple[str, ...]
-    # of a crowd worker's; a synthetic one is combined with every choice of the product's options
+    # of a crowd worker; a synthetic instruction is combined with each choice of options
     options: tuple[str, ...]
 
 
@@ -55,14 +55,14 @@ class Product:
     options: dict[str, tuple[str, ...]]  # values by name, in the order of the page
     attributes: tuple[str, ...]
     category: str  # one of five
-    query: str  # that found it when the catalogue was collected
+    query: str  # the search that found it when the catalogue was collected
     product_category: str  # path through the departments
     synthetic: Instruction | None
     human: tuple[Instruction, ...]
 
     @property
     def contents(self) -> str:
-        """What is searched."""
+        """The text that is searched."""
         options = ", and ".join(
             f"{name}: {', '.join(values)}" for name, values in self.options.items()
         )
@@ -70,17 +70,15 @@ class Product:
 
 
 class Catalogue(Sequence[Product]):
-    """Products by number, and by D, the number of products, what goals are made from without
-    looking at each product.
-    """
+    """D products by number, and columns from which goals are made without parsing a product."""
 
     def __init__(self, lines: bytes | mmap.mmap, columns: dict[str, np.ndarray]) -> None:
         self._lines = lines
-        self._starts = columns["starts"]  # D + 1 places in `lines`
-        # float64, dollars; high is NaN where the price is no range
+        self._starts = columns["starts"]  # int64, D + 1 offsets in `lines`
+        # float64, dollars; high is NaN if the price is no range
         self.low_D, self.high_D = columns["low"], columns["high"]
-        self.asks_D = columns["asks"]  # int64, 1 where there is a synthetic instruction
-        # goals, int64
+        self.asks_D = columns["asks"]  # int64, 1 if there is a synthetic instruction
+        # int64, numbers of goals
         self.n_synthetic_D, self.n_human_D = columns["n_synthetic"], columns["n_human"]
         self._product = lru_cache(maxsize=KEPT_PRODUCTS)(self._parse)
 
@@ -111,19 +109,27 @@ class Catalogue(Sequence[Product]):
 
 
 def read(data: Path, which: str) -> Catalogue:
-    """Raises ValueError if a file is missing. What has no instruction by a crowd worker, for want
-    of the file, has none.
+    """Parse WebShop's files. Raises ValueError if one is missing.
+
+    The file with crowd workers' instructions is optional.
     """
-    items, attributes = (_load(data, (name,), what=which) for name in FILES[which])
-    human = (
-        _load(data, HUMAN_FILES, what=which)
-        if any(_path(data, name) for name in HUMAN_FILES)
-        else {}
-    )
+    items, attributes = (_load(data, (name,), which) for name in FILES[which])
+    has_human = any(_find(data, name) for name in HUMAN_FILES)
+    human = _load(data, HUMAN_FILES, which) if has_human else {}
     return _of_products(_cleaned(items, attributes, human))
 
 
-def open_packed(directory: Path) -> Catalogue:
+@cache
+def open_catalogue(data: Path, which: str) -> Catalogue:
+    """Parse or map a catalogue once per process. Raises ValueError if its files are missing."""
+    if which == SMALL:
+        return read(data, which)
+    directory = packed_folder(data)
+    if not directory.is_dir():
+        raise ValueError(
+            f"webshop catalogue={which!r}: no {directory}; make it with: python -m envs.webshop "
+            f"pack {data}"
+        )
     with open(directory / "products.jsonl", "rb") as file:
         lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return Catalogue(
@@ -131,24 +137,23 @@ def open_packed(directory: Path) -> Catalogue:
     )
 
 
+def packed_folder(data: Path) -> Path:
+    """Return the folder in which `python -m envs.webshop pack` writes the full catalogue."""
+    return data / "packed"
+
+
 def _of_products(products: Iterable[Product]) -> Catalogue:
     lines, starts = bytearray(), array("q", [0])
-    low, high, asks, n_synthetic, n_human = (
-        array("d"),
-        array("d"),
-        array("q"),
-        array("q"),
-        array("q"),
-    )
+    low, high = array("d"), array("d")
+    asks, n_synthetic, n_human = array("q"), array("q"), array("q")
     for product in products:
         lines += json.dumps(asdict(product), ensure_ascii=False).encode() + b"\n"
         starts.append(len(lines))
         low.append(product.prices[0])
         high.append(product.prices[1] if len(product.prices) == 2 else math.nan)
         asks.append(product.synthetic is not None)
-        n_synthetic.append(
-            math.prod(len(v) for v in product.options.values()) if product.synthetic else 0
-        )
+        n_choices = math.prod(len(values) for values in product.options.values())
+        n_synthetic.append(n_choices if product.synthetic else 0)
         n_human.append(len(product.human))
     columns = (starts, low, high, asks, n_synthetic, n_human)
     return Catalogue(
@@ -157,18 +162,19 @@ def _of_products(products: Iterable[Product]) -> Catalogue:
     )
 
 
-def _path(data: Path, name: str) -> Path | None:
+def _find(data: Path, name: str) -> Path | None:
     return next((path for path in (data / name, data / f"{name}.xz") if path.is_file()), None)
 
 
-def _load(data: Path, names: Sequence[str], *, what: str) -> Any:
+def _load(data: Path, names: Sequence[str], which: str) -> Any:
+    """Return the content of the first of these files that is there. Raises ValueError."""
     for name in names:
-        path = _path(data, name)
+        path = _find(data, name)
         if path is not None:
             raw = path.read_bytes()
             return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
     raise ValueError(
-        f"webshop catalogue={what!r}: no file {names[0]!r} in data={str(data)!r}; docs/webshop.md "
+        f"webshop catalogue={which!r}: no file {names[0]!r} in data={str(data)!r}; docs/webshop.md "
         "says where the files are from"
     )
 
@@ -179,7 +185,7 @@ def _cleaned(
     seen: set[str] = set()
     for item in items:
         asin = item["asin"]
-        if asin == "nan" or len(asin) > LONGEST_ASIN or asin in seen:
+        if asin == "nan" or len(asin) > MAX_ASIN_CHARACTERS or asin in seen:
             continue
         seen.add(asin)
         described = attributes.get(asin, {})
@@ -201,9 +207,9 @@ def _cleaned(
 
 
 def _prices(text: str | None) -> tuple[float, ...]:
-    """ "$19.99$27.99" -> (19.99, 27.99); what comes after two is left out, as in WebShop."""
+    """Return (19.99, 27.99) for "$19.99$27.99". Like WebShop, ignore a third price."""
     if not text:
-        return (PRICE_OF_NONE,)
+        return (DEFAULT_PRICE,)
     return tuple(float(re.sub(r"[^\d.]", "", price)) for price in text.split("$")[1:])[:2]
 
 
@@ -219,20 +225,18 @@ def _options(listed: Any) -> dict[str, tuple[str, ...]]:
 
 def _synthetic(described: dict[str, Any]) -> Instruction | None:
     text = described.get("instruction")
-    return (
-        Instruction(text=text, attributes=tuple(described["instruction_attributes"]), options=())
-        if text is not None
-        else None
-    )
+    if text is None:
+        return None
+    return Instruction(text=text, attributes=tuple(described["instruction_attributes"]), options=())
 
 
 def _human(listed: Iterable[dict[str, Any]]) -> Iterator[Instruction]:
-    for one in listed:
-        if one["instruction_attributes"]:  # WebShop leaves out those that ask for none
+    for fields in listed:
+        if fields["instruction_attributes"]:  # WebShop leaves out the others
             yield Instruction(
-                text=one["instruction"].strip("."),
-                attributes=tuple(one["instruction_attributes"]),
-                options=tuple(one["instruction_options"]),
+                text=fields["instruction"].strip("."),
+                attributes=tuple(fields["instruction_attributes"]),
+                options=tuple(fields["instruction_options"]),
             )
 
 
@@ -240,7 +244,7 @@ def _product_of(fields: dict[str, Any]) -> Product:
     for name in ("bullets", "prices", "attributes"):
         fields[name] = tuple(fields[name])
     fields["options"] = {name: tuple(values) for name, values in fields["options"].items()}
-    fields["human"] = tuple(_instruction_of(one) for one in fields["human"])
+    fields["human"] = tuple(map(_instruction_of, fields["human"]))
     fields["synthetic"] = _instruction_of(fields["synthetic"]) if fields["synthetic"] else None
     return Product(**fields)
 

@@ -1,10 +1,9 @@
-"""What shoppers want: WebShop's goals, with its prices, in its order, in its split. All of it is
-fixed by one seed.
+"""The goals of WebShop's shoppers, with its prices, order and splits, fixed by one seed.
 
-A synthetic instruction is one goal for each choice of its product's options; a crowd worker's is
-one. Prices are drawn first: of each product that has a range, then of each goal the most it may
-cost. WebShop leaves their seed to the process, so that instructions differ from run to run; here it
-is `seed`. The order is shuffled with seed 233, always, as WebShop does.
+A synthetic instruction gives one goal for each choice of its product's options. A crowd worker's
+instruction is one goal. Prices are drawn first: one for each product with a range, then the most
+that each goal may cost. WebShop does not fix their seed, so its instructions differ from run to run;
+here it is `seed`. The order is shuffled with seed 233, as WebShop does.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from envs.webshop.catalogue import Catalogue, Product
 
 SYNTHETIC, HUMAN = "synthetic", "human"
 ORDER_SEED = 233
-# places in that order, the original's
+# indices in that order, as in WebShop
 SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}
 LIMITS = [10.0 * n for n in range(1, 100)]  # dollars
-N_LIMITS = 4  # the next ones above the price, from which two are drawn
+N_LIMITS = 4  # limits above the price from which two are drawn
 NO_LIMIT = 1_000_000.0
 
 
@@ -31,13 +30,13 @@ class Goal:
     product: Product
     instruction: str
     attributes: tuple[str, ...]
-    # values, of a synthetic instruction with the option's name before it
+    # values; for a synthetic instruction pairs of name and value
     options: tuple[str | tuple[str, str], ...]
     price_limit: float  # dollars
 
 
 class Goals:
-    """Goals by their place in the fixed order."""
+    """All goals, by their index in the fixed order."""
 
     def __init__(self, catalogue: Catalogue, instructions: str, *, seed: int) -> None:
         self._catalogue = catalogue
@@ -49,8 +48,7 @@ class Goals:
         ]
         n_D = catalogue.n_human_D if self._is_human else catalogue.n_synthetic_D
         self._starts = np.concatenate([[0], np.cumsum(n_D)])
-        # One limit for a synthetic instruction and all its choices, one for each of the crowd
-        # workers'.
+        # All choices of a synthetic instruction share one price limit.
         n_limits_D = (n_D if self._is_human else catalogue.asks_D).tolist()
         self._limits = [
             _draw_limit(rng, price)
@@ -65,9 +63,9 @@ class Goals:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __getitem__(self, place: int) -> Goal:
-        at = self._product_number(place)
-        product, choice = self._catalogue[at], int(self._order[place] - self._starts[at])
+    def __getitem__(self, index: int) -> Goal:
+        at = self._product_number(index)
+        product, choice = self._catalogue[at], int(self._order[index] - self._starts[at])
         if self._is_human:
             instruction, asked = product.human[choice], ""
             options: tuple[str | tuple[str, str], ...] = instruction.options
@@ -90,18 +88,19 @@ class Goals:
             price_limit=limit,
         )
 
-    def category(self, place: int) -> str:
-        """Which of the shop's five: what a task's type is."""
-        return self._catalogue[self._product_number(place)].category
+    def category(self, index: int) -> str:
+        """Return which of the shop's five categories the product is in."""
+        return self._catalogue[self._product_number(index)].category
 
-    def places(self, split: str) -> range:
+    def indices(self, split: str) -> range:
+        """Return the indices of an official split."""
         first, last = SPLITS[split]
         return range(len(self))[first:last]
 
-    def _product_number(self, place: int) -> int:
-        if not 0 <= place < len(self):
-            raise IndexError(f"there are {len(self)} goals, none is at place {place}")
-        return int(np.searchsorted(self._starts, self._order[place], side="right")) - 1
+    def _product_number(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} goals, none has index {index}")
+        return int(np.searchsorted(self._starts, self._order[index], side="right")) - 1
 
 
 def _draw_limit(rng: Random, price: float) -> float:
@@ -110,8 +109,9 @@ def _draw_limit(rng: Random, price: float) -> float:
 
 
 def _chosen(product: Product, choice: int) -> dict[str, str]:
-    """The values of one of the product's choices by option, options in order of their names; the
-    last one's change fastest.
+    """Return a choice's values by option, options in order of their names.
+
+    The values of the last option change fastest.
     """
     chosen: dict[str, str] = {}
     for name in sorted(product.options, reverse=True):

@@ -1,11 +1,9 @@
-"""The nouns of a product's name, which WebShop has tagged by spaCy's small English model at every
-purchase.
+"""The nouns of a product's name. WebShop tags them with spaCy at every purchase.
 
-They come from tags made beforehand where there are some: those of the 1,000 products' names are in
-this folder (the places of the nouns in each name, by the name's hash), `python -m envs.webshop
-nouns` makes those of another catalogue. The nouns of any other name are all its words but the
-smallest ones: spaCy takes nearly every word of such names for a proper noun. docs/webshop.md has
-how often that makes a difference.
+Here tags are made beforehand. This folder has them for the 1,000 products: the positions of the
+nouns in each name, by the name's hash. `python -m envs.webshop nouns` makes those of another
+catalogue. The nouns of an untagged name are all its words but the small ones, because spaCy takes
+nearly every word of such names for a proper noun. docs/webshop.md says how often that matters.
 """
 
 from __future__ import annotations
@@ -22,43 +20,45 @@ import numpy as np
 TAGGED_SMALL = Path(__file__).parent / "nouns_1000.npz"
 TAGGED = "nouns.npz"  # in the data folder
 PARTS_OF_SPEECH = ("NOUN", "PROPN")
-UNUSED = ("parser", "lemmatizer", "ner")  # of the model; they change no tag
-LONGEST = 255  # characters that a span's byte can skip or take
+UNUSED_PARTS = ("parser", "lemmatizer", "ner")  # of the spaCy model; they change no tag
+MAX_SPAN = 255  # characters that one byte of a span can skip or take
 WORD = re.compile(r"[^\W_]+(?:\.[^\W_]+)*")
 LETTER = re.compile(r"[^\W\d_]")
 POSSESSIVE = re.compile(r"['’]s\b")
 SMALL_WORDS = """
-    a all and any are as at be both but by can do does each every for from her his in into is it its my no nor not of off on
-    onto or our out over per s t than that the their these this those to under up via will with without you your
+    a all and any are as at be both but by can do does each every for from her his in into is it its
+    my no nor not of off on onto or our out over per s t than that the their these this those to
+    under up via will with without you your
 """
 IS_SMALL = frozenset(SMALL_WORDS.split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagged:
-    """The nouns of N names: name n has the spans from starts[n] to starts[n + 1], each the
-    characters to skip and to take.
+    """The nouns of N names. Name n has the spans from starts[n] to starts[n + 1].
+
+    A span is a pair: characters to skip, and characters of a noun to take.
     """
 
     keys_N: np.ndarray  # uint64, hashes of the names, ascending
     starts_N: np.ndarray  # int64, N + 1 of them
-    spans: np.ndarray  # uint8, two of them a span
+    spans: np.ndarray  # uint8 [spans, 2]
 
     def nouns(self, name: str) -> list[str] | None:
-        """In lower case, repeats included; None if the name is not among them."""
+        """Return the nouns in lower case, repeats included; None if the name is not tagged."""
         key = _key(name)
         at = int(np.searchsorted(self.keys_N, np.uint64(key)))
         if at == len(self.keys_N) or self.keys_N[at] != key:
             return None
-        found, place = [], 0
+        found, end = [], 0
         for skipped, taken in self.spans[self.starts_N[at] : self.starts_N[at + 1]].tolist():
-            place += skipped + taken
+            end += skipped + taken
             if taken:
-                found.append(name[place - taken : place].lower())
+                found.append(name[end - taken : end].lower())
         return found
 
     def save(self, path: Path) -> None:
-        # a half-written one is never found
+        # renamed when it is complete
         scratch = path.with_name(f"tmp-{os.getpid()}-{path.name}")
         np.savez_compressed(scratch, keys_N=self.keys_N, starts_N=self.starts_N, spans=self.spans)
         scratch.rename(path)
@@ -70,9 +70,9 @@ def load(path: Path) -> Tagged:
 
 
 def nouns(name: str, tagged: Sequence[Tagged]) -> list[str]:
-    """In lower case, repeats included; from the first that has the name, else by the rule."""
-    for one in tagged:
-        found = one.nouns(name)
+    """Return the nouns in lower case, repeats included; of an untagged name all but small words."""
+    for tags in tagged:
+        found = tags.nouns(name)
         if found is not None:
             return found
     words = (word.lower() for word in WORD.findall(POSSESSIVE.sub(" ", name)))
@@ -80,10 +80,10 @@ def nouns(name: str, tagged: Sequence[Tagged]) -> list[str]:
 
 
 def tag(names: Iterable[str], model: str) -> Tagged:
-    """By a spaCy model. Raises ImportError without spaCy, OSError if there is no such model."""
+    """Tag names with a spaCy model. Raises ImportError without spaCy, OSError without the model."""
     import spacy  # not needed to play
 
-    tagger = spacy.load(model, exclude=UNUSED)
+    tagger = spacy.load(model, exclude=UNUSED_PARTS)
     spans_of: dict[int, list[tuple[int, int]]] = {}
     for document in tagger.pipe(dict.fromkeys(names)):
         found = [
@@ -101,14 +101,12 @@ def tag(names: Iterable[str], model: str) -> Tagged:
 
 
 def _spans(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(place, length) of the nouns, in order, as what to skip and what to take; a longer word than
-    fits loses its end.
-    """
-    spans, place = [], 0
+    """Return the spans of nouns, given by start and length in order. A too long one is cut."""
+    spans, end = [], 0
     for start, length in found:
-        spans += [(LONGEST, 0)] * ((start - place) // LONGEST)
-        spans.append(((start - place) % LONGEST, min(length, LONGEST)))
-        place = start + min(length, LONGEST)
+        spans += [(MAX_SPAN, 0)] * ((start - end) // MAX_SPAN)
+        spans.append(((start - end) % MAX_SPAN, min(length, MAX_SPAN)))
+        end = start + min(length, MAX_SPAN)
     return spans
 
 

@@ -1,9 +1,8 @@
-"""The shop's pages, as the visible texts of WebShop's HTML and the names of what can be clicked on
-them.
+"""The shop's pages: the visible texts of WebShop's HTML, and the names of its buttons.
 
 page = item_page(product)
-" [SEP] ".join(page.texts)      # after the instruction, which every page but the last begins with
-page.buttons                    # lower case, in the order in which WebShop lists them
+" [SEP] ".join(page.texts)  # every page but the last begins with the instruction before them
+page.buttons                # lower case, in WebShop's order
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from envs.webshop.catalogue import Product
 
 SEPARATOR = " [SEP] "
-HITS, PAGE_HITS = 50, 10  # of a search; of them on a page
+MAX_HITS, PAGE_HITS = 50, 10  # of a search, and on one page of it
 BACK_TO_SEARCH, NEXT, PREVIOUS, BUY_NOW = "back to search", "next >", "< prev", "buy now"
 DESCRIPTION, FEATURES, REVIEWS = SUB_PAGES = ("description", "features", "reviews")
 RATING = "N.A."  # WebShop's data has no reviews, and so no ratings
@@ -24,7 +23,7 @@ RATING = "N.A."  # WebShop's data has no reviews, and so no ratings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    texts: tuple[str, ...]  # what comes after the instruction
+    texts: tuple[str, ...]  # after the instruction
     buttons: tuple[str, ...]
     has_search_bar: bool = False
 
@@ -33,8 +32,8 @@ SEARCH_PAGE = Page(texts=("Search",), buttons=("search",), has_search_bar=True)
 
 
 def results_page(products: Sequence[Product], *, number: int, n_hits: int) -> Page:
-    """Number `number` (from 1) of the pages of `n_hits` products, of which it shows these."""
-    ways = ("< Prev", "Next >") if number > 1 else ("Next >",)  # also where nothing is next
+    """Return a page of a search with `n_hits` hits. Pages are numbered from 1."""
+    ways = ("< Prev", "Next >") if number > 1 else ("Next >",)  # "Next >" also on the last page
     shown = [
         text
         for product in products
@@ -74,55 +73,27 @@ def sub_page(product: Product, name: str) -> Page:
 
 
 def done_page(product: Product, options: Mapping[str, str], *, score: float) -> Page:
-    """It has no instruction. Most of it is WebShop's form for crowd workers, empty."""
+    """Return the last page: mostly WebShop's form for crowd workers, empty."""
     chosen = json.dumps(options, sort_keys=True)
     for sign in "<>&'":
         chosen = chosen.replace(sign, f"\\u{ord(sign):04x}")
-    bought = (
-        "asin",
-        product.asin,
-        "options",
-        chosen,
-        "attrs",
-        "None",
-        "category",
-        "None",
-        "query",
-        "None",
+    bought = ("asin", product.asin, "options", chosen)
+    unknown = ("attrs", "None", "category", "None", "query", "None", "product category", "None")
+    wanted = ("asin", "options", "attrs", "price upper", "instuction text")  # WebShop's spelling
+    thanks = ("Thank you for shopping with us!", "Your code:", "None")
+    texts = (
+        *thanks,
+        "(Paste it in your MTurk interface.)",
+        "Purchased",
+        *bought,
+        *unknown,
+        "Target",
+        *wanted,
+        *("category", "product category", "query"),
+        *("Goal", "None", "Reward"),
+        *("Your score (min 0.0, max 1.0)", str(score), "Reward Details", "None"),
     )
-    wanted = (
-        "asin",
-        "options",
-        "attrs",
-        "price upper",
-        "instuction text",
-        "category",
-        "product category",
-        "query",
-    )
-    return Page(
-        texts=(
-            *(
-                "Thank you for shopping with us!",
-                "Your code:",
-                "None",
-                "(Paste it in your MTurk interface.)",
-            ),
-            *(
-                "Purchased",
-                *bought,
-                "product category",
-                "None",
-                "Target",
-                *wanted,
-                "Goal",
-                "None",
-                "Reward",
-            ),
-            *("Your score (min 0.0, max 1.0)", str(score), "Reward Details", "None"),
-        ),
-        buttons=(),
-    )
+    return Page(texts=texts, buttons=())
 
 
 def price_tag(product: Product) -> str:
@@ -130,8 +101,9 @@ def price_tag(product: Product) -> str:
 
 
 def visible(*texts: str) -> list[str]:
-    """What is left of texts that stand alone in an HTML element: an empty one, or an empty line, is
-    not there.
+    """Return the texts that an HTML page shows of elements with these texts.
+
+    An empty element is not shown, and neither is an empty line.
     """
     return [
         text.strip()

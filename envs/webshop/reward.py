@@ -1,8 +1,7 @@
-"""What a purchase is worth, 0 to 1, as WebShop has it (Yao et al. 2022, arXiv 2207.01206, section
-3.1):
+"""The score of a purchase, 0 to 1, as in WebShop (Yao et al. 2022, arXiv 2207.01206, section 3.1):
 
-score = type * (attributes found + options found + [price within the limit]) / (attributes + options
-+ 1)
+score = type * (attributes found + options found + [price within the limit])
+             / (attributes + options + 1)
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from rapidfuzz import fuzz, utils
 from envs.webshop.catalogue import Product
 from envs.webshop.goals import Goal
 
-# two texts are the same if their token set ratio, rounded to whole percents, is above this
-ALIKE = 85
+MATCH_PERCENT = 85  # two texts match if their rounded token set ratio is above this
 SHARED_DEPARTMENTS = 2
-# Title scores: the share of the wanted name's nouns that the bought one has.
+# A title score is the share of the wanted name's nouns that the bought name has.
 SAME_TYPE, OTHER_TYPE = 0.2, 0.1
-NO_NOUNS = 0.2  # of a wanted name that has none
-# The first of these that is in an option's value stands for the value. The order is WebShop's, and
-# matters: "light blue" is blue.
+NO_NOUNS = 0.2  # title score for a wanted name without nouns
+# The first of these colours that occurs in an option's value replaces the value. The order is
+# WebShop's, and matters: "light blue" is blue.
 COLOUR_NAMES = """
-    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
-    caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
-    dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
-    ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor
-    mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand
-    sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut
-    wheat white wine yellow
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
+    burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee
+    cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia
+    gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender
+    lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor
+    mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red
+    rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower
+    tan taupe teal tiger turquoise violet walnut wheat white wine yellow
 """
 COLOURS = tuple(COLOUR_NAMES.split())
 LATIN_1_ABOVE_ASCII = dict.fromkeys(range(128, 256))
@@ -39,21 +38,15 @@ LATIN_1_ABOVE_ASCII = dict.fromkeys(range(128, 256))
 def score(
     goal: Goal, product: Product, options: Mapping[str, str], *, price: float, title_score: float
 ) -> float:
-    """Of buying `product` for `price` with these values of its options, by name."""
-    found = (
-        _attributes_found(goal, product)
-        + _options_found(goal, options)
-        + (price <= goal.price_limit)
-    )
-    return (
-        found
-        / (len(goal.attributes) + len(goal.options) + 1)
-        * type_score(goal.product, product, title_score=title_score)
-    )
+    """Return the score of buying `product` for `price` with these option values, by name."""
+    found = _attributes_found(goal, product) + _options_found(goal, options)
+    found += price <= goal.price_limit
+    asked = len(goal.attributes) + len(goal.options) + 1
+    return found / asked * type_score(goal.product, product, title_score=title_score)
 
 
 def type_score(wanted: Product, bought: Product, *, title_score: float) -> float:
-    """1 for the same kind of product, else 0.5, 0.1 or 0."""
+    """Return 1 for the same kind of product, else 0.5, 0.1 or 0."""
     if title_score == 0.0:
         return 0.0
     if title_score < OTHER_TYPE:
@@ -66,13 +59,13 @@ def type_score(wanted: Product, bought: Product, *, title_score: float) -> float
 
 
 def title_score(wanted: Sequence[str], bought: Sequence[str]) -> float:
-    """Of the nouns of both names."""
+    """Return the share of the wanted name's nouns that the bought name has."""
     return len(set(wanted) & set(bought)) / len(wanted) if wanted else NO_NOUNS
 
 
-def are_alike(one: str, other: str) -> bool:
-    """thefuzz's token_set_ratio > 85, from the library underneath it."""
-    return round(fuzz.token_set_ratio(_plain(one), _plain(other))) > ALIKE
+def is_similar(one: str, other: str) -> bool:
+    """Return whether thefuzz's token_set_ratio is above 85, from the library underneath it."""
+    return round(fuzz.token_set_ratio(_plain(one), _plain(other))) > MATCH_PERCENT
 
 
 @lru_cache(maxsize=100_000)
@@ -85,38 +78,36 @@ def _departments(path: str) -> frozenset[str]:
 
 
 def _attributes_found(goal: Goal, product: Product) -> int:
-    return sum(
-        any(are_alike(theirs, ours) for theirs in product.attributes)
-        or _is_mentioned(ours, product)
-        for ours in goal.attributes
-    )
+    texts = (product.name, " ".join(product.bullets), product.description)
+    text = "\n".join(texts).lower()
+    n_found = 0
+    for wanted in goal.attributes:
+        is_listed = any(is_similar(theirs, wanted) for theirs in product.attributes)
+        n_found += is_listed or wanted in text
+    return n_found
 
 
 def _options_found(goal: Goal, options: Mapping[str, str]) -> int:
     chosen = [colour(value) for value in options.values()]
-    return sum(
-        any(are_alike(ours, wanted) for ours in chosen) for wanted in map(_wanted, goal.options)
-    )
+    n_found = 0
+    for option in goal.options:
+        wanted = _wanted(option)
+        n_found += any(is_similar(value, wanted) for value in chosen)
+    return n_found
 
 
 def _wanted(option: str | tuple[str, str]) -> str:
-    """What a chosen value is compared with.
+    """Return the text with which chosen values are compared.
 
-    Of a synthetic goal WebShop compares the pair of name and value, printed, unless one of the two
-    is a colour by itself. So "1877brown", which is "brown" where it is chosen, is not found where
-    it is wanted, and such a goal has no score of 1.
+    For a synthetic goal, WebShop compares the printed pair of name and value, unless one of the two
+    is exactly a colour. So a wanted "1877brown" never matches the chosen one, which becomes
+    "brown", and such a goal cannot reach a score of 1.
     """
     if isinstance(option, str):
         return colour(option)
     return next((one for one in COLOURS if one in option), str(option))
 
 
-def _is_mentioned(text: str, product: Product) -> bool:
-    return any(
-        text in where.lower()
-        for where in (product.name, " ".join(product.bullets), product.description)
-    )
-
-
 def colour(value: str) -> str:
+    """Return the first colour that occurs in an option's value, else the value."""
     return next((colour for colour in COLOURS if colour in value), value)

@@ -1,10 +1,15 @@
 """WebShop as an environment: one shopper, one instruction, until something is bought.
 
-Options: `data` (str, the folder with WebShop's files), `catalogue` ("small": 1,000 products, or
-"full"), `instructions` ("synthetic" or "human"), `heldout` (which official split is played as
-held-out: "test" or "eval"), `train_tasks`, `heldout_tasks` (the first so many of each, 0 for all),
-`seed` (of the prices), `observation` ("whole": what WebShop's text mode gives; "page": as in the
-paper, without the instruction, each text in quotes).
+Options:
+    data           folder with WebShop's files
+    catalogue      small (1,000 products) or full
+    instructions   synthetic or human
+    heldout        official split that is held out: test or eval
+    train_tasks, heldout_tasks
+                   use the first so many of each split; 0 for all
+    seed           of the prices
+    observation    whole: WebShop's text mode. page: as in the paper, without the instruction, each
+                   text in quotes
 """
 
 from __future__ import annotations
@@ -12,15 +17,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 
+from envs import bm25
 from envs.base import Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_number
-from envs.webshop.catalogue import FULL, SMALL
-from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal
+from envs.webshop import nouns, reward
+from envs.webshop.catalogue import FULL, SMALL, open_catalogue, packed_folder
+from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal, Goals
 from envs.webshop.pages import (
     BACK_TO_SEARCH,
     BUY_NOW,
+    MAX_HITS,
     NEXT,
     PAGE_HITS,
     PREVIOUS,
@@ -33,7 +42,6 @@ from envs.webshop.pages import (
     results_page,
     sub_page,
 )
-from envs.webshop.shop import Shop, open_shop
 
 ACTION = re.compile(r"(.+)\[(.+)\]")
 SEARCH_ACTION = "search[<your query>]"
@@ -44,6 +52,8 @@ CHOICES = {
     "observation": ("whole", "page"),
 }
 NUMBERS = ("train_tasks", "heldout_tasks", "seed")
+# Searches whose hits a process keeps: shoppers go back and forth, and a group searches alike.
+KEPT_QUERIES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +68,57 @@ class _Options:
     seed: int
 
 
-class WebShopEnv:
-    """Steps are `search[words]` and `click[name]`. As in WebShop one may search from every page,
-    also from those that have no search bar and do not list it; capital letters make no difference;
-    after `buy now` the episode is over.
+class Shop:
+    """Catalogue, goals, search and scores, shared by all environments of a process."""
 
-    Any other text, and a click on something absent, changes nothing and is not `valid`.
-    `prompt.invalid` says whether that is penalised. The reward is 1 for a perfect purchase, else 0.
-    `task_score` is the purchase's grade, and 0 until something is bought.
+    def __init__(self, data: Path, which: str, *, instructions: str, seed: int) -> None:
+        self.catalogue = open_catalogue(data, which)
+        self.goals = Goals(self.catalogue, instructions, seed=seed)
+        self._data, self._which = data, which
+        self.hits = lru_cache(maxsize=KEPT_QUERIES)(self._search)
+
+    def score(self, goal: Goal, number: int, options: Mapping[str, str]) -> float:
+        """Return the score of buying product `number` with these options."""
+        product, tagged = self.catalogue[number], _tagged_nouns(self._data)
+        title_score = reward.title_score(
+            nouns.nouns(goal.product.name, tagged), nouns.nouns(product.name, tagged)
+        )
+        return reward.score(
+            goal, product, options, price=self.goals.price_D[number], title_score=title_score
+        )
+
+    def _search(self, query: str) -> list[int]:
+        """Return the numbers of the products found, best first."""
+        return bm25.search(_index(self._data, self._which), query, limit=MAX_HITS)
+
+
+@cache
+def open_shop(data: Path, which: str, *, instructions: str, seed: int) -> Shop:
+    return Shop(data, which, instructions=instructions, seed=seed)
+
+
+@cache
+def _index(data: Path, which: str) -> bm25.Index:
+    if which != SMALL:
+        return bm25.load(packed_folder(data))
+    catalogue = open_catalogue(data, which)
+    names = [product.asin for product in catalogue]
+    return bm25.build((product.contents for product in catalogue), names)
+
+
+@cache
+def _tagged_nouns(data: Path) -> tuple[nouns.Tagged, ...]:
+    files = (data / nouns.TAGGED, nouns.TAGGED_SMALL)
+    return tuple(nouns.load(path) for path in files if path.is_file())
+
+
+class WebShopEnv:
+    """Actions are `search[words]` and `click[name]`, in capital or small letters.
+
+    As in WebShop, searching is possible from every page, also where it is not listed. After `buy
+    now` the episode is over. Any other text, and a click on something absent, changes nothing and
+    is invalid. The reward is 1 for a perfect purchase, else 0. `task_score` is the purchase's
+    score, and 0 until something is bought.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -78,14 +131,13 @@ class WebShopEnv:
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         check_split(split)
         parsed = _parse(options)
-        names = {
-            "train": ("train", parsed.train_tasks),
-            "heldout": (parsed.heldout, parsed.heldout_tasks),
-        }
-        official, limit = names[split]
+        if split == "train":
+            official, limit = "train", parsed.train_tasks
+        else:
+            official, limit = parsed.heldout, parsed.heldout_tasks
         shop = _shop(parsed)
-        places = shop.goals.places(official)
-        if not places:
+        indices = shop.goals.indices(official)
+        if not indices:
             raise ValueError(
                 f"webshop has no {official} tasks: {len(shop.goals)} {parsed.instructions} "
                 f"instructions, and {official} ones "
@@ -95,13 +147,13 @@ class WebShopEnv:
         prefix = f"webshop-{parsed.instructions}-{len(shop.catalogue)}-seed{parsed.seed}-{official}"
         return [
             Task(
-                id=f"{prefix}-{place}",
+                id=f"{prefix}-{index}",
                 env_name="webshop",
                 split=split,
-                seed=place,
-                data={"goal": str(place), "split": official, "type": shop.goals.category(place)},
+                seed=index,
+                data={"goal": str(index), "split": official, "type": shop.goals.category(index)},
             )
-            for place in (places[:limit] if limit else places)
+            for index in (indices[:limit] if limit else indices)
         ]
 
     def reset(self, task: Task) -> Observation:
@@ -115,17 +167,17 @@ class WebShopEnv:
         if self._is_over or self._shop is None:
             raise ValueError("the episode is over: call reset(task) before step")
         match = ACTION.match(action)
-        name, what = (match[1], match[2].lower()) if match else ("", "")
+        name, target = (match[1], match[2].lower()) if match else ("", "")
         score = 0.0  # an episode that buys nothing scores 0, as in WebShop
         is_valid = True
         if name == "search":
-            self._search(what, number=1)
-        elif name != "click" or what == "search" or what not in self._page.buttons:
+            self._search(target, page=1)
+        elif name != "click" or target == "search" or target not in self._page.buttons:
             is_valid = False
-        elif what == BUY_NOW:
+        elif target == BUY_NOW:
             score = self._buy()
         else:
-            self._click(what)
+            self._click(target)
         won = score == 1.0
         return Transition(
             observation=self._observe(),
@@ -142,44 +194,46 @@ class WebShopEnv:
         self._is_over = True
 
     def _leave(self) -> None:
-        """To the search page, with nothing in hand."""
+        """Go to the search page, with no product and no options chosen."""
         self._page: Page = SEARCH_PAGE
-        self._query, self._number = "", 1
-        self._product: int | None = None  # number of the one looked at
+        self._query, self._result_page = "", 1
+        self._product: int | None = None  # number of the product on the page
         self._is_sub_page = False
         self._chosen: dict[str, str] = {}
 
-    def _search(self, query: str, *, number: int) -> None:
+    def _search(self, query: str, *, page: int) -> None:
         assert self._shop is not None
         hits = self._shop.hits(query)
-        shown = hits[(number - 1) * PAGE_HITS : number * PAGE_HITS]
+        shown = hits[(page - 1) * PAGE_HITS : page * PAGE_HITS]
         products = [self._shop.catalogue[hit] for hit in shown]
         self._leave()
-        self._query, self._number = query, number
+        self._query, self._result_page = query, page
         self._shown = {
             product.asin.lower(): hit for hit, product in zip(shown, products, strict=True)
         }
-        self._page = results_page(products, number=number, n_hits=len(hits))
+        self._page = results_page(products, number=page, n_hits=len(hits))
 
-    def _click(self, what: str) -> None:
+    def _click(self, name: str) -> None:
         assert self._shop is not None
-        if what == BACK_TO_SEARCH:
+        if name == BACK_TO_SEARCH:
             self._leave()
+        elif self._product is None and name == NEXT:
+            self._search(self._query, page=self._result_page + 1)
+        elif self._product is None and name == PREVIOUS:
+            self._search(self._query, page=self._result_page - 1)
         elif self._product is None:
-            if what in (NEXT, PREVIOUS):
-                self._search(self._query, number=self._number + (1 if what == NEXT else -1))
-            else:
-                self._show(self._shown[what])
-        elif what == PREVIOUS and not self._is_sub_page:
-            self._search(self._query, number=self._number)
-        elif what == PREVIOUS:
+            self._show(self._shown[name])
+        elif name == PREVIOUS and not self._is_sub_page:
+            self._search(self._query, page=self._result_page)
+        elif name == PREVIOUS:
             self._show(self._product)
-        elif what in SUB_PAGES:
+        elif name in SUB_PAGES:
             self._is_sub_page = True
-            self._page = sub_page(self._shop.catalogue[self._product], what)
-        else:  # of two options with this value the page's last one counts
+            self._page = sub_page(self._shop.catalogue[self._product], name)
+        else:
             options = self._shop.catalogue[self._product].options
-            self._chosen[[name for name, values in options.items() if what in values][-1]] = what
+            with_value = [option for option, values in options.items() if name in values]
+            self._chosen[with_value[-1]] = name  # like WebShop, the last option with this value
 
     def _show(self, number: int) -> None:
         assert self._shop is not None
@@ -196,17 +250,16 @@ class WebShopEnv:
     def _observe(self) -> Observation:
         page = self._page
         quoted = SEPARATOR.join(f"'{text}'" for text in page.texts)
-        before: tuple[str, ...] = (
-            ("Instruction:", self._goal.instruction) if not self._is_over else ()
-        )
-        before = ("WebShop", *before) if page.has_search_bar else before
-        whole = SEPARATOR.join((*before, *page.texts))
+        heading = ["WebShop"] if page.has_search_bar else []
+        if not self._is_over:
+            heading += ["Instruction:", self._goal.instruction]
+        whole = SEPARATOR.join((*heading, *page.texts))
+        searches = (SEARCH_ACTION,) if page.has_search_bar else ()
         return Observation(
             text=whole if self._is_over or self._options.observation == "whole" else quoted,
             objective=self._goal.instruction,
             anchor=whole if self._is_over else quoted,
-            actions=((SEARCH_ACTION,) if page.has_search_bar else ())
-            + tuple(f"click[{button}]" for button in page.buttons),
+            actions=(*searches, *(f"click[{button}]" for button in page.buttons)),
         )
 
 

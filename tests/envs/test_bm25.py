@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.bm25 import Index, build, search, search_scored, tokens
-from envs.bm25.index import _hash, _idf, _of_byte, _to_byte
-from envs.bm25.stemming import stem
+from envs.bm25 import (
+    Index,
+    _hash,
+    _idf,
+    _of_byte,
+    _to_byte,
+    build,
+    search,
+    search_scored,
+    stem,
+    tokens,
+)
 
 # Porter's own examples, a few for every step, and what Lucene does otherwise
 STEMS = """

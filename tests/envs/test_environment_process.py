@@ -21,7 +21,7 @@ from envs import (
     EnvironmentPool,
     PooledEnvironment,
     Task,
-    list_tasks_apart,
+    list_tasks_in_child,
     try_environment,
 )
 from tests.support.processes import end_with_their_owner, wait_until_gone
@@ -387,7 +387,7 @@ def test_options_are_in_no_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "nosy.py").write_text(NOSY)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"key": "s3cret"}
-    splits = list_tasks_apart("nosy:Nosy", options, playable=True, log=tmp_path / "log")
+    splits = list_tasks_in_child("nosy:Nosy", options, creating=True, log=tmp_path / "log")
     assert splits is not None
     observation = try_environment(
         "nosy:Nosy", options, splits["train"][0], answer_timeout_s=60.0, log=None

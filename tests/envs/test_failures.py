@@ -29,7 +29,7 @@ from envs import (
     ProgramPool,
     Task,
     list_tasks,
-    list_tasks_apart,
+    list_tasks_in_child,
     try_environment,
 )
 from envs.options import Options
@@ -336,7 +336,7 @@ def test_trouble_in_listing_the_tasks_leaves_the_caller_alive(
 ) -> None:
     log = tmp_path / "logs" / "a.log"
     with pytest.raises(EnvironmentFailed, match=said(what, broken)) as failed:
-        list_tasks_apart("broken_world:Broken", {"how": f"tasks-{what}"}, playable=True, log=log)
+        list_tasks_in_child("broken_world:Broken", {"how": f"tasks-{what}"}, creating=True, log=log)
     assert str(failed.value).startswith("env.name=broken_world:Broken: listing its tasks ")
     assert str(failed.value).endswith(f"; log: {log}")
     assert TROUBLES[what][1] in log.read_text()
@@ -351,7 +351,7 @@ def test_a_program_that_cannot_be_made_is_refused_at_the_start(
     broken: str, tmp_path: Path, how: Mapping[str, object], words: str
 ) -> None:
     with pytest.raises(EnvironmentFailed, match=words):
-        list_tasks_apart("broken_world:Agent", how, playable=True, log=tmp_path / "a.log")
+        list_tasks_in_child("broken_world:Agent", how, creating=True, log=tmp_path / "a.log")
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from envs import (
     environment_class,
     list_tasks,
 )
+from envs.adapters import common
 from envs.adapters import http_client as remote
 from envs.adapters.http_client import KEY_VARIABLE, RemoteEnv
-from envs.hosting import closing
 from envs.hosting import http_requests as http_server
 from envs.hosting.http_server import LISTENING, Server, main
 from tests.envs.test_pool import BROKEN
@@ -61,7 +61,7 @@ def serving(
         processes=processes,
         answer_timeout_s=answer_timeout_s,
         key=KEY,
-        sessions=sessions,
+        max_sessions=sessions,
     )
 
 
@@ -231,11 +231,11 @@ def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew()
         try:
             async with pool.environment() as environment:
                 await environment.reset(tasks[0])
-                await there.give_up(idle_s=3600.0)
+                await there.end_idle_sessions(idle_s=3600.0)
                 assert (await environment.step("go east")).valid
-                await there.give_up(idle_s=0.0)
+                await there.end_idle_sessions(idle_s=0.0)
                 assert (await environment.reset(tasks[1])).text == KeyRoom({}).reset(tasks[1]).text
-                await there.give_up(idle_s=0.0)
+                await there.end_idle_sessions(idle_s=0.0)
                 with pytest.raises(EnvironmentDied, match=r"404: id \w+ is unknown, or was idle"):
                     await environment.step("go east")
         finally:
@@ -335,15 +335,15 @@ def test_who_only_lived_in_a_process_that_hung_is_not_at_fault(
 def test_a_close_that_is_not_answered_is_given_up_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(closing, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(common, "CLOSE_TIMEOUT_S", 0.05)
 
     async def fails() -> None:
         raise OSError("no route")
 
     async def play() -> None:
-        closing.close_soon(asyncio.sleep(3600), what="the slow one")
-        closing.close_soon(fails(), what="the broken one")
-        while closing._CLOSING:
+        common.close_soon(asyncio.sleep(3600), name="the slow one")
+        common.close_soon(fails(), name="the broken one")
+        while common._CLOSING:
             await asyncio.sleep(0.01)
 
     asyncio.run(play())
@@ -488,6 +488,16 @@ def test_a_stranger_is_refused(
     assert code == status and complaint in str(answer["error"])
 
 
+def test_a_stranger_keeps_no_connection(url: str) -> None:
+    """The attack: one connection after the other, held open without a key."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    request = b"POST /tasks HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as stranger:
+        stranger.sendall(request * 3)
+        answer = b"".join(iter(lambda: stranger.recv(65536), b""))
+    assert answer.count(b"HTTP/1.1 401") == 1 and b"Connection: close" in answer
+
+
 @pytest.mark.parametrize(
     ("verb", "body", "status", "complaint"),
     [
@@ -526,7 +536,7 @@ def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
         try:
             created = [await asyncio.to_thread(ask, url, "create", {}) for _ in range(3)]
             await asyncio.to_thread(ask, url, "close", created[0][1])
-            while there._leaving:
+            while there._ending:
                 await asyncio.sleep(0.01)
             return [*created, await asyncio.to_thread(ask, url, "create", {})]
         finally:
@@ -534,7 +544,7 @@ def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
 
     first, second, third, after = asyncio.run(attack())
     assert (first[0], second[0], third[0], after[0]) == (200, 200, 503, 200)
-    assert "all 2 episodes that this server holds at once are taken" in str(third[1]["error"])
+    assert "all 2 sessions of this server are taken" in str(third[1]["error"])
 
 
 @pytest.mark.parametrize(

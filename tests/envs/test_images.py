@@ -12,10 +12,9 @@ import pytest
 import uvloop
 
 from envs import EnvironmentPool, Observation, Task, environment_class
-from envs.adapters.http_client import KEY_VARIABLE
+from envs.adapters.http_client import KEY_VARIABLE, observation_from_json, observation_to_json
 from envs.hosting.http_server import Server
-from envs.images import observation_from_json, observation_to_json
-from envs.sokoban.rendering import BOX, BOX_EDGE, FLOOR, PLAYER, TARGET, WALL, drawn_room
+from envs.sokoban import BOX, BOX_EDGE, FLOOR, PLAYER, TARGET, WALL, draw_room
 from envs.validation import checked_answer
 
 OPTIONS: dict[str, object] = {
@@ -35,7 +34,7 @@ Sokoban = environment_class("sokoban")
 
 
 def test_each_kind_of_cell_has_its_own_colours() -> None:
-    image = drawn_room("# _ O\nX P S\n√ # #", cell_pixels=10)
+    image = draw_room("# _ O\nX P S\n√ # #", cell_pixels=10)
     assert image.shape == (30, 30, 3) and image.dtype == np.uint8
     middle = {sign: tuple(image[row * 10 + 5, column * 10 + 5]) for row, column, sign in
               [(0, 0, "#"), (0, 1, "_"), (0, 2, "O"), (1, 0, "X"), (1, 1, "P"), (1, 2, "S"), (2, 0, "√")]}  # fmt: skip
@@ -48,9 +47,9 @@ def test_each_kind_of_cell_has_its_own_colours() -> None:
         "S": PLAYER,
         "√": TARGET,
     }
-    kinds = {sign: drawn_room(sign, cell_pixels=4).tobytes() for sign in "#_OX√PS"}
+    kinds = {sign: draw_room(sign, cell_pixels=4).tobytes() for sign in "#_OX√PS"}
     assert len(set(kinds.values())) == 7, "even the smallest cells differ"
-    colours = {tuple(pixel) for pixel in drawn_room("√", cell_pixels=28).reshape(-1, 3)}
+    colours = {tuple(pixel) for pixel in draw_room("√", cell_pixels=28).reshape(-1, 3)}
     assert colours == {FLOOR, BOX_EDGE, BOX, TARGET}
 
 
@@ -64,7 +63,7 @@ def test_sokoban_shows_the_room_as_it_is_and_keeps_its_anchor() -> None:
     ]:
         (image,) = seen.images
         assert replace(seen, images=()) == read and read.images == ()
-        assert (image == drawn_room(seen.text, cell_pixels=28)).all()
+        assert (image == draw_room(seen.text, cell_pixels=28)).all()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_images_come_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def played() -> np.ndarray:
         server = Server(
-            "sokoban", SEEN, processes=1, answer_timeout_s=20.0, key="a key", sessions=1
+            "sokoban", SEEN, processes=1, answer_timeout_s=20.0, key="a key", max_sessions=1
         )
         port = await server.start("127.0.0.1", 0)
         pool = EnvironmentPool(
@@ -140,7 +139,7 @@ def test_images_come_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
             await server.close()
 
     task = Sokoban.tasks("train", SEEN)[0]
-    assert (asyncio.run(played()) == drawn_room(task.data["room"], cell_pixels=28)).all()
+    assert (asyncio.run(played()) == draw_room(task.data["room"], cell_pixels=28)).all()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -158,4 +157,4 @@ def test_answers_longer_than_a_socket_holds_arrive_whole(run: Callable) -> None:
             pool.close()
 
     for task, image in zip(Sokoban.tasks("train", options) * 3, run(played()), strict=True):
-        assert (image == drawn_room(task.data["room"], cell_pixels=200)).all()
+        assert (image == draw_room(task.data["room"], cell_pixels=200)).all()

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from actors.prompting.prompt import TEMPLATES, parse_action
 from envs import environment_class
-from envs.search.library import bm25_library
-from envs.search.passages import read_corpus
-from envs.search.scoring import is_match, normalised, read_reply
+from envs.search.corpus import bm25_corpus, read_passages
+from envs.search.episode import is_match, normalise, read_reply
 from tests.support.search_samples import COMMON, CORPUS, LOCAL, a_task, remote, write_lines
 
 Local = environment_class("search_local")
@@ -72,7 +71,7 @@ def test_case_articles_punctuation_and_spaces_never_matter(words: list[str], see
         for word in words
     )
     assert is_match(f" {dressed}\t", ["something else", " ".join(words)])
-    assert normalised(normalised(dressed)) == normalised(dressed)
+    assert normalise(normalise(dressed)) == normalise(dressed)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +197,10 @@ def test_the_tasks_of_the_example() -> None:
 
 
 def test_every_question_of_the_example_is_answered_by_its_corpus() -> None:
-    corpus = [normalised(passage.contents) for passage in read_corpus(CORPUS)]
+    corpus = [normalise(passage.contents) for passage in read_passages(CORPUS)]
     for task in (*Local.tasks("train", LOCAL), *Local.tasks("heldout", LOCAL)):
         answers = [
-            normalised(answer) for answer in task.data["golden_answers"].strip('[]"').split('", "')
+            normalise(answer) for answer in task.data["golden_answers"].strip('[]"').split('", "')
         ]
         assert any(answer in text for answer in answers for text in corpus), task
 
@@ -240,7 +239,7 @@ def test_bm25_by_hand(tmp_path) -> None:
         {"id": 8, "contents": '"Garrow"\nthe mountains of Vesk'},
         {"id": 9, "title": "Wend", "text": "a river"},
     ]
-    library = bm25_library(write_lines(tmp_path / "corpus.jsonl", rows))
+    library = bm25_corpus(write_lines(tmp_path / "corpus.jsonl", rows))
     assert len(library) == 3
 
     def found(query: str, topk: int = 3) -> list[str]:
@@ -280,7 +279,7 @@ def test_a_corpus_is_refused_in_one_line(tmp_path, text: str, complaint: str) ->
     path = tmp_path / "corpus.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint) as refusal:
-        read_corpus(path)
+        read_passages(path)
     assert "\n" not in str(refusal.value)
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from envs import environment_class
-from envs.search.files import json_lines
-from envs.search.library import bm25_library
-from envs.search.scoring import normalised
+from envs.search.corpus import bm25_corpus, json_lines
+from envs.search.episode import normalise
 
 SEVEN = ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]
 # Of an engine that shares no code with ours, bm25s 0.3.16 with PyStemmer 3.1.0 and the same k1 0.9
@@ -46,13 +45,13 @@ def found(shared_data: Path) -> dict[str, list[bool]]:
     """Data set -> for each question of which the corpus has an answer, whether the first three
     passages have it.
     """
-    library = bm25_library(shared_data / "qa" / "corpus.jsonl.xz")
+    library = bm25_corpus(shared_data / "qa" / "corpus.jsonl.xz")
     assert len(library) == 19_401
-    read = functools.cache(normalised)
+    read = functools.cache(normalise)
     found = defaultdict(list)
-    for row in json_lines(shared_data / "qa" / "questions.jsonl.xz", what="questions"):
+    for row in json_lines(shared_data / "qa" / "questions.jsonl.xz", kind="questions"):
         if row["answer_in_corpus"]:
-            golden = {normalised(answer) for answer in row["golden_answers"]} - {""}
+            golden = {normalise(answer) for answer in row["golden_answers"]} - {""}
             seen = [read(hit.passage.contents) for hit in library.search([row["question"]], 3)[0]]
             found[row["source"]].append(any(answer in text for answer in golden for text in seen))
     return found

@@ -5,11 +5,14 @@ fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import subprocess
 import sys
+import tracemalloc
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -24,8 +27,8 @@ from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, try_enviro
 from envs.hosting import http_requests as http_server
 from envs.search import client
 from envs.search.client import ask_server
-from envs.search.library import Library, bm25_library
-from envs.search.passages import Passage, shown
+from envs.search.corpus import Corpus, Passage, bm25_corpus
+from envs.search.episode import show_passages
 from envs.search.server import application, load
 from tests.support.search_samples import CORPUS, ROOT, a_task, remote
 
@@ -33,8 +36,8 @@ RECORDED = json.loads((ROOT / "tests" / "data" / "search_r1_exchange.json").read
 (DOCUMENTS,) = RECORDED["response"]["result"]
 
 
-def ours(library: Library) -> AbstractAsyncContextManager[TestServer]:
-    return TestServer(application(library, topk=3))
+def ours(corpus: Corpus) -> AbstractAsyncContextManager[TestServer]:
+    return TestServer(application(corpus, topk=3))
 
 
 def theirs(
@@ -73,10 +76,10 @@ def test_our_server_answers_a_recorded_request_as_search_r1_did() -> None:
         for item in DOCUMENTS
     ]
     found = [(item["document"]["id"], item["score"]) for item in DOCUMENTS]
-    library = Library(passages[::-1], lambda queries, topk: [found[:topk] for _ in queries])
+    corpus = Corpus(passages[::-1], lambda queries, topk: [found[:topk] for _ in queries])
 
     async def ask() -> None:
-        async with ours(library) as server:
+        async with ours(corpus) as server:
             assert await post(url_of(server), RECORDED["request"]) == (200, RECORDED["response"])
             # without scores: the documents themselves
             bare = {"queries": RECORDED["request"]["queries"] * 2, "topk": 1}
@@ -101,7 +104,7 @@ def test_our_client_sends_that_request_and_understands_that_answer() -> None:
         assert [(hit.passage.id, hit.score) for hit in hits] == [
             (item["document"]["id"], item["score"]) for item in DOCUMENTS
         ]
-        assert shown(hits).splitlines()[2] == (
+        assert show_passages(hits).splitlines()[2] == (
             'Doc 3(Title: "Kirsty MacColl") label shortly before the song was to be released.'
         )
 
@@ -110,16 +113,16 @@ def test_our_client_sends_that_request_and_understands_that_answer() -> None:
 
 
 def test_round_trip() -> None:
-    library = bm25_library(CORPUS)
+    corpus = bm25_corpus(CORPUS)
     queries = ["Who wrote The Salt Year?", "", "zebra", 'O"Brien\n<the> \u6771\u4eac Tarn']
 
     async def ask() -> None:
-        async with ours(library) as server:
+        async with ours(corpus) as server:
             for query in queries:
                 for topk in (1, 5):
                     assert (
                         await ask_server(url_of(server), query, topk=topk)
-                        == library.search([query], topk)[0]
+                        == corpus.search([query], topk)[0]
                     )
             status, answer = await post(url_of(server), {"queries": queries, "return_scores": True})
             assert status == 200
@@ -146,7 +149,7 @@ def test_round_trip() -> None:
 )
 def test_our_server_refuses_what_is_no_request(body: Any, complaint: str) -> None:
     async def ask() -> None:
-        async with ours(bm25_library(CORPUS)) as server:
+        async with ours(bm25_corpus(CORPUS)) as server:
             status, answer = await post(url_of(server), body)
         assert status == 422
         assert complaint in answer["detail"]
@@ -287,13 +290,13 @@ def test_anybodys_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "1.0)][:topk] for _ in queries]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    library = load(CORPUS, "my_index:make")
-    ((hit,),) = library.search(["whatever"], 1)
+    corpus = load(CORPUS, "my_index:make")
+    ((hit,),) = corpus.search(["whatever"], 1)
     assert (hit.passage.contents.partition("\n")[0], hit.score) == ('"Mount Garrow"', 1.5)
     with pytest.raises(
         ValueError, match=r"the index found passage 'corpus', which the corpus does not have"
     ):
-        library.search(["whatever"], 2)
+        corpus.search(["whatever"], 2)
     for name in ("no_such_index:make", "my_index:none", "my_index"):
         with pytest.raises(
             ValueError,
@@ -335,7 +338,7 @@ def test_a_page_of_another_site_cannot_search(
     headers: dict[str, str], status: int, complaint: str
 ) -> None:
     async def ask() -> tuple[int, str]:
-        async with ours(bm25_library(CORPUS)) as server, aiohttp.ClientSession() as session:
+        async with ours(bm25_corpus(CORPUS)) as server, aiohttp.ClientSession() as session:
             sent = {"Content-Type": "application/json"} | headers
             async with session.post(
                 url_of(server), data=b'{"queries": ["x"]}', headers=sent
@@ -355,7 +358,7 @@ def test_who_sends_half_a_request_is_disconnected(
     monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
 
     async def attack() -> bytes:
-        runner = await http_server.listen(application(bm25_library(CORPUS), topk=3), "127.0.0.1", 0)
+        runner = await http_server.listen(application(bm25_corpus(CORPUS), topk=3), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*runner.addresses[0])
         try:
             writer.write(sent)
@@ -386,7 +389,7 @@ def test_what_is_no_request_is_400_and_one_line(
     """Each of them had the server write a traceback."""
 
     async def attack() -> bytes:
-        runner = await http_server.listen(application(bm25_library(CORPUS), topk=3), "127.0.0.1", 0)
+        runner = await http_server.listen(application(bm25_corpus(CORPUS), topk=3), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*runner.addresses[0])
         try:
             writer.write(sent)
@@ -414,3 +417,112 @@ def test_an_error_of_our_own_keeps_its_traceback(caplog: pytest.LogCaptureFixtur
         and "a fault \\x1b[2J" in caplog.text
         and "\x1b" not in caplog.text
     )
+
+
+def test_a_compressed_answer_that_unpacks_to_gigabytes_is_given_up() -> None:
+    """The attack: 2 MB of gzip that are 2 GB of text."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(packer.compress(b"a" * 2**20) for _ in range(2048)) + packer.flush()
+
+    async def answer(request: web.Request) -> web.Response:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return web.Response(body=bomb, headers=headers)
+
+    async def ask() -> None:
+        async with theirs(answer) as server:
+            with pytest.raises(
+                ValueError, match="the server's answer has more than 16777216 bytes"
+            ):
+                await ask_server(url_of(server), "x", topk=3)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(ask())
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 256 * 2**20
+
+
+def test_a_server_that_sends_the_client_elsewhere_is_not_followed() -> None:
+    """The attack: a redirect to a machine that only this one can reach."""
+    visited: list[str] = []
+
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        visited.append(request.path)
+        return web.json_response(RECORDED["response"])
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_post("/retrieve", redirect)
+        app.router.add_post("/elsewhere", elsewhere)
+        async with TestServer(app) as server:
+            with pytest.raises(ValueError, match="answered 307"):
+                await ask_server(url_of(server), "x", topk=3)
+
+    asyncio.run(ask())
+    assert not visited
+
+
+def test_queries_times_passages_of_one_request_are_bounded() -> None:
+    async def ask() -> None:
+        async with ours(bm25_corpus(CORPUS)) as server:
+            status, answer = await post(url_of(server), {"queries": ["x"] * 4096, "topk": 1000})
+            assert status == 422
+            assert "4096 queries with topk=1000 ask for over 100000 passages" in answer["detail"]
+            assert (await post(url_of(server), {"queries": ["x"] * 100, "topk": 1000}))[0] == 200
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: whole requests, one after the other, whose answers nobody reads.
+
+    The connection was kept for ever, and counted against the limit.
+    """
+    monkeypatch.setattr(http_server, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    body = b'{"queries": ["lamp"]}'
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    async def attack() -> int:
+        app = application(bm25_corpus(CORPUS), topk=3)
+        runner = await http_server.listen(app, "127.0.0.1", 0)
+        address = runner.addresses[0]
+        attacker = socket.socket()
+        attacker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        try:
+            attacker.connect(address)
+            attacker.setblocking(False)
+            async with asyncio.timeout(60.0):
+                with contextlib.suppress(ConnectionError):  # disconnected while it sends
+                    while runner.server is not None:
+                        with contextlib.suppress(BlockingIOError):
+                            attacker.send(request * 100)
+                        if not runner.server.connections and await _is_served(address):
+                            break
+                        await asyncio.sleep(0.01)
+                while not await _is_served(address):
+                    await asyncio.sleep(0.01)
+            url = f"http://127.0.0.1:{address[1]}/retrieve"
+            return (await post(url, {"queries": ["lamp"]}))[0]
+        finally:
+            attacker.close()
+            await runner.cleanup()
+
+    assert asyncio.run(attack()) == 200
+
+
+async def _is_served(address: tuple[str, int]) -> bool:
+    """Return whether the server has a connection left for another client."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        return b"404" in await reader.read()
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import Task
-from envs.sokoban.world import MOVES, Room, SokobanEnv, read_room
+from envs.sokoban import MOVES, Room, SokobanEnv, parse_room
 
 OPTIONS: dict[str, object] = {
     "rows": 6,
@@ -146,8 +146,8 @@ def test_every_room_can_be_solved_in_as_many_moves_as_its_task_says(
         "heldout_rooms": 2,
     }
     for task in SokobanEnv.tasks(split, OPTIONS | changed):
-        room = read_room(task.data["room"])
-        assert room.drawn() == task.data["room"]
+        room = parse_room(task.data["room"])
+        assert room.to_text() == task.data["room"]
         assert (room.size, len(room.boxes), len(room.targets)) == ((rows, columns), boxes, boxes)
         assert (
             not room.is_solved
@@ -162,7 +162,7 @@ def test_every_room_can_be_solved_in_as_many_moves_as_its_task_says(
 def test_the_splits_share_no_layout_whatever_the_seed_and_the_numbers_of_rooms() -> None:
     def layouts(split: str, **changes: object) -> set[tuple[object, ...]]:
         rooms = [
-            read_room(task.data["room"]) for task in SokobanEnv.tasks(split, OPTIONS | changes)
+            parse_room(task.data["room"]) for task in SokobanEnv.tasks(split, OPTIONS | changes)
         ]
         return {(room.floor, room.targets) for room in rooms}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, list_tasks_apart
+from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, Task, list_tasks_in_child
 
 TASK = Task(id="one", env_name="strange", split="train", seed=0)
 
@@ -101,7 +101,7 @@ def test_an_answer_that_cannot_be_read_is_the_error_of_its_request(
 
 
 def test_tasks_that_only_the_author_can_unpickle_are_listed(strange: str, tmp_path: Path) -> None:
-    splits = list_tasks_apart(strange, {"words": True}, playable=True, log=tmp_path / "log")
+    splits = list_tasks_in_child(strange, {"words": True}, creating=True, log=tmp_path / "log")
     assert splits is not None
     (task,) = splits["train"]
     assert (task.id, task.data) == ("strange-train", {"a": "b"})
@@ -115,7 +115,7 @@ def test_a_list_of_tasks_that_cannot_be_read_is_named(strange: str, tmp_path: Pa
         EnvironmentFailed,
         match=f"env.name={strange}: listing its tasks ended with an answer that cannot be read",
     ):
-        list_tasks_apart(strange, {"garbage": True}, playable=True, log=tmp_path / "log")
+        list_tasks_in_child(strange, {"garbage": True}, creating=True, log=tmp_path / "log")
 
 
 def test_an_error_keeps_whose_fault_it_was_in_another_process() -> None:

@@ -18,7 +18,7 @@ from envs.webshop.__main__ import main as webshop_main
 from envs.webshop.catalogue import Product, read
 from envs.webshop.goals import Goal, Goals
 from envs.webshop.pages import done_page, results_page, sub_page, visible
-from envs.webshop.shop import open_shop
+from envs.webshop.world import open_shop
 from tests.support.webshop_samples import ALL, DEPARTMENTS, ITEMS, LAMP, choices, item, write_shop
 
 ROOT = Path(__file__).resolve().parents[2]

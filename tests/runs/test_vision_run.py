@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import store
-from envs.sokoban.rendering import drawn_room
+from envs.sokoban import draw_room
 from learner import export_checkpoint
 from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.model.policy_model import load_policy
@@ -114,7 +114,7 @@ def test_the_stored_image_is_the_one_that_was_drawn(run: Path, steps: pa.Table) 
     assert steps.num_rows >= 3 * 2 * 4 and steps["images"].null_count == 0
     for row in steps.to_pylist():
         (image,) = row["images"]
-        assert image["pixels"] == drawn_room(row["obs_text"], cell_pixels=28).tobytes()
+        assert image["pixels"] == draw_room(row["obs_text"], cell_pixels=28).tobytes()
         assert (image["height"], image["width"]) == (6 * 28, 7 * 28)
         assert row["anchor_text"] == row["obs_text"]
 

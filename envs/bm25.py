@@ -1,7 +1,13 @@
-"""The index, and how it is asked.
+"""Rank documents by words with the BM25 of Lucene 9, as Anserini and Pyserini set it up.
 
-Lucene keeps a document's length in one byte, scores in 32 bits, and adds up in 64; so does this, or
-near ties would fall otherwise.
+WebShop's search and Search-R1's word search use it. Nothing here needs Java.
+
+    index = build(contents)                      # arrays only: processes can share it on disk
+    search(index, "red shoes", limit=50)         # document numbers, best first
+    search_scored(index, "red shoes", limit=50)  # pairs of number and score
+
+Scores match Lucene's in every bit, so that near ties fall the same way: a document's length is kept
+in one byte, scores have 32 bits, and sums have 64.
 """
 
 from __future__ import annotations
@@ -16,54 +22,65 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+from nltk.stem.porter import PorterStemmer
 
-from envs.bm25.stemming import stem
-
-K1, B = 0.9, 0.4  # Anserini's
-FREE = 24  # of Lucene's bytes for lengths: so many, the least, stand for themselves
-MANTISSA_BITS = 3  # of the others, behind a leading one
+K1, B = 0.9, 0.4  # Anserini's values
+# Lucene's byte for a document's length (SmallFloat): lengths below EXACT_LENGTHS are kept as they
+# are, and longer ones as a leading one, MANTISSA_BITS and an exponent.
+EXACT_LENGTHS = 24
+MANTISSA_BITS = 3
 LEADING_ONE = 1 << MANTISSA_BITS
-# words of English text repeat; more than a corpus of a million passages has of frequent ones
+# Stems kept in memory. A corpus of a million passages has fewer frequent words.
 KEPT_STEMS = 200_000
 STOP_WORDS = """
-    a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
-    will with
+    a an and are as at be but by for if in into is it no not of on or such that the their then
+    there these they this to was will with
 """
 IS_STOP_WORD = frozenset(STOP_WORDS.split())
-# Words as Unicode bounds them (UAX 29, version 12 as in Lucene), as far as texts in Latin letters
-# need it: a word goes on over one of BETWEEN_LETTERS or BETWEEN_DIGITS; marks belong to the letter
-# before them; a pictograph is a word.
+# Word boundaries of Unicode (UAX 29, version 12 as in Lucene), as far as texts in Latin letters
+# need them. A word goes on over one of BETWEEN_LETTERS or BETWEEN_DIGITS. Marks belong to the
+# letter before them. A pictograph is a word.
 MARKS = "\u00ad\u0300-\u036f\u200c-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufe20-\ufe2f\ufeff"
 BETWEEN_BOTH = r".'\u2018\u2019\u2024\ufe52\uff07\uff0e"
 BETWEEN_LETTERS = rf"[{BETWEEN_BOTH}:\u00b7\u0387\u2027\ufe13\ufe55\uff1a]"
 BETWEEN_DIGITS = rf"[{BETWEEN_BOTH},;\u037e\u2044\ufe10\ufe14\ufe50\ufe54\uff0c\uff1b]"
 PICTOGRAPH = (
-    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u2388\u23cf\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab"
-    "\u25b6\u25c0\u25fb-\u25fe\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733\u2734\u2744"
-    "\u2747\u274c\u274e\u2753-\u2755\u2757\u2763-\u2767\u2795-\u2797\u27a1\u27b0\u27bf\u2934\u2935\u2b05-\u2b07\u2b1b\u2b1c\u2b50\u2b55\u3030"
-    "\u303d\u3297\u3299\U0001f000-\U0001f0ff\U0001f10d-\U0001f10f\U0001f12f\U0001f16c-\U0001f171\U0001f17e\U0001f17f\U0001f18e"
-    "\U0001f191-\U0001f19a\U0001f1ad-\U0001f1e5\U0001f201-\U0001f20f\U0001f21a\U0001f22f\U0001f232-\U0001f23a\U0001f23c-\U0001f23f"
-    "\U0001f249-\U0001f3fa\U0001f400-\U0001f53d\U0001f546-\U0001f64f\U0001f680-\U0001f6ff\U0001f774-\U0001f77f\U0001f7d5-\U0001f7ff"
-    "\U0001f90c-\U0001f93a\U0001f93c-\U0001f945\U0001f947-\U0001faff]"
+    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u2388"
+    "\u23cf\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab\u25b6\u25c0\u25fb-\u25fe\u2600-\u2605"
+    "\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733"
+    "\u2734\u2744\u2747\u274c\u274e\u2753-\u2755\u2757\u2763-\u2767\u2795-\u2797\u27a1\u27b0"
+    "\u27bf\u2934\u2935\u2b05-\u2b07\u2b1b\u2b1c\u2b50\u2b55\u3030\u303d\u3297\u3299\U0001f000-"
+    "\U0001f0ff\U0001f10d-\U0001f10f\U0001f12f\U0001f16c-\U0001f171\U0001f17e\U0001f17f"
+    "\U0001f18e\U0001f191-\U0001f19a\U0001f1ad-\U0001f1e5\U0001f201-\U0001f20f\U0001f21a"
+    "\U0001f22f\U0001f232-\U0001f23a\U0001f23c-\U0001f23f\U0001f249-\U0001f3fa\U0001f400-"
+    "\U0001f53d\U0001f546-\U0001f64f\U0001f680-\U0001f6ff\U0001f774-\U0001f77f\U0001f7d5-"
+    "\U0001f7ff\U0001f90c-\U0001f93a\U0001f93c-\U0001f945\U0001f947-\U0001faff]"
 )
 LETTER = r"[^\W\d_]"
 WORD = re.compile(
     rf"\w(?:[\w{MARKS}]|(?<={LETTER}){BETWEEN_LETTERS}(?={LETTER})|(?<=\d){BETWEEN_DIGITS}(?=\d))*"
     rf"|{PICTOGRAPH}[\u200d\ufe0f\U0001f3fb-\U0001f3ff]*|[\U0001f1e6-\U0001f1ff]{{2}}"
 )
-# Python takes these for parts of words; Unicode does not (fractions, raised and circled digits), or
-# each is a word (Chinese).
+# Python's \w has these characters too. Unicode makes a word of none of the first (fractions, raised
+# and circled digits), and of each single one of the second (Chinese).
 NO_WORD = re.compile(
-    "[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070\u2074-\u2079\u2080-\u2089\u2150-\u215f\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
+    "[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070\u2074-\u2079\u2080-\u2089\u2150-\u215f"
+    "\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
 )
 ONE_WORD = re.compile("[\u3005\u3007\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 POSSESSIVE = re.compile("['’＇]s$")
 
 
+# Lucene has Porter's algorithm with its author's two later changes ("bli" and "logi" in step 2),
+# and leaves words of one or two letters alone. NLTK calls that variant MARTIN_EXTENSIONS.
+STEMMER = PorterStemmer(mode=PorterStemmer.MARTIN_EXTENSIONS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """V terms, P postings (a term in a document), D documents. Terms are in order of their 64-bit
-    hash.
+    """Hold V terms, P postings (a term in a document) and D documents.
+
+    Terms stand in the order of their 64-bit hashes.
     """
 
     terms_V: np.ndarray  # uint64, hashes
@@ -71,23 +88,28 @@ class Index:
     starts_V: np.ndarray
     documents_P: np.ndarray  # uint32, ascending within a term
     saturations_P: np.ndarray  # float32, 1 + count / (k1 * (1 - b + b * length / mean length))
-    # uint32, place of the document's name among all names: what decides between equal scores
+    # uint32, rank of the document's name among all names, which decides between equal scores
     ranks_D: np.ndarray
 
 
 def tokens(text: str) -> list[str]:
-    """The terms of a text, in order, repeats included."""
+    """Return the stems of a text's words in order, repeats included, stop words left out."""
     text = ONE_WORD.sub(r" \g<0> ", NO_WORD.sub(" ", text))
     words = (POSSESSIVE.sub("", word).lower() for word in WORD.findall(text))
-    return [_stem(word) for word in words if word not in IS_STOP_WORD and word.strip("_")]
+    return [stem(word) for word in words if word not in IS_STOP_WORD and word.strip("_")]
 
 
-_stem = lru_cache(maxsize=KEPT_STEMS)(stem)
+@lru_cache(maxsize=KEPT_STEMS)
+def stem(word: str) -> str:
+    """Return the stem of a word in lower case: "batteries" becomes "batteri"."""
+    stemmed: str = STEMMER.stem(word, to_lowercase=False)
+    return stemmed
 
 
 def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
-    """Of documents with these texts and names, in the same order. Without names, what was given
-    first is named first.
+    """Build the index of documents from their texts.
+
+    Documents with equal scores are ranked by name, or by their order here if `names` is None.
     """
     numbers: dict[str, int] = {}
     terms, documents, counts, lengths = array("I"), array("I"), array("I"), array("I")
@@ -99,9 +121,9 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
             documents.append(document)
             counts.append(count)
     hashes_V = np.array([_hash(term) for term in numbers], dtype=np.uint64)
-    places_V = np.argsort(hashes_V)
-    order_V = np.empty_like(places_V)
-    order_V[places_V] = np.arange(len(places_V))
+    by_hash_V = np.argsort(hashes_V)
+    order_V = np.empty_like(by_hash_V)
+    order_V[by_hash_V] = np.arange(len(by_hash_V))
     terms_P = order_V[np.frombuffer(terms, dtype=np.uint32)]
     order_P = np.argsort(terms_P, kind="stable")
     documents_P = np.frombuffer(documents, dtype=np.uint32)[order_P]
@@ -111,7 +133,7 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
     if names is not None:
         ranks_D[sorted(range(len(names)), key=names.__getitem__)] = ranks_D.copy()
     return Index(
-        terms_V=hashes_V[places_V],
+        terms_V=hashes_V[by_hash_V],
         starts_V=np.concatenate(
             [[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]
         ).astype(np.int64),
@@ -122,21 +144,19 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
 
 
 def search(index: Index, query: str, *, limit: int) -> list[int]:
-    """The best `limit` documents that have a term of the query; numbers, best first, equal scores
-    by name.
-    """
+    """Return the numbers of the best `limit` documents that have a term of the query."""
     return [number for number, _ in search_scored(index, query, limit=limit)]
 
 
 def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, float]]:
-    """The same with their scores."""
+    """Return (number, score) of the best `limit` documents that have a term of the query."""
     scores_D = np.zeros(len(index.ranks_D))
     for term, count in Counter(tokens(query)).items():
         key = np.uint64(_hash(term))
-        place = int(np.searchsorted(index.terms_V, key))
-        if place == len(index.terms_V) or index.terms_V[place] != key:
+        term_number = int(np.searchsorted(index.terms_V, key))
+        if term_number == len(index.terms_V) or index.terms_V[term_number] != key:
             continue
-        postings = slice(index.starts_V[place], index.starts_V[place + 1])
+        postings = slice(index.starts_V[term_number], index.starts_V[term_number + 1])
         documents_P = index.documents_P[postings]
         weight = np.float32(count) * _idf(len(documents_P), len(scores_D))
         scores_D[documents_P] += weight - weight / index.saturations_P[postings]
@@ -149,12 +169,13 @@ def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, fl
 
 
 def save(index: Index, directory: Path) -> None:
+    """Write each array of the index as a file."""
     for field in fields(index):
         np.save(directory / f"{field.name}.npy", getattr(index, field.name))
 
 
 def load(directory: Path) -> Index:
-    """Of `save`; not read but mapped: all processes of a machine share one copy in memory."""
+    """Map the files of `save` into memory: all processes of a machine share one copy."""
     return Index(
         **{
             field.name: np.load(directory / f"{field.name}.npy", mmap_mode="r")
@@ -172,7 +193,7 @@ def _idf(n_with: int, n_all: int) -> np.float32:
 
 
 def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
-    # 0 where no document has a term, and none is ever scored
+    # The mean is 0 if no document has a term. Then no document is ever scored.
     mean = np.float32(max(lengths_D.mean(), 1.0))
     table = np.array([_of_byte(byte) for byte in range(256)], dtype=np.float32)
     inverse = np.float32(1) / (np.float32(K1) * (np.float32(1 - B) + np.float32(B) * table / mean))
@@ -184,20 +205,18 @@ def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
 
 
 def _to_byte(number: int) -> int:
-    """Lucene's one byte for a length: exact below 40, above it four leading bits of the rest and
-    their place (SmallFloat).
-    """
-    if number < FREE:
+    """Return Lucene's byte for a length: exact below 40, then four leading bits."""
+    if number < EXACT_LENGTHS:
         return number
-    rest = number - FREE
+    rest = number - EXACT_LENGTHS
     if rest < LEADING_ONE:
-        return FREE + rest
+        return EXACT_LENGTHS + rest
     shift = rest.bit_length() - LEADING_ONE.bit_length()
-    return FREE + (((shift + 1) << MANTISSA_BITS) | (rest >> shift) % LEADING_ONE)
+    return EXACT_LENGTHS + (((shift + 1) << MANTISSA_BITS) | (rest >> shift) % LEADING_ONE)
 
 
 def _of_byte(byte: int) -> int:
-    if byte < FREE:
+    if byte < EXACT_LENGTHS:
         return byte
-    exponent, bits = divmod(byte - FREE, LEADING_ONE)
-    return FREE + (bits if exponent == 0 else (LEADING_ONE + bits) << (exponent - 1))
+    exponent, bits = divmod(byte - EXACT_LENGTHS, LEADING_ONE)
+    return EXACT_LENGTHS + (bits if exponent == 0 else (LEADING_ONE + bits) << (exponent - 1))

@@ -1,22 +1,25 @@
-"""Sokoban as text or as images: push every box onto a target. Rooms are made here, from a seed;
-rules and rewards are gym-sokoban's.
+"""Sokoban as text or as images: push every box onto a target. Rooms are made from a seed.
 
-The room is a grid of signs with a space between them: # wall, _ floor, O target, X box, √ box on a
-target, P the player, S the player on a target. It is also the anchor. With observation=image the
-same room is drawn in pixels too, in `Observation.images`, as vision models see it
-(`sokoban_pixels.py`); text and anchor stay the grid.
+A room is a grid of signs with spaces between them, and is its own anchor:
 
-An action is read as the paper's code reads it: the first of up, down, left, right, still that
-occurs in its text. Every one costs 0.1; a box that comes onto a target earns 1, one that leaves it
-loses 1, and the last one earns 10 more. Without any of those words the player stays, which costs
-0.1 too, and the action is invalid. (There such an action does not count towards the step limit.
-Here every action does: the limit is the runner's, `env.max_steps`.) With rewards of this size
-`env.win_reward` is 1.
+    #  wall      O  target      √  box on a target        P  player
+    _  floor     X  box         S  player on a target
 
-Options: `rows`, `columns` (outer walls included), `boxes`, `least_moves` and `most_moves` of a
-shortest solution, `train_rooms`, `heldout_rooms`, `seed` (of the rooms). May be left out:
-`observation`, text (unless it is given) or image; `cell_pixels`, the side of a cell in an image, 28
-unless it is given, which is 2 x 2 patches of Qwen2.5-VL: a cell is one token.
+With observation=image, `Observation.images` has the same room in pixels for a vision model. Text and
+anchor stay the grid.
+
+Rules and rewards are gym-sokoban's. Each action costs 0.1. A box that comes onto a target earns 1,
+one that leaves it loses 1, and the last one earns 10 more. Set `env.win_reward` to 1 for rewards of
+this size.
+
+An action is read as the paper's code reads it: the first of up, down, left, right and still that
+occurs in its text. Without any, the player stays and the action is invalid. In the paper's code such
+an action does not count towards the step limit; here every action does.
+
+Options: `rows`, `columns` (with the outer walls), `boxes`, `least_moves` and `most_moves` of a
+shortest solution, `train_rooms`, `heldout_rooms`, `seed` of the rooms. Optional: `observation` (text
+or image; text), `cell_pixels` (side of a cell in an image; 28, so that a cell is one token of
+Qwen2.5-VL).
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from envs.base import Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_number
-from envs.sokoban.rendering import LEAST_CELL_PIXELS, drawn_room
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -40,8 +46,13 @@ STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0  # as gym-sokoban
 OBJECTIVE = "push every box onto a target."
 HELDOUT_SHARE = 5  # one layout in five belongs to the held-out split
 FLOOR_SHARE = 0.7  # of the cells inside the outer walls
-MAX_STATES = 100_000  # of player and boxes, searched for each room that is drawn: a second or two
-MAX_DRAWS_PER_ROOM = 1000  # for a size and a number of moves that no room can have
+MAX_STATES = 100_000  # positions of player and boxes searched for one room, in a second or two
+MAX_DRAWS_PER_ROOM = 1000  # then no room has the wanted size and number of moves
+
+MIN_CELL_PIXELS = 4  # a smaller box has no edge
+WALL, FLOOR, TARGET = (60, 60, 70), (235, 225, 200), (200, 40, 40)
+BOX, BOX_EDGE, PLAYER = (180, 120, 50), (110, 70, 25), (40, 140, 70)
+BOX_SHARE, BOX_EDGE_SHARE, TARGET_SHARE, PLAYER_SHARE = 0.8, 0.6, 0.35, 0.7  # of a cell's side
 
 Cell = tuple[int, int]  # row, column
 
@@ -58,7 +69,8 @@ class Room:
     def is_solved(self) -> bool:
         return self.boxes == self.targets
 
-    def drawn(self) -> str:
+    def to_text(self) -> str:
+        """Return the grid of signs. `parse_room` reads it."""
         rows, columns = self.size
         return "\n".join(
             " ".join(self._sign((row, column)) for column in range(columns)) for row in range(rows)
@@ -75,19 +87,16 @@ class Room:
         return "O" if on_target else "_"
 
     def moved(self, direction: str) -> Room:
-        """The room after one move, which pushes a box that is in the way; the same room if a wall
-        or another box is.
-        """
-        there, beyond = (
-            _next(self.player, direction),
-            _next(_next(self.player, direction), direction),
-        )
-        if there not in self.floor or (
-            there in self.boxes and (beyond not in self.floor or beyond in self.boxes)
-        ):
+        """Return the room after one move, which may push a box. It is unchanged if blocked."""
+        there = _next(self.player, direction)
+        if there not in self.floor:
             return self
-        boxes = self.boxes - {there} | {beyond} if there in self.boxes else self.boxes
-        return replace(self, player=there, boxes=boxes)
+        if there not in self.boxes:
+            return replace(self, player=there)
+        beyond = _next(there, direction)
+        if beyond not in self.floor or beyond in self.boxes:
+            return self
+        return replace(self, player=there, boxes=self.boxes - {there} | {beyond})
 
 
 class SokobanEnv:
@@ -97,26 +106,25 @@ class SokobanEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        """Rooms of a split: a solution takes `least_moves` to `most_moves`, no room is there twice
-        or in both splits.
-        """
+        """Make the rooms of a split. No room is made twice, or in both splits."""
         check_split(split)
         parsed = _parse(options)
         counts = {"train": parsed.train_rooms, "heldout": parsed.heldout_rooms}
-        kind = f"{parsed.rows}x{parsed.columns}b{parsed.boxes}m{parsed.least_moves}-{parsed.most_moves}"
+        moves = f"m{parsed.least_moves}-{parsed.most_moves}"
+        kind = f"{parsed.rows}x{parsed.columns}b{parsed.boxes}{moves}"
         return [
             Task(
                 id=f"sokoban-{split}-{kind}-{seed}",
                 env_name="sokoban",
                 split=split,
                 seed=seed,
-                data={"room": room.drawn(), "type": f"{moves} moves"},
+                data={"room": room.to_text(), "type": f"{n_moves} moves"},
             )
-            for seed, room, moves in islice(_rooms(split, parsed), counts[split])
+            for seed, room, n_moves in islice(_rooms(split, parsed), counts[split])
         ]
 
     def reset(self, task: Task) -> Observation:
-        self._room = read_room(task.data["room"])
+        self._room = parse_room(task.data["room"])
         self._is_over = False
         return self._observe()
 
@@ -146,17 +154,15 @@ class SokobanEnv:
         pass
 
     def _observe(self) -> Observation:
-        text = self._room.drawn()
-        images = (
-            (drawn_room(text, cell_pixels=self._options.cell_pixels),)
-            if self._options.observation == IMAGE
-            else ()
-        )
+        text = self._room.to_text()
+        images: tuple[NDArray[np.uint8], ...] = ()
+        if self._options.observation == IMAGE:
+            images = (draw_room(text, cell_pixels=self._options.cell_pixels),)
         return Observation(text=text, objective=OBJECTIVE, actions=tuple(MOVES), images=images)
 
 
-def read_room(text: str) -> Room:
-    """The room of `Room.drawn`."""
+def parse_room(text: str) -> Room:
+    """Return the room of `Room.to_text`."""
     lines = [line.split(" ") for line in text.split("\n")]
     signs = {
         (row, column): sign for row, line in enumerate(lines) for column, sign in enumerate(line)
@@ -169,6 +175,38 @@ def read_room(text: str) -> Room:
         player=player,
         size=(len(lines), len(lines[0])),
     )
+
+
+def draw_room(text: str, *, cell_pixels: int) -> NDArray[np.uint8]:
+    """Return a room's image, [rows * cell_pixels, columns * cell_pixels, 3].
+
+    Walls are dark, the floor is light, a target is a small red square, a box is a brown square with
+    a darker edge, and the player is a green disc.
+    """
+    rows = []
+    for line in text.split("\n"):
+        cells = [_draw_cell(sign, cell_pixels) for sign in line.split(" ")]
+        rows.append(np.concatenate(cells, axis=1))
+    return np.concatenate(rows, axis=0)
+
+
+@lru_cache(maxsize=64)
+def _draw_cell(sign: str, cell_pixels: int) -> NDArray[np.uint8]:
+    cell = np.empty((cell_pixels, cell_pixels, 3), np.uint8)
+    cell[:] = WALL if sign == "#" else FLOOR
+    # distance from the middle: 0 there, 1 at the cell's edge
+    off_centre = np.abs(np.arange(cell_pixels) * 2 + 1 - cell_pixels) / cell_pixels
+    down, right = off_centre[:, None], off_centre[None, :]
+    square = np.maximum(down, right)
+    if sign in "X√":
+        cell[square <= BOX_SHARE] = BOX_EDGE
+        cell[square <= BOX_EDGE_SHARE] = BOX
+    if sign in "O√S":
+        share = BOX_SHARE if sign == "S" else TARGET_SHARE  # visible around the player
+        cell[square <= share] = TARGET
+    if sign in "PS":
+        cell[down**2 + right**2 <= PLAYER_SHARE**2] = PLAYER
+    return cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,9 +224,7 @@ class _Options:
 
 
 def _rooms(split: str, options: _Options) -> Iterator[tuple[int, Room, int]]:
-    """Endless (seed, room, moves of a shortest solution); the same arguments always give the same
-    sequence.
-    """
+    """Yield (seed, room, moves of a shortest solution), without end and reproducibly."""
     seen: set[Room] = set()
     seed = last = options.seed * 1_000_000_000
     while seed - last < MAX_DRAWS_PER_ROOM:
@@ -207,8 +243,9 @@ def _rooms(split: str, options: _Options) -> Iterator[tuple[int, Room, int]]:
 
 
 def _split_of(room: Room) -> str:
-    """By its walls and targets, so that no held-out layout is ever trained on, whatever the seeds
-    and the numbers of rooms.
+    """Return the split of a room's walls and targets.
+
+    So no held-out layout is ever trained on, whatever the seeds and the numbers of rooms.
     """
     layout = repr((room.size, sorted(room.floor), sorted(room.targets)))
     number = int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=8).digest(), "little")
@@ -216,9 +253,7 @@ def _split_of(room: Room) -> str:
 
 
 def _draw(rng: random.Random, options: _Options) -> tuple[Room, int] | None:
-    """A room and the moves of its shortest solution; None where the walls drawn allow none of the
-    length asked for.
-    """
+    """Return a room and the moves of its shortest solution; None if these walls allow no such."""
     floor = _draw_floor(rng, options)
     targets = frozenset(rng.sample(sorted(floor), options.boxes))
     size = (options.rows, options.columns)
@@ -232,7 +267,7 @@ def _draw(rng: random.Random, options: _Options) -> tuple[Room, int] | None:
 
 
 def _draw_floor(rng: random.Random, options: _Options) -> frozenset[Cell]:
-    """Connected cells: each new one is beside one that is there."""
+    """Return connected cells: each new one is beside an earlier one."""
     inside = [
         (row, column)
         for row in range(1, options.rows - 1)
@@ -250,14 +285,13 @@ def _draw_floor(rng: random.Random, options: _Options) -> frozenset[Cell]:
 def _solvable(
     floor: frozenset[Cell], targets: frozenset[Cell], *, most_moves: int
 ) -> list[list[tuple[Cell, frozenset[Cell]]]]:
-    """Where player and boxes may be so that the shortest solution takes 0, 1, 2 ... moves: the game
-    played backwards.
+    """Return the positions of player and boxes by the length of their shortest solution: 0, 1, ...
 
-    A move backwards takes the player one cell back and, if a box is on the other side of it, may
-    pull that along. ValueError beyond MAX_STATES.
+    The game is played backwards. A move takes the player one cell back, and may pull the box in
+    front of it along. Raises ValueError beyond MAX_STATES.
     """
     latest = [(cell, targets) for cell in sorted(floor - targets)]
-    # A solution never ends with a move that pushes nothing; elsewhere the player may have walked.
+    # The player starts everywhere: a solution never ends with a move that pushes nothing.
     seen = set(latest)
     found = [latest]
     for _ in range(most_moves):
@@ -302,7 +336,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         "train_rooms": 1,
         "heldout_rooms": 1,
         "seed": 0,
-        "cell_pixels": LEAST_CELL_PIXELS,
+        "cell_pixels": MIN_CELL_PIXELS,
     }
     options = {"observation": TEXT, "cell_pixels": CELL_PIXELS, **options}
     check_options("sokoban", options, (*least, "observation"))
@@ -316,10 +350,10 @@ def _parse(options: Mapping[str, object]) -> _Options:
         for name, lowest in least.items()
     }
     parsed = _Options(**values, observation=str(observation))
-    room_for = (parsed.rows - 2) * (parsed.columns - 2) - 2  # the player, and somewhere to push to
-    if parsed.boxes > room_for:
+    most_boxes = (parsed.rows - 2) * (parsed.columns - 2) - 2  # one for the player, one to push to
+    if parsed.boxes > most_boxes:
         raise OptionsError(
-            f"sokoban option boxes={parsed.boxes} must be at most {room_for} in "
+            f"sokoban option boxes={parsed.boxes} must be at most {most_boxes} in "
             f"{parsed.rows}x{parsed.columns}"
         )
     if parsed.least_moves > parsed.most_moves:
