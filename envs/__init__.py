@@ -15,7 +15,7 @@ reached by name, so that importing this package loads no engine.
 from envs.base import Environment, Observation, Task, Transition
 from envs.errors import log_hint
 from envs.hosting.environment_process import EnvironmentDied
-from envs.hosting.pending import PendingOperations
+from envs.hosting.pending import PendingOperations, run_in_thread
 from envs.hosting.pool import EnvironmentPool, PooledEnvironment, try_environment
 from envs.hosting.program_pool import ClientSettings, Outcome, Program, ProgramPool
 from envs.hosting.task_listing import list_tasks_apart
@@ -52,5 +52,6 @@ __all__ = [
     "log_hint",
     "missing_packages",
     "program_class",
+    "run_in_thread",
     "try_environment",
 ]

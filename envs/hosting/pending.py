@@ -4,13 +4,18 @@ up.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 from envs.base import Task
 
 MAX_ACTION_CHARACTERS = 80
+
+T = TypeVar("T")
 
 
 class PendingOperations:
@@ -48,3 +53,21 @@ def request_name(method: str, argument: object) -> str:
         return f"{method} of task {argument.id!r}"
     shown = repr(argument)
     return f"{method} {shown if len(shown) <= MAX_ACTION_CHARACTERS else shown[:MAX_ACTION_CHARACTERS] + '...'}"
+
+
+def run_in_thread(work: Callable[[], T], *, name: str, timeout_s: float | None) -> T:
+    """Return `work()`, done in a thread of its own. Raises TimeoutError after `timeout_s`.
+
+    Late work goes on until this process ends, and Ctrl-C does not wait for it. The caller may be
+    on an event loop, on which `work` could not start another.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - passed on to the caller
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done.result(timeout=timeout_s)

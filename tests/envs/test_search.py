@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.prompting.prompt import TEMPLATES, parse_action
+from actors import TEMPLATES, parse_action
 from envs import environment_class
 from envs.search.library import bm25_library
 from envs.search.passages import read_corpus

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import store
-from actors.inference.concurrency import RequestGate
+from actors.concurrency import RequestGate
 from actors.policy import Completion, Prompt
 from actors.inference.vllm_policy import VLLMPolicy
 from configs import ActorsConfig
@@ -119,7 +119,7 @@ def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) ->
 
     async def run() -> dict[float, list[Completion]]:
         actors = ActorsConfig(max_response_tokens=48, max_model_tokens=256, kv_cache_gib=0.5)
-        policy = await VLLMPolicy.start(
+        policy = VLLMPolicy(
             model_path=model_path,
             dtype="float32",
             actors=actors,
@@ -129,6 +129,7 @@ def generated(model_path: Path, prompts: Sequence[Prompt], *, log_path: Path) ->
             tokenizer=None,
             log_path=log_path,
         )
+        await policy.start()
         completions = {}
         try:
             for temperature in (1.0, 0.7):
