@@ -1,42 +1,29 @@
-"""Actors make data; they are never the network being trained.
+"""Play tasks with the policy and commit the trajectories. Actors make data; they train nothing.
 
-`prompt.py` (observation to token ids and back, by `tokenizer.py`, `template.py`, `chat.py`,
-`images.py` and `parsing.py`), `rollout.py` (one episode), `group.py` (all of a group) and
-`attempts.py` (attempts without a trajectory) know no Ray; `policy.py` is what an agent needs of a
-model, `vllm_policy.py` the real one with `vllm_images.py`, `weight_transfer.py`,
-`weight_broadcast.py` and, for CPU engines, `engine_server.py`, `chat_policy.py` (with
-`characters.py`) anybody's model behind an OpenAI-compatible server; `worker.py` (Ray) plays leased
-groups, `coordinator.py` (Ray) owns the catalog and hands them out as `admission.py` allows, knowing
-which task is next (`tasks.py`), what is played (`plays.py`) and who is alive (`pulse.py`);
-`client.py` is how it is asked, `shared_handle.py` how many ask in one call. `program.py` and
-`endpoint.py` play agents that call a chat model by themselves. `simulation.py` has doubles of all
-of it that take time instead of working.
+`worker.py`        the Ray actor: lease groups, play them, commit them
+`rollout/`         one group's way: `runner.py` leases it, `group.py` plays it, `episode.py` plays
+                   one episode of it, `committer.py` writes it
+`policy.py`        the policy interface, and the scripted policy
+`concurrency.py`   limits of requests and episodes
+`prompting/`       observation to token ids, and token ids to action
+`inference/`       policies of vLLM and of an OpenAI-compatible server, and new weights
+`endpoint/`        the OpenAI-compatible server that agent programs call
+`simulation.py`    workers and a learner that take time instead of computing
+`templates/`       prompt templates
 """
 
 from actors.inference.engine_environment import ENGINE_SOCKETS, engine_fault
 from actors.inference.openai_policy import ChatPolicy, EndpointFailed
-from actors.inference.vllm_engine import EngineLostError, EngineMemoryError, EngineStartError
+from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
 from actors.inference.weight_files import weight_files
-from actors.policy import Completion, Policy, Prompt, ScriptedPolicy
+from actors.policy import Completion, EngineLostError, Policy, Prompt, ScriptedPolicy
+from actors.prompting.action_parser import Answer, parse_action
 from actors.prompting.images import sees_images
-from actors.prompting.prompt import (
-    TEMPLATES,
-    Answer,
-    PromptForm,
-    Template,
-    Turn,
-    images_fault,
-    parse_action,
-    render,
-)
+from actors.prompting.prompt import PromptForm, images_fault
+from actors.prompting.prompt_thread import PromptStuckError
+from actors.prompting.template import TEMPLATES, Template, Turn, render
 from actors.prompting.tokenizer_corpus import sample_chats
-from actors.rollout.episode import (
-    EpisodeIds,
-    EpisodeRules,
-    PromptStuckError,
-    play_episode,
-    request_seed,
-)
+from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.worker import Worker, WorkerActor, WorkerSetup
 
 __all__ = [

@@ -1,10 +1,9 @@
-"""What an agent needs from a policy: token ids in, token ids and their log-probabilities out.
+"""Define the policy interface: prompt token ids in, response token ids and log-probabilities out.
 
     completion = await policy.generate(prompt, seed=seed, temperature=1.0)
 
-Tokens are the truth: text is made from them for the environment and never tokenised again.
-`ScriptedPolicy` is the public double behind the same interface: it plays without a model, to clone
-from and to test with.
+Token ids are stored and trained on. The environment gets their text, which is never tokenised
+again. `ScriptedPolicy` is the implementation without a model, for behaviour cloning and for tests.
 """
 
 from __future__ import annotations
@@ -15,21 +14,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from actors.prompting.images import Image
+import numpy as np
+from numpy.typing import NDArray
+
+Image = NDArray[np.uint8]  # [height, width, 3]
+
+
+class EngineLostError(RuntimeError):
+    """The engine is gone, or was stopped because it may hold a mixture of weights.
+
+    Start a new policy.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    # admissible actions of this observation; only a scripted policy reads them
+    # admissible actions of the observation; only a scripted policy reads them
     actions: tuple[str, ...] | None
-    demonstrated: str | None = None  # the observation's; likewise
-    # earlier turns that were to be shown and that the token budget had no room for
+    # the action that the environment demonstrates; only a scripted policy reads it
+    demonstrated: str | None = None
+    # turns and tokens that the prompt would have without a token budget, and lacks
     n_dropped_turns: int = 0
-    n_dropped_tokens: int = 0  # tokens of the prompt without a budget, less those it has
-    images: tuple[Image, ...] = field(
-        default=(), compare=False
-    )  # uint8 [height, width, 3], in the order of their image tokens in `token_ids`
+    n_dropped_tokens: int = 0
+    # in the order of their image tokens in `token_ids`
+    images: tuple[Image, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +46,8 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # natural log, after temperature, one per token id, as sampled
     finish_reason: str  # "stop", "length" or "abort"
-    version_min: int  # oldest and newest policy version that wrote a token of this completion
+    # oldest and newest policy version that sampled a token of this completion
+    version_min: int
     version_max: int
 
 
@@ -46,12 +56,11 @@ class Policy(Protocol):
 
 
 class ScriptedPolicy:
-    """Writes the demonstrated action in the answer format, or, where there is none, one of the n
-    admissible ones at random.
+    """Write the demonstrated action in the answer format, else a random admissible action.
 
-    `encode_answer` turns an action into the response's token ids, end token included. The
-    log-probability of the choice, 0 or log(1/n), is put on the first token, 0 on the rest, so that
-    they sum to that of the response.
+    `encode_answer` turns an action into the response's token ids, end token included. The choice
+    among n actions has log-probability log(1/n). It is recorded on the first token; the other
+    tokens get 0, so that the sum is that of the response.
     """
 
     def __init__(self, encode_answer: Callable[[str], Sequence[int]]) -> None:

@@ -25,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 # our packages are run from a checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.inference.concurrency import RequestGate
+from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.inference.weight_files import weight_files
 from actors.policy import Prompt
@@ -108,7 +108,7 @@ async def benchmark(
         kv_cache_gib=0.25,
     )
     start_s = time.perf_counter()
-    policy = await VLLMPolicy.start(
+    policy = VLLMPolicy(
         model_path=directory / "base",
         dtype="float32",
         actors=actors,
@@ -118,6 +118,7 @@ async def benchmark(
         tokenizer=None,
         log_path=directory / "engine.log",
     )
+    await policy.start()
     results: dict[str, object] = {"start_s": time.perf_counter() - start_s}
     try:
         await measure(policy, in_flight=MAX_IN_FLIGHT, seconds=1.0)  # first batches are slower

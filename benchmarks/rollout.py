@@ -33,7 +33,7 @@ from support.simulated_run import Pace, make_config
 
 import configs
 from actors import sample_chats
-from actors.simulation.fakes import Delay
+from actors.simulation import Delay
 from configs import Config
 from driver.ray_cluster import ray_cluster
 from learner import make_tiny_model, train_tokenizer

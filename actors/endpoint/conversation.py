@@ -1,14 +1,14 @@
-"""Chat messages as prompt token ids. What goes on from an earlier exchange keeps its tokens and
-never their text.
+"""Turn chat messages into prompt token ids, and keep the tokens of earlier exchanges.
 
     conversation = Conversation(tokenizer, chat_variables={}, max_characters=4096)
     prompt_ids = conversation.prompt(messages)
-    conversation.record(messages, reply="It is 7.", token_ids=prompt_ids + response_ids, ended=True)
-    conversation.prompt((*messages, Message(role="assistant", content="It is 7."), question))   # begins with those token ids
+    reply = Message(role="assistant", content="It is 7.")
+    conversation.record(messages, reply=reply.content, token_ids=prompt_ids + response_ids, ...)
+    conversation.prompt((*messages, reply, question))    # begins with those token ids
 
-A reply that a program hands back verbatim stands for the tokens that were sampled, whatever its
-text would be tokenised as. One that it edited has no such tokens: then the whole prompt is made
-from text, which is right too, as the prompt is what the model was given.
+A reply that a program sends back unchanged stands for its sampled tokens, even if its text would be
+tokenised differently. For an edited reply there are no such tokens, so the whole prompt is made
+from text. That is right too, because it is the prompt that the model was given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.prompting.chat_template import REPLY, Tokenizer
 
 
 class PromptTooLong(ValueError):
-    """A prompt that no model of this size takes, as its number of characters tells."""
+    """The prompt has more characters than a model of this size takes."""
 
     def __init__(self, n_characters: int) -> None:
         super().__init__(f"the prompt has {n_characters} characters")
@@ -35,14 +35,13 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Said:
+class _Exchange:
     token_ids: tuple[int, ...]  # prompt and response
-    ended: bool
+    ended: bool  # the response has the model's end token
 
 
 class Conversation:
-    """The exchanges of one episode; several conversations of one program may be in it, and branches
-    of each.
+    """Keep the exchanges of one episode: also of several conversations, and of their branches.
 
     A text of more than `max_characters` is never tokenised.
     """
@@ -50,54 +49,51 @@ class Conversation:
     def __init__(
         self, tokenizer: Tokenizer, *, chat_variables: Mapping[str, object], max_characters: int
     ) -> None:
-        self._tokenizer, self._variables, self._max_characters = (
-            tokenizer,
-            dict(chat_variables),
-            max_characters,
-        )
-        # by the digest of the messages with the reply; of equal ones the newest
-        self._said: dict[bytes, _Said] = {}
+        self._tokenizer, self._max_characters = tokenizer, max_characters
+        self._variables = dict(chat_variables)
+        # by the digest of all messages including the reply; of equal ones the newest
+        self._exchanges: dict[bytes, _Exchange] = {}
 
     def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """Token ids up to where the reply begins. Raises PromptTooLong, and what the chat template
-        raises.
+        """Return the token ids up to where the reply begins.
 
-        Takes time in proportion to the messages' characters, however many messages they are.
+        Takes time in proportion to the characters. Raises PromptTooLong, and the errors of the chat
+        template.
         """
-        replies = [
-            (end, digest)
-            for end, digest in _digests(messages)
-            if messages[end - 1].role == "assistant"
-        ]
-        for end, digest in reversed(replies):
-            said = self._said.get(digest)
-            rest = None if said is None else self._rest(messages, end=end, after=said)
-            if said is not None and rest is not None:
-                return (*said.token_ids, *rest)
+        for end, digest in reversed(list(_digests(messages))):
+            exchange = self._exchanges.get(digest)
+            if exchange is None:
+                continue
+            rest = self._tokens_after(messages, end=end, exchange=exchange)
+            if rest is not None:
+                return (*exchange.token_ids, *rest)
         return tuple(self._encode(self._render(messages)))
 
     def record(
         self, messages: tuple[Message, ...], *, reply: str, token_ids: tuple[int, ...], ended: bool
     ) -> None:
-        """`token_ids` of prompt and response; `ended`: the last one is the model's own end, not a
-        limit's.
+        """Keep the `token_ids` of prompt and response.
+
+        `ended` says that the last token is the model's end token, not cut off by a limit.
         """
         *_, (_, digest) = _digests((*messages, Message(role="assistant", content=reply)))
-        self._said[digest] = _Said(token_ids=token_ids, ended=ended)
+        self._exchanges[digest] = _Exchange(token_ids=token_ids, ended=ended)
 
-    def _rest(self, messages: tuple[Message, ...], *, end: int, after: _Said) -> list[int] | None:
-        """What the chat template writes behind the reply `messages[end - 1]`; None if it does not
-        show where that is.
+    def _tokens_after(
+        self, messages: tuple[Message, ...], *, end: int, exchange: _Exchange
+    ) -> list[int] | None:
+        """Return the tokens that the chat template writes after the reply `messages[end - 1]`.
+
+        Returns None if the template does not show where that is.
         """
         stand_in = Message(role="assistant", content=REPLY)
         _, *rest = self._render((*messages[: end - 1], stand_in, *messages[end:])).split(REPLY)
         if len(rest) != 1:
             return None
         token_ids = self._encode(rest[0])
-        # The template closes the assistant's turn; a reply that ended by itself has done so
-        # already.
-        has_closed = after.ended and token_ids[:1] == [after.token_ids[-1]]
-        return token_ids[has_closed:]
+        # The template writes the end token. A response that ended by itself has it already.
+        has_end = exchange.ended and token_ids[:1] == [exchange.token_ids[-1]]
+        return token_ids[has_end:]
 
     def _render(self, messages: Sequence[Message]) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -116,9 +112,7 @@ class Conversation:
 
 
 def _digests(messages: Sequence[Message]) -> Iterator[tuple[int, bytes]]:
-    """Yield each number of messages, from 1, with a digest of the first so many. Looks at each
-    message once.
-    """
+    """Yield (n, digest of the first n messages) for n = 1, 2, ... Reads each message once."""
     hasher = hashlib.blake2b(digest_size=16)
     for end, message in enumerate(messages, start=1):
         for text in (message.role, message.content):

@@ -1,5 +1,4 @@
-"""One episode of an agent program: it is started, the endpoint records what it asks for, and that
-becomes a trajectory.
+"""Play one episode of an agent program: run it, and make its chat completions a trajectory.
 
 trajectory = await play_program(pool, endpoint, task=task, episode=ids, rules=rules)
 """
@@ -15,30 +14,51 @@ from envs import EnvironmentDied, Outcome, ProgramPool, Task, log_hint
 from store import Step, Trajectory, now_us
 
 
+class ProgramEpisodes:
+    """Play episodes with programs of a pool, which call the model at `endpoint`."""
+
+    def __init__(self, pool: ProgramPool, endpoint: Endpoint) -> None:
+        self._pool, self._endpoint = pool, endpoint
+
+    async def start(self) -> None:
+        await self._endpoint.start()
+
+    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+        """Play one episode; see `play_program`."""
+        return await play_program(self._pool, self._endpoint, task=task, episode=ids, rules=rules)
+
+    def waiting(self) -> tuple[str, float] | None:
+        return self._pool.oldest()
+
+    async def close(self) -> None:
+        self._pool.close()
+        await self._endpoint.close()
+
+
 async def play_program(
     pool: ProgramPool, endpoint: Endpoint, *, task: Task, episode: EpisodeIds, rules: EpisodeRules
 ) -> Trajectory:
-    """Runs the program until it returns; every chat completion is one Step, and the last one gets
-    the outcome's reward.
+    """Run the program until it returns. A chat completion is one Step; the last has the reward.
 
-    A program that fails because it was refused a completion that would have been too many
-    (`rules.max_steps`), too long for the model or too late was truncated: what it has done so far
-    is the episode, not won. Raises EnvironmentDied, with program and task, if it fails in another
-    way, has not ended `rules.episode_timeout_s` after its start, or asked for nothing; whatever the
-    policy raised, if that failed; PromptStuckError for a chat template that loops. Cancelled, it
-    kills the program.
+    A program that fails after it was refused a completion for length was truncated: the steps so
+    far are the episode, not won. Refused for length are too many completions (`rules.max_steps`),
+    too long a prompt, and too late a reply. A cancelled call kills the program. Raises:
+      EnvironmentDied    it failed in another way, ran past `rules.episode_timeout_s`, or asked for
+                         nothing; names program and task
+      PromptStuckError   the chat template loops
+      and the policy's error, if that failed.
     """
-    of = f"program {pool.name!r} on task {task.split}/{task.id}"
-    with endpoint.episode(episode, rules, of=of) as recording:
+    label = f"program {pool.name!r} on task {task.split}/{task.id}"
+    with endpoint.episode(episode, rules, label=label) as recording:
         outcome = await _outcome(pool, recording, task=task)
         ended_us = now_us()
         steps = recording.steps()
     if not steps:
-        why = (
-            recording.cut_off
-            or "it made none; give client.base_url and client.api_key to the client it calls its model with"
+        why = recording.cut_off or (
+            "it made none; give client.base_url and client.api_key to the client it calls its "
+            "model with"
         )
-        message = f"{of} got no chat completion: {why}{log_hint(pool.log)}"
+        message = f"{label} got no chat completion: {why}{log_hint(pool.log)}"
         raise EnvironmentDied(message, at_fault=True)
     return trajectory_of(
         _finished(steps, outcome, rules=rules, ended_us=ended_us),
@@ -50,16 +70,16 @@ async def play_program(
 
 
 async def _outcome(pool: ProgramPool, recording: Recording, *, task: Task) -> Outcome | None:
-    """None: the program was cut off. Raises as `play_program`."""
+    """Return the program's outcome, or None if it was cut off. Raises as `play_program` does."""
+    outcome = None
     try:
         outcome = await pool.run(
             task, recording.client, deadline_s=recording.rules.episode_timeout_s
         )
     except EnvironmentDied:
-        outcome = None
         if recording.failure is None and not recording.cut_off:
             raise
-    # also if the program made the best of it: its replies were not the policy's
+    # A program may catch the policy's failure and return; its outcome is then not the policy's.
     if recording.failure is not None:
         raise recording.failure
     return outcome
@@ -68,8 +88,9 @@ async def _outcome(pool: ProgramPool, recording: Recording, *, task: Task) -> Ou
 def _finished(
     steps: Sequence[Step], outcome: Outcome | None, *, rules: EpisodeRules, ended_us: int
 ) -> tuple[Step, ...]:
-    """With the program's time, from a reply to the next request (none where they overlapped), and
-    the outcome.
+    """Return the steps with the program's time and the outcome.
+
+    The program's time of a step is that from its reply to the next request, or 0 if they overlap.
     """
     next_us = [*(step.t_start_us for step in steps[1:]), ended_us]
     timed = [

@@ -1,6 +1,4 @@
-"""A completion as a chat client gets to see it: cut to what the request allowed, and written as
-OpenAI's JSON. Pure.
-"""
+"""Cut a completion to the request's limits, and write it as OpenAI's JSON. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,20 +14,19 @@ from actors.prompting.chat_template import Tokenizer
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     text: str  # without the stop text, as OpenAI has it
-    token_ids: tuple[int, ...]  # with the tokens that complete the stop text: these were sampled
+    token_ids: tuple[int, ...]  # including the sampled tokens of the stop text
     logprobs: tuple[float, ...]
     finish_reason: str  # "stop" or "length"
-    ended: bool  # the last token is the model's own end
+    ended: bool  # the last token is the model's end token
 
 
 def cut_reply(
     completion: Completion, tokenizer: Tokenizer, *, max_tokens: int, stop: Sequence[str]
 ) -> Reply:
-    """The first tokens of a completion: up to those that complete a text of `stop`, and at most
-    `max_tokens`.
+    """Keep the tokens up to those that complete a text of `stop`, and at most `max_tokens`.
 
-    Each token was sampled given those before it alone, so the first ones have the distribution, and
-    the log-probabilities, that they would have if generation had stopped there.
+    A token's distribution depends only on the tokens before it. So the kept tokens have the
+    log-probabilities that they would have if generation had stopped there.
     """
     token_ids = completion.token_ids[:max_tokens]
     reason = "length" if len(token_ids) < len(completion.token_ids) else completion.finish_reason
@@ -37,12 +34,12 @@ def cut_reply(
     found = [one for one in stop if one in text]
     ended = reason == "stop" and not found
     if found:
-        one = min(found, key=lambda one: text.find(one) + len(one))  # the first to be complete
-        # The fewest tokens whose text has it; a longer beginning has it too.
+        first = min(found, key=lambda one: text.find(one) + len(one))  # the first one completed
+        # Search the fewest tokens whose text has it; with more tokens the text has it too.
         n = bisect_left(
-            range(len(token_ids)), True, key=lambda n: one in _text(tokenizer, token_ids[:n])
+            range(len(token_ids)), True, key=lambda n: first in _text(tokenizer, token_ids[:n])
         )
-        token_ids, text, reason = token_ids[:n], text[: text.find(one)], "stop"
+        token_ids, text, reason = token_ids[:n], text[: text.find(first)], "stop"
     return Reply(
         text=text,
         token_ids=token_ids,
@@ -61,7 +58,8 @@ def chat_completion(
     n_prompt: int,
     logprobs: bool,
 ) -> dict[str, object]:
-    """The body of an answer with a choice for each reply; `n_prompt` in tokens."""
+    """Return the body of an answer with one choice per reply; `n_prompt` is in tokens."""
+    n_response = sum(len(reply.token_ids) for reply in replies)
     return {
         "id": reply_id,
         "object": "chat.completion",
@@ -76,54 +74,39 @@ def chat_completion(
             }
             for index, reply in enumerate(replies)
         ],
-        "usage": _usage(replies, n_prompt=n_prompt),
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_response,
+            "total_tokens": n_prompt + n_response,
+        },
     }
 
 
 def chunks(body: dict[str, object], *, include_usage: bool) -> Iterator[dict[str, object]]:
-    """The same answer as a client that asked for a stream reads it. Each reply comes in one piece,
-    when it is whole.
-    """
+    """Yield the answer as a stream. Each reply comes in one piece, when it is complete."""
     common = {**body, "object": "chat.completion.chunk"}
     del common["usage"]
     choices = body["choices"]
     assert isinstance(choices, list)
     for choice in choices:
-        shown = {
+        text = {
             "index": choice["index"],
             "delta": choice["message"],
             "logprobs": choice["logprobs"],
             "finish_reason": None,
         }
-        yield {**common, "choices": [shown]}
-        yield {
-            **common,
-            "choices": [
-                {**shown, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-            ],
-        }
+        end = {**text, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        yield {**common, "choices": [text]}
+        yield {**common, "choices": [end]}
     if include_usage:
         yield {**common, "choices": [], "usage": body["usage"]}
 
 
-def _usage(replies: Sequence[Reply], *, n_prompt: int) -> dict[str, int]:
-    n_response = sum(len(reply.token_ids) for reply in replies)
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_response,
-        "total_tokens": n_prompt + n_response,
-    }
-
-
 def _logprobs(reply: Reply, tokenizer: Tokenizer) -> dict[str, object]:
-    tokens = [
-        tokenizer.decode([token_id], skip_special_tokens=False) for token_id in reply.token_ids
-    ]
-    shown = zip(tokens, reply.logprobs, strict=True)
-    content: list[dict[str, object]] = [
-        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in shown
-    ]
+    content: list[dict[str, object]] = []
+    for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+        token = tokenizer.decode([token_id], skip_special_tokens=False)
+        content.append({"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 

@@ -1,16 +1,15 @@
-"""An OpenAI-compatible HTTP endpoint that records what it serves: every chat completion of an
-episode is one Step.
+"""Serve an OpenAI-compatible HTTP endpoint that records each chat completion as a Step.
 
     endpoint = Endpoint(policy, tokenizer, settings)
-    await endpoint.start()                              # on this event loop, on 127.0.0.1, on a free port
-    with endpoint.episode(ids, rules) as recording:
-        ...                                             # a client with recording.client: its base_url and api_key
-        recording.steps()
+    await endpoint.start()                    # on this event loop, at 127.0.0.1, on a free port
+    with endpoint.episode(ids, rules, label="task 7") as recording:
+        ...                                   # a program calls recording.client.base_url
+        steps = recording.steps()
     await endpoint.close()
 
-POST /v1/chat/completions and GET /v1/models, by aiohttp, which vLLM brings: it serves on a loop
-that is already there, and cancels a request whose client has gone, so that a reply nobody got is no
-step. The API key says which episode it belongs to.
+It serves POST /v1/chat/completions and GET /v1/models. The API key tells which episode a request
+belongs to. A request whose client has gone is cancelled, so that a reply that nobody got is no
+step.
 """
 
 from __future__ import annotations
@@ -31,30 +30,28 @@ from pathlib import Path
 from aiohttp import web
 from jinja2 import TemplateError
 
-from actors.endpoint.conversation import Conversation, PromptTooLong
-from actors.endpoint.request import ChatRequest, RequestError, parse_request, refused
+from actors.endpoint.conversation import Conversation, Message, PromptTooLong
+from actors.endpoint.request import (
+    ChatRequest,
+    RequestError,
+    parse_request,
+    refused,
+    takes_long,
+)
 from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply
 from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, longest_token
-from actors.rollout.episode import (
-    LONG_PROMPTS,
-    SHORT_PROMPTS,
-    EpisodeIds,
-    EpisodeRules,
-    PromptStuckError,
-    completion_of,
-    step_of,
-)
+from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
+from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config
 from envs import ClientSettings, Observation
 from store import Step, now_us, uid_text
 
-MAX_BODY_BYTES = 64 * 2**20  # of a request, whatever the model takes
-LEAST_BODY_BYTES = 2**20
-BYTES_PER_CHARACTER = 6  # of JSON, where a character is written as "\\u1234"
-BODY_TIMEOUT_S = 60.0  # for a client to send all of a request
-# of a connection on which no request is complete; else half-open ones would add up
-IDLE_TIMEOUT_S = 120.0
+MAX_BODY_BYTES = 64 * 2**20  # whatever the model takes
+MIN_BODY_BYTES = 2**20
+BYTES_PER_CHARACTER = 6  # in JSON, where a character may be written as "\\u1234"
+BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
+IDLE_TIMEOUT_S = 120.0  # for a connection without a complete request
 CLOSE_TIMEOUT_S = 1.0  # for answers that are being written
 
 
@@ -77,9 +74,7 @@ class EndpointSettings:
 
 
 class Recording:
-    """One episode: what it may still ask for, and the steps it has made. Unblocked by the
-    policy.
-    """
+    """Record one episode: its limits, and its steps so far. Unblocked by the policy."""
 
     def __init__(
         self,
@@ -88,38 +83,44 @@ class Recording:
         conversation: Conversation,
         client: ClientSettings,
         *,
-        of: str,
+        label: str,
     ) -> None:
         self.ids, self.rules, self.conversation, self.client = ids, rules, conversation, client
-        self.of = of  # for errors
-        self.cut_off = ""  # why a request was refused that would have gone on for too long
+        self.label = label  # for errors
+        self.cut_off = ""  # why a request was refused because the episode is too long
         self.failure: Exception | None = None  # of the policy or the chat template
         self.is_over = False
-        self.numbers = itertools.count()  # of completions, in the order they were asked for
-        self.n_in_flight = 0
-        self.recorded: dict[int, Step] = {}
+        self._numbers = itertools.count()  # of completions, in the order of the requests
+        self._n_in_flight = 0
+        self._recorded: dict[int, Step] = {}
 
     def steps(self) -> list[Step]:
-        """In the order they were asked for, numbered without gaps. Without reward and the program's
-        time.
+        """Return the steps in the order of their requests, numbered without gaps.
+
+        They lack reward, end and the program's time.
         """
-        return [
-            replace(self.recorded[number], step_index=index)
-            for index, number in enumerate(sorted(self.recorded))
-        ]
+        in_order = sorted(self._recorded.items())
+        return [replace(step, step_index=index) for index, (_, step) in enumerate(in_order)]
+
+    @contextmanager
+    def reserve(self, n: int) -> Iterator[list[int]]:
+        """Count n completions as in flight, and return their numbers."""
+        numbers = [next(self._numbers) for _ in range(n)]
+        self._n_in_flight += n
+        try:
+            yield numbers
+        finally:
+            self._n_in_flight -= n
+
+    def add(self, number: int, step: Step) -> None:
+        self._recorded[number] = step
+        self.ids.progress.add(step)
 
     def refuse_beyond(self, n_more: int) -> None:
-        """Raises RequestError if the episode is over, or would be longer than it may with `n_more`
-        completions.
-        """
+        """Raise RequestError if the episode has no room for `n_more` completions, or is over."""
         if self.is_over:
-            raise RequestError(
-                "this episode has ended; its API key is of no use",
-                status=410,
-                code="episode_over",
-                param=None,
-            )
-        if len(self.recorded) + self.n_in_flight + n_more > self.rules.max_steps:
+            raise _episode_over()
+        if len(self._recorded) + self._n_in_flight + n_more > self.rules.max_steps:
             raise self.cut(
                 f"the episode has had the {self.rules.max_steps} chat completions that "
                 "env.max_steps allows",
@@ -127,28 +128,29 @@ class Recording:
             )
 
     def cut(self, why: str, *, status: int, code: str = "episode_over") -> RequestError:
-        """The episode is too long; if its program ends with this error, it was truncated and did
-        not fail.
+        """Return the error for an episode that is too long.
+
+        A program that ends with this error was truncated; it did not fail.
         """
         self.cut_off = why
         return RequestError(why, status=status, code=code, param=None)
 
+    def cut_long_prompt(self, size: str) -> RequestError:
+        return self.cut(size, status=400, code="context_length_exceeded")
+
 
 class Endpoint:
-    """`policy` may be replaced by another at any time."""
+    """Serve one policy to the programs of a worker."""
 
     def __init__(self, policy: Policy, tokenizer: Tokenizer, settings: EndpointSettings) -> None:
         self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
-        self.base_url = ""
-        self._runner: web.AppRunner | None = None
+        self.base_url = ""  # known when it listens
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[int, Recording] = {}
         self._max_characters = settings.max_model_tokens * longest_token(tokenizer)
-        longest = max(LEAST_BODY_BYTES, BYTES_PER_CHARACTER * self._max_characters)
+        longest = max(MIN_BODY_BYTES, BYTES_PER_CHARACTER * self._max_characters)
         self._max_body_bytes = min(MAX_BODY_BYTES, longest)
-
-    async def start(self) -> None:
         app = web.Application(middlewares=[_errors_as_json], client_max_size=self._max_body_bytes)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_get("/v1/models", self._models)
@@ -159,63 +161,52 @@ class Endpoint:
             shutdown_timeout=CLOSE_TIMEOUT_S,
             keepalive_timeout=IDLE_TIMEOUT_S,
         )
+
+    async def start(self) -> None:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
     @contextmanager
     def episode(
-        self, ids: EpisodeIds, rules: EpisodeRules, *, of: str = "an episode"
+        self, ids: EpisodeIds, rules: EpisodeRules, *, label: str = "an episode"
     ) -> Iterator[Recording]:
-        """Record requests with its API key until the end of the `with` block; refuse later ones.
-        `of` names it in errors.
-        """
+        """Record requests with its API key during the `with` block; refuse later ones."""
         number = next(self._numbers)
-        client = ClientSettings(
-            base_url=self.base_url, api_key=f"episode-{number}-{self._signature(number)}"
-        )
+        client = ClientSettings(base_url=self.base_url, api_key=self._key(number))
         conversation = Conversation(
             self.tokenizer,
             chat_variables=self.settings.chat_variables,
             max_characters=self._max_characters,
         )
-        recording = self._open[number] = Recording(ids, rules, conversation, client, of=of)
+        recording = self._open[number] = Recording(ids, rules, conversation, client, label=label)
         try:
             yield recording
         finally:
             recording.is_over = True
             del self._open[number]
 
-    def _signature(self, number: int) -> str:
-        return hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()[:32]
+    def _key(self, number: int) -> str:
+        signature = hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()[:32]
+        return f"episode-{number}-{signature}"
 
     def _recording(self, request: web.Request) -> Recording:
-        """Raises RequestError: 401 for a key that is none of ours, 410 for one of an episode that
-        has ended.
-        """
+        """Return the request's episode. Raises RequestError: 401 unknown key, 410 ended episode."""
         _, _, key = request.headers.get("Authorization", "").partition(" ")
-        number = key.split("-")[1] if key.count("-") == 2 else ""
-        is_ours = number.isascii() and number.isdigit() and len(number) < 20
-        if not is_ours or not hmac.compare_digest(
-            key.encode(errors="replace"),
-            f"episode-{number}-{self._signature(int(number))}".encode(),
-        ):
+        digits = key.split("-")[1] if key.count("-") == 2 else ""
+        is_number = digits.isascii() and digits.isdigit() and len(digits) < 20
+        expected = self._key(int(digits)) if is_number else ""
+        if not expected or not hmac.compare_digest(key.encode(errors="replace"), expected.encode()):
             message = (
                 "this API key belongs to no episode; use the one that `run(task, client)` was given"
             )
             raise RequestError(message, status=401, code="invalid_api_key", param=None)
-        if int(number) not in self._open:
-            raise RequestError(
-                "this episode has ended; its API key is of no use",
-                status=410,
-                code="episode_over",
-                param=None,
-            )
-        return self._open[int(number)]
+        if int(digits) not in self._open:
+            raise _episode_over()
+        return self._open[int(digits)]
 
     async def _models(self, request: web.Request) -> web.Response:
         self._recording(request)
@@ -229,23 +220,15 @@ class Endpoint:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        body_bytes = await self._body(request, recording)
-        try:
-            asked = parse_request(json.loads(body_bytes))
-        except ValueError as error:  # not JSON, not UTF-8
-            raise refused(f"the request is not JSON: {error}", None) from None
-        except RecursionError:
-            raise refused(
-                "the request is not JSON that can be read: it is nested too deeply", None
-            ) from None
-        first, replies, n_prompt = await self._answer(recording, asked)
+        asked = parse_request(await self._read(request, recording))
+        number, replies, n_prompt = await self._answer(recording, asked)
         body = chat_completion(
             replies,
             self.tokenizer,
-            reply_id=f"chatcmpl-{uid_text(recording.ids.traj_uid)}-{first}",
+            reply_id=f"chatcmpl-{uid_text(recording.ids.traj_uid)}-{number}",
             model=self.settings.model,
             n_prompt=n_prompt,
-            logprobs=asked.logprobs,
+            logprobs=bool(asked.logprobs),
         )
         if not asked.stream:
             return web.json_response(body)
@@ -258,18 +241,17 @@ class Endpoint:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _body(self, request: web.Request, recording: Recording) -> bytes:
-        """Read what the client sends. Raises RequestError for a body that is too long for the
-        model, or too slow.
-        """
+    async def _read(self, request: web.Request, recording: Recording) -> bytes:
+        """Read the request's body. Raises RequestError if it is too long for the model, or late."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             limit = self.settings.max_model_tokens
-            size = f"the request has more than {self._max_body_bytes} bytes"
-            why = f"{size}; the model takes {limit} tokens, prompt and reply together"
-            raise recording.cut(why, status=400, code="context_length_exceeded") from None
+            raise recording.cut_long_prompt(
+                f"the request has more than {self._max_body_bytes} bytes; the model takes {limit} "
+                "tokens, prompt and reply together"
+            ) from None
         except TimeoutError:
             why = f"the request did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(why, status=408, code="request_timeout", param=None) from None
@@ -277,90 +259,97 @@ class Endpoint:
     async def _answer(
         self, recording: Recording, asked: ChatRequest
     ) -> tuple[int, list[Reply], int]:
-        """Generates, cuts and records; returns the number of the first completion, all of them, and
-        the prompt's length.
+        """Generate, cut and record the completions of a request.
+
+        Returns the number of the first one, all replies, and the number of prompt tokens.
         """
-        recording.refuse_beyond(asked.n)
-        prompt_ids = await self._prompt_beside(recording, asked)
-        recording.refuse_beyond(asked.n)  # others may have been asked for meanwhile
-        room = self.settings.max_model_tokens - len(prompt_ids)
-        max_tokens = min(asked.max_tokens or room, self.settings.max_response_tokens, room)
-        numbers = [next(recording.numbers) for _ in range(asked.n)]
+        messages = asked.conversation()
+        recording.refuse_beyond(asked.n_choices)
+        prompt = Prompt(token_ids=await self._prompt(recording, messages), actions=None)
+        # Checked again: the thread took time, in which other requests were answered.
+        recording.refuse_beyond(asked.n_choices)
+        room = self.settings.max_model_tokens - len(prompt.token_ids)
+        max_tokens = min(asked.token_limit or room, self.settings.max_response_tokens, room)
         started_us, started = now_us(), time.perf_counter()
-        recording.n_in_flight += asked.n
-        tasks = [
-            asyncio.ensure_future(self._complete(recording, prompt_ids, number=number))
-            for number in numbers
-        ]
-        try:
-            completions = await asyncio.gather(*tasks)
-        finally:
-            recording.n_in_flight -= asked.n
-            for task in tasks:
-                task.cancel()
+        with recording.reserve(asked.n_choices) as numbers:
+            completions = await self._generate(recording, prompt, numbers)
         gen_us = round((time.perf_counter() - started) * 1e6)
-        recording.refuse_beyond(0)  # it may have ended meanwhile
+        recording.refuse_beyond(0)
+        inputs = [message.content for message in messages if message.role != "assistant"]
+        observation = Observation(text=inputs[-1] if inputs else "", anchor=asked.anchor)
         replies = []
         for number, completion in zip(numbers, completions, strict=True):
-            reply = cut_reply(completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop)
+            reply = cut_reply(
+                completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ()
+            )
             kept = replace(
                 completion,
                 token_ids=reply.token_ids,
                 logprobs=reply.logprobs,
                 finish_reason=reply.finish_reason,
             )
-            recording.recorded[number] = step_of(
+            step = step_of(
                 kept,
                 number=number,
-                prompt=Prompt(token_ids=prompt_ids, actions=None),
-                observation=Observation(text=asked.observation, anchor=asked.anchor),
+                prompt=prompt,
+                observation=observation,
                 action=reply.text,
                 is_valid=reply.finish_reason == "stop",
                 t_start_us=started_us,
                 gen_us=gen_us,
             )
-            recording.ids.progress.add(recording.recorded[number])
+            recording.add(number, step)
             recording.conversation.record(
-                asked.messages,
+                messages,
                 reply=reply.text,
-                token_ids=prompt_ids + reply.token_ids,
+                token_ids=prompt.token_ids + reply.token_ids,
                 ended=reply.ended,
             )
             replies.append(reply)
-        return numbers[0], replies, len(prompt_ids)
+        return numbers[0], replies, len(prompt.token_ids)
 
-    async def _prompt_beside(self, recording: Recording, asked: ChatRequest) -> tuple[int, ...]:
-        """Make a prompt beside the event loop, which has to say that the worker is alive."""
-        thread = LONG_PROMPTS if asked.takes_long else SHORT_PROMPTS
+    async def _prompt(self, recording: Recording, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        """Make the prompt in a thread: the event loop has heartbeats to send."""
+        limit = (
+            f"the model takes {self.settings.max_model_tokens} tokens, prompt and reply together"
+        )
+        thread = LONG_PROMPTS if takes_long(messages) else SHORT_PROMPTS
         try:
-            return await thread.make(
-                lambda: self._prompt(recording, asked), tokenizer=self.tokenizer, of=recording.of
+            prompt_ids = await thread.make(
+                lambda: recording.conversation.prompt(messages),
+                tokenizer=self.tokenizer,
+                label=recording.label,
             )
         except PromptStuckError as error:
             recording.failure = error
             raise RequestError(str(error), status=500, code="prompt_failed", param=None) from error
-
-    def _prompt(self, recording: Recording, asked: ChatRequest) -> tuple[int, ...]:
-        try:
-            prompt_ids = recording.conversation.prompt(asked.messages)
         except TemplateError as error:
             raise refused(
                 f"the model's chat template does not take these messages: {error}", "messages"
             ) from None
         except PromptTooLong as error:
-            limit = self.settings.max_model_tokens
-            why = f"the prompt has {error.n_characters} characters; the model takes {limit} tokens, prompt and reply together"
-            raise recording.cut(why, status=400, code="context_length_exceeded") from None
+            raise recording.cut_long_prompt(
+                f"the prompt has {error.n_characters} characters; {limit}"
+            ) from None
         if len(prompt_ids) >= self.settings.max_model_tokens:
-            limit = self.settings.max_model_tokens
-            why = f"the prompt has {len(prompt_ids)} tokens; the model takes {limit}, prompt and reply together"
-            raise recording.cut(why, status=400, code="context_length_exceeded")
+            raise recording.cut_long_prompt(f"the prompt has {len(prompt_ids)} tokens; {limit}")
         return prompt_ids
 
-    async def _complete(
-        self, recording: Recording, prompt_ids: tuple[int, ...], *, number: int
-    ) -> Completion:
-        rules, prompt = recording.rules, Prompt(token_ids=prompt_ids, actions=None)
+    async def _generate(
+        self, recording: Recording, prompt: Prompt, numbers: list[int]
+    ) -> list[Completion]:
+        tasks = [
+            asyncio.ensure_future(self._complete(recording, prompt, number=number))
+            for number in numbers
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _complete(self, recording: Recording, prompt: Prompt, *, number: int) -> Completion:
+        rules = recording.rules
         try:
             return await completion_of(
                 self.policy, prompt, number=number, episode=recording.ids, rules=rules
@@ -369,19 +358,22 @@ class Endpoint:
             raise recording.cut(
                 f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}", status=410
             ) from None
-        except Exception as error:  # a process border: whoever plays the episode raises it
+        except Exception as error:  # process border: `play_program` raises it in the worker
             recording.failure = error
             message = f"the policy failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, code="policy_failed", param=None) from error
+
+
+def _episode_over() -> RequestError:
+    message = "this episode has ended; its API key is of no use"
+    return RequestError(message, status=410, code="episode_over", param=None)
 
 
 @web.middleware
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error in OpenAI's form. None is worth asking again for, which the header tells the
-    client.
-    """
+    """Answer every error in OpenAI's form, with a header that tells clients not to retry."""
     try:
         return await handler(request)
     except RequestError as error:
@@ -391,14 +383,10 @@ async def _errors_as_json(
         message = f"{request.method} {request.path}: {error.reason}"
         if status in (404, 405):
             message += "; there are POST /v1/chat/completions and GET /v1/models"
-    except Exception as error:  # noqa: BLE001 - a process border: the program is told what it was
+    except Exception as error:  # noqa: BLE001 - process border: the program gets the error
         traceback.print_exc()
-        status, message, code, param = (
-            500,
-            f"{type(error).__name__}: {error}",
-            "internal_error",
-            None,
-        )
+        status, code, param = 500, "internal_error", None
+        message = f"{type(error).__name__}: {error}"
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

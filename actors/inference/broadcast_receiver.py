@@ -1,14 +1,12 @@
-"""The engine's end of weights that the learner sends directly (`store/broadcast.py` has the
-protocol).
+"""Receive weights that the learner sends directly; `store/broadcast.py` defines the protocol.
 
-    receiver = Receiver(address)                  # takes part in every round from now on, in a thread
+    receiver = Receiver(address)                  # joins every round from now on, in a thread
     if not receiver.is_busy:
-        received = receiver.take(digest)          # the weights of that digest, if they are here whole
+        received = receiver.take(digest)          # the weights of that digest, if they are whole
     model.load_weights(received.tensors())
-    receiver.release()                            # from now on the next ones may overwrite them
+    receiver.release()                            # the next weights may overwrite these
 
-Bytes come into main memory, as a file's would, also for an engine on a GPU; their digest is that of
-the files.
+The bytes arrive in main memory, also for an engine on a GPU. Their digest is that of the files.
 """
 
 from __future__ import annotations
@@ -30,10 +28,19 @@ from blake3 import blake3
 from store import SAFETENSORS_DTYPES, decode_safetensors_head
 from store import broadcast as protocol
 
-# of one message, of a group to form, of the learner to say who takes part
+# for one message, for forming a process group, for the learner's list of members
 MESSAGE_TIMEOUT = timedelta(seconds=60)
-LISTEN_TIMEOUT = timedelta(seconds=1)  # then it looks whether it is to end, and listens again
-DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
+LISTEN_TIMEOUT = timedelta(seconds=1)  # how often the thread checks whether it was closed
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -43,19 +50,19 @@ class _Tensor:
     name: str
     dtype: torch.dtype
     shape: list[int]
-    begin: int  # bytes from the end of the head
+    begin: int  # bytes from the end of the header
     end: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
     tensors: Sequence[_Tensor]
-    body: torch.Tensor  # uint8: what follows the head
+    body: torch.Tensor  # uint8: the bytes after the header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """All files of one version, as they would be on disk."""
+    """Hold all files of one version, as they would be on disk."""
 
     digest: str
     files: Sequence[_File]
@@ -66,20 +73,20 @@ class Received:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for file in self.files:
             for tensor in file.tensors:
-                yield (
-                    tensor.name,
-                    file.body[tensor.begin : tensor.end].view(tensor.dtype).view(tensor.shape),
-                )
+                data = file.body[tensor.begin : tensor.end]
+                yield tensor.name, data.view(tensor.dtype).view(tensor.shape)
 
 
 class Receiver:
-    """PendingOperations, in its thread, for the learner's rounds. `is_lost` once it has lost touch with the
-    learner, for good.
+    """Wait in a thread for the learner's rounds.
+
+    `is_lost` becomes true, for good, when the connection with the learner ends.
     """
 
     def __init__(self, address: str) -> None:
         self.address, self.is_lost = address, False
-        self._unused = threading.Lock()  # the bytes: held while they come, and while they are read
+        # held while bytes arrive, and while the engine reads them
+        self._unused = threading.Lock()
         self._received: Received | None = None
         # kept: new memory would cost as much as what comes into it
         self._bodies: list[torch.Tensor] = []
@@ -89,13 +96,11 @@ class Receiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether some are on their way."""
+        """Return whether weights are arriving."""
         return self._unused.locked() and not self._is_taken
 
     def take(self, digest: str) -> Received | None:
-        """The weights of that digest, which stay as they are until `release`; None if they are not
-        here whole.
-        """
+        """Return the weights of that digest, unchanged until `release`; None if incomplete."""
         self.release()
         if not self._unused.acquire(blocking=False):
             return None
@@ -111,28 +116,28 @@ class Receiver:
             self._unused.release()
 
     def close(self) -> None:
-        """Takes part in no more rounds."""
+        """Join no more rounds."""
         self._is_closed = True
         self._thread.join(2 * LISTEN_TIMEOUT.total_seconds())
 
     def _follow(self) -> None:
         address = protocol.Address.of(self.address)
-        place = (address.host, address.port)
+        host_port = (address.host, address.port)
         try:
             with socket.create_connection(
-                place, timeout=MESSAGE_TIMEOUT.total_seconds()
+                host_port, timeout=MESSAGE_TIMEOUT.total_seconds()
             ) as connection:
                 own_host = connection.getsockname()[0]
-            store = dist.TCPStore(*place, is_master=False, timeout=MESSAGE_TIMEOUT)
-            self._take_part(protocol.HiddenKeys(secret=address.secret, store=store), own_host)
-        except Exception as error:  # noqa: BLE001 - a thread's end: whatever it is, the engine joins again
+            store = dist.TCPStore(*host_port, is_master=False, timeout=MESSAGE_TIMEOUT)
+            self._join_rounds(protocol.HiddenKeys(secret=address.secret, store=store), own_host)
+        except Exception as error:  # noqa: BLE001 - after any error the engine joins again
             _log.warning(
-                "lost touch with the learner at %s:%s, which sends weights: %s", *place, error
+                "lost touch with the learner at %s:%s, which sends weights: %s", *host_port, error
             )
         finally:
             self.is_lost = True
 
-    def _take_part(self, store: protocol.HiddenKeys, own_host: str) -> None:
+    def _join_rounds(self, store: protocol.HiddenKeys, own_host: str) -> None:
         member = n_calls = group_number = 0
         group: Any = None
         while True:
@@ -148,12 +153,12 @@ class Receiver:
                 try:
                     if about["group"] != group_number or group is None:
                         group, group_number = None, about["group"]
-                        # ValueError: came too late
+                        # raises ValueError for a member that came too late
                         rank, size = 1 + about["members"].index(member), 1 + len(about["members"])
-                        meeting = dist.PrefixStore(
+                        prefix = dist.PrefixStore(
                             store.hidden(protocol.group_prefix(group_number)), store.store
                         )
-                        group = self._form(meeting, rank, size, own_host)
+                        group = self._form(prefix, rank, size, own_host)
                     self._received = self._receive(group)
                 except (RuntimeError, ValueError) as error:
                     group = None
@@ -165,11 +170,9 @@ class Receiver:
                     )
 
     def _listen(self, store: protocol.HiddenKeys, key: str) -> int | None:
-        """The number that the learner writes there, whenever that is; None if this end was
-        closed.
-        """
+        """Wait for the number that the learner writes at `key`; None if this receiver is closed."""
         while not self._is_closed:
-            with suppress(dist.DistStoreError):  # nothing yet
+            with suppress(dist.DistStoreError):  # not written yet
                 store.wait([key], LISTEN_TIMEOUT)
                 return int(store.get(key))
         return None
@@ -183,13 +186,13 @@ class Receiver:
     def _receive(self, group: Any) -> Received:
         digest = blake3(max_threads=blake3.AUTO)
         files: list[_File] = []
-        while n_head_bytes := int.from_bytes(self._bytes(group, protocol.N_BYTES), "little"):
-            head = self._bytes(group, n_head_bytes)
-            tensors = _tensors_of(head)
+        while n_header_bytes := int.from_bytes(self._bytes(group, protocol.N_BYTES), "little"):
+            header = self._bytes(group, n_header_bytes)
+            tensors = _tensors_of(header)
             body = self._body(len(files), max((tensor.end for tensor in tensors), default=0))
             for tensor in tensors:
                 self._fill(group, body[tensor.begin : tensor.end])
-            digest.update(head)
+            digest.update(header)
             digest.update(memoryview(body.numpy()))
             files.append(_File(tensors=tensors, body=body))
         return Received(digest=digest.hexdigest(), files=files)
@@ -211,16 +214,13 @@ class Receiver:
             group.broadcast([data[cut]], dist.BroadcastOptions()).wait()
 
 
-def _tensors_of(head: bytes) -> list[_Tensor]:
-    """From the header of a safetensors file; those without elements too."""
-    entries = json.loads(head[8:])
-    return [
-        _Tensor(
-            name=entry.name,
-            dtype=DTYPES[entry.dtype],
-            shape=entry.shape,
-            begin=entry.begin,
-            end=entry.end,
-        )
-        for entry in decode_safetensors_head(head)
-    ]
+def _tensors_of(header: bytes) -> list[_Tensor]:
+    """Return the tensors that a safetensors header lists, also those without elements."""
+    entries = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    tensors = []
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        tensors.append(_Tensor(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
+    return tensors

@@ -1,11 +1,10 @@
-"""Chats of a model whose tokenizer we do not have: a token is a character, so what is recorded of
-them is their text.
+"""Represent chats with a model behind a URL, whose tokenizer is unknown: one token per character.
 
-    form = PromptForm(CharacterTokenizer(), config.prompt)
-    messages_of(form.prompt(observation, history).token_ids)     # [{"role": "user", "content": "You see a door."}]
+    form = codepoint_form(config.prompt)
+    messages_of(form.prompt(observation, history).token_ids)   # [{"role": "user", "content": ...}]
 
-The ids are Unicode's code points. Where a message begins and ends is marked by four that no text
-has: Unicode keeps them for the inner use of programs.
+A token id is a Unicode code point, so the stored tokens are the text. Four code points mark where a
+message begins and ends. Unicode reserves them for internal use, so no text needs them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from configs import PromptConfig
 MARKS = {"system": "\ufdd0", "user": "\ufdd1", "assistant": "\ufdd2"}
 ROLES = {mark: role for role, mark in MARKS.items()}
 END = "\ufdd3"
-REMOVED = dict.fromkeys(map(ord, [*ROLES, END]), "\ufffd")  # of a text that has them all the same
-CHARACTERS_PER_TOKEN = 4  # of English, about: how a budget in tokens is kept without the tokenizer
+REPLACED = dict.fromkeys(map(ord, [*ROLES, END]), "\ufffd")  # marks inside of a text
+# about the mean of English; it turns a token budget into one of characters
+CHARACTERS_PER_TOKEN = 4
 
 
-class CharacterTokenizer:
-    """Of `actors.chat.Tokenizer`, what a PromptForm and a scripted player need."""
+class CodepointTokenizer:
+    """Implement the part of `Tokenizer` that PromptForm and ScriptedPolicy use."""
 
     eos_token_id = ord(END)
 
@@ -37,39 +37,35 @@ class CharacterTokenizer:
         tokenize: bool,
         **variables: Any,
     ) -> str | list[int]:
-        said = "".join(
-            f"{MARKS[message['role']]}{message['content'].translate(REMOVED)}{END}"
+        text = "".join(
+            f"{MARKS[message['role']]}{message['content'].translate(REPLACED)}{END}"
             for message in conversation
         )
-        text = said + MARKS["assistant"] * add_generation_prompt
+        text += MARKS["assistant"] * add_generation_prompt
         return list(map(ord, text)) if tokenize else text
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(map(ord, text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(token) for token in token_ids if token not in REMOVED)
+        return "".join(chr(token) for token in token_ids if token not in REPLACED)
 
     def get_vocab(self) -> dict[str, int]:
         return {}
 
 
-def character_form(config: PromptConfig) -> PromptForm:
-    """The same prompts as for a model of ours, with `max_prompt_tokens` counted as so many times
-    CHARACTERS_PER_TOKEN.
-    """
+def codepoint_form(config: PromptConfig) -> PromptForm:
+    """Return a PromptForm whose budget counts CHARACTERS_PER_TOKEN characters as one token."""
     budget = config.max_prompt_tokens * CHARACTERS_PER_TOKEN
-    return PromptForm(CharacterTokenizer(), replace(config, max_prompt_tokens=budget))
+    return PromptForm(CodepointTokenizer(), replace(config, max_prompt_tokens=budget))
 
 
 def messages_of(prompt_ids: Sequence[int]) -> list[dict[str, str]]:
-    """The messages of a prompt, as a chat client sends them; without the reply that it ends with
-    the beginning of.
-    """
+    """Return a prompt's messages in OpenAI's form, without the opening of the reply."""
     *messages, opening = "".join(map(chr, prompt_ids)).split(END)
     assert opening == MARKS["assistant"], "a prompt ends where the reply begins"
     return [{"role": ROLES[message[0]], "content": message[1:]} for message in messages]
 
 
 def ids_of(reply: str) -> tuple[int, ...]:
-    return tuple(map(ord, reply.translate(REMOVED)))
+    return tuple(map(ord, reply.translate(REPLACED)))

@@ -1,6 +1,4 @@
-"""The environment variables that an engine process starts with: quiet, offline, on its own
-cores.
-"""
+"""Set the environment variables of an engine process: quiet, offline, on its own cores."""
 
 from __future__ import annotations
 
@@ -13,50 +11,43 @@ from pathlib import Path
 
 from configs import ActorsConfig
 
-# the directory of those by which an engine is talked to; a short name
+# directory of the sockets that connect a worker with its engine; needs a short path
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
-# vLLM obeys it only where the model has a process of its own; else we do
+# vLLM obeys it only if the model has a process of its own; else vllm_weight_loader.py does
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def engine_fault(actors: ActorsConfig) -> str:
-    """Return why the installed vLLM has no engine as `actors.gpus_per_worker` asks for, in one
-    line; "" if it has one.
+    """Return in one line why vLLM cannot serve `actors.gpus_per_worker`; "" if it can.
 
     vLLM's CUDA build has no CPU engine: it would start on GPU 0, which nobody counted. Its CPU
-    build has no other.
+    build has no GPU engine.
     """
     is_cpu_build, asked = _is_cpu_build(), f"actors.gpus_per_worker={actors.gpus_per_worker:g}"
     if is_cpu_build and actors.gpus_per_worker:
         return (
             f"{asked} asks for an engine on a GPU, and the vLLM installed here is the CPU build; "
-            "set it to 0, or set up again: "
-            "make setup EXTRA=cuda VENV=.venv-cuda"
+            "set it to 0, or set up again: make setup EXTRA=cuda VENV=.venv-cuda"
         )
     if not is_cpu_build and not actors.gpus_per_worker:
         return (
             f"{asked} asks for a CPU engine, and the vLLM installed here is the CUDA build, which "
-            "has none; share a GPU: "
-            "actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5, or set up again: make setup "
-            "EXTRA=cpu VENV=.venv-cpu"
+            "has none; share a GPU: actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5, or set "
+            "up again: make setup EXTRA=cpu VENV=.venv-cpu"
         )
     return ""
 
 
 def _is_cpu_build() -> bool:
-    """Return whether vLLM is its CPU build, as vLLM itself finds out: by the name or version of its
-    distribution.
-    """
+    """Return whether vLLM is its CPU build, told from its distribution as vLLM itself does it."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        return True  # only "vllm-cpu" brings the module under another name
+        return True  # only the distribution "vllm-cpu" installs the module under another name
 
 
 def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
-    """Return the variables that an engine is started with. Raises ValueError if vLLM's build has no
-    such engine.
-    """
+    """Return an engine's variables. Raises ValueError if vLLM's build has no such engine."""
     if fault := engine_fault(actors):
         raise ValueError(fault)
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +66,8 @@ def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
     return variables | {
         # else a CPU engine adds a third process, for the model
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # vLLM compiles the rank of a sampled token with a C++ compiler at the first request, 17 s;
-        # nobody asks for it.
+        # At the first request vLLM would compile the rank of a sampled token with a C++ compiler,
+        # which takes 17 s. No request asks for the rank.
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": str(len(cores)),
         ENGINE_CORES: ",".join(map(str, cores)),
@@ -84,8 +75,9 @@ def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
 
 
 def engine_cores(cpu_cores: str) -> list[int]:
-    """ "0,2-3" -> [0, 2, 3]; "auto" -> all that this process may use but the last, which stays free
-    for others.
+    """Return the cores of `actors.cpu_cores`: "0,2-3" is [0, 2, 3].
+
+    "auto" is all that this process may use except the last one, which stays free for others.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if cpu_cores == "auto":
@@ -95,7 +87,8 @@ def engine_cores(cpu_cores: str) -> list[int]:
         first, _, last = part.partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
             raise ValueError(
-                f'actors.cpu_cores={cpu_cores!r} is not a list of cores; write "auto", "0" or "0,2-3"'
+                f"actors.cpu_cores={cpu_cores!r} is not a list of cores; "
+                'write "auto", "0" or "0,2-3"'
             )
         cores.extend(range(int(first), int(last or first) + 1))
     if not set(cores) <= set(allowed):
@@ -108,10 +101,10 @@ def engine_cores(cpu_cores: str) -> list[int]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process to be started, then take back these and those that vLLM sets
-    (LD_PRELOAD, ...).
+    """Set variables while a process starts, then restore the environment.
 
-    Environment processes started later from this one must not inherit them.
+    Removes also what vLLM sets meanwhile (LD_PRELOAD, ...): environment processes that start later
+    must not inherit it.
     """
     before = dict(os.environ)
     os.environ.update(variables)
@@ -124,10 +117,10 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _log_config(log_path: Path) -> dict[str, object]:
-    """For logging.config.dictConfig, in this process and in the engine's."""
-    quiet = {
+    """Return the argument of logging.config.dictConfig for this process and the engine's."""
+    levels = {
         "vllm.v1.core": "WARNING",  # three lines for every change of weights
-        # "failed to load" what has no weights, or has tied ones
+        # reports layers without weights, or with tied ones, as "failed to load"
         "vllm.model_executor.model_loader.reload": "ERROR",
     }
     return {
@@ -140,5 +133,5 @@ def _log_config(log_path: Path) -> dict[str, object]:
             "file": {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "line"}
         },
         "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}}
-        | {name: {"level": level} for name, level in quiet.items()},
+        | {name: {"level": level} for name, level in levels.items()},
     }

@@ -1,12 +1,12 @@
-"""A fork server for CPU engines: it loads vLLM while the worker loads it too, and an engine is then
-a copy of it.
+"""Fork CPU engines from a server process that has imported vLLM already.
 
-vLLM takes ten seconds of a core to import. Its own way, in a Ray process, is to start an engine
-afresh once the worker has imported it: twice the time on the clock. GPU engines keep to that way.
-
-    begin_loading(variables)                  # as early as can be; returns at once
+    preload(variables)                        # as early as possible; returns at once
     with engines_from_server(variables):
         llm = AsyncLLM.from_engine_args(...)
+
+Importing vLLM takes ten seconds of a core. vLLM would start an engine afresh after the worker has
+imported it, which takes twice as long. With the server both import it at the same time. GPU engines
+start vLLM's way.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 from actors.inference.engine_environment import ENGINE_SOCKETS, environment
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LOADED = "actors.inference.fork_server_preload"  # what the server imports before it serves
+PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
 
-_begun_with: dict[str, str] = {}  # environment variables of this process's server
+_server_variables: dict[str, str] = {}  # environment variables of this process's server
 
 
-def begin_loading(variables: Mapping[str, str]) -> None:
-    """Starts this process's server, if there is none, with these environment variables on top of
-    its own.
+def preload(variables: Mapping[str, str]) -> None:
+    """Start this process's server, if there is none, with additional environment variables.
 
-    It ends with this process, and with the *thread* that calls this.
+    It ends with this process, and with the *thread* that calls this function.
     """
-    if not _begun_with:
-        _begun_with.update(variables)
-        multiprocessing.set_forkserver_preload([LOADED])
-        with environment(variables), _short_names():
+    if not _server_variables:
+        _server_variables.update(variables)
+        multiprocessing.set_forkserver_preload([PRELOADED])
+        with environment(variables), _short_socket_path():
             multiprocessing.forkserver.ensure_running()
 
 
 @contextlib.contextmanager
-def _short_names() -> Iterator[None]:
-    """Python puts the server's socket into its temporary directory, whose name may be longer than a
-    socket's can be.
+def _short_socket_path() -> Iterator[None]:
+    """Make Python put the server's socket into the run's short directory for sockets.
+
+    The path of Python's temporary directory may be longer than that of a socket can be.
     """
     before = tempfile.tempdir
     tempfile.tempdir = os.environ.get(ENGINE_SOCKETS, before)
@@ -55,22 +55,20 @@ def _short_names() -> Iterator[None]:
 
 @contextlib.contextmanager
 def engines_from_server(variables: Mapping[str, str]) -> Iterator[None]:
-    """While this lasts, vLLM starts engines from the server, if that has these variables: it loaded
-    vLLM under them.
-    """
-    if variables != _begun_with:
+    """Make vLLM fork engines from the server, if it imported vLLM under the same variables."""
+    if variables != _server_variables:
         yield
         return
     from vllm.v1.engine import utils
 
-    vllms_own = utils.get_mp_context
+    get_mp_context = utils.get_mp_context
 
     def fork_server() -> Any:
-        vllms_own()  # for what else it does
+        get_mp_context()  # for its side effects
         return multiprocessing.get_context("forkserver")
 
     utils.get_mp_context = fork_server
     try:
         yield
     finally:
-        utils.get_mp_context = vllms_own
+        utils.get_mp_context = get_mp_context

@@ -1,6 +1,4 @@
-"""What the fork server of engines imports (`engine_server.py`): all that an engine needs, none of
-which starts a thread.
-"""
+"""Import all that an engine needs, in the fork server. None of it starts a thread."""
 
 import ctypes
 import gc
@@ -17,16 +15,16 @@ MODULES = (
     "actors.inference.vllm_weight_loader",
 )
 
-# With the worker, also if that is killed. An engine is a child of this process and ends with it in
-# turn (weight_transfer.py).
+# The server ends when the worker does, also if that is killed. An engine is a child of the server
+# and ends with it (`die_with_parent` in vllm_weight_loader.py).
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-gc.disable()  # a fifth of the time
+gc.disable()  # saves a fifth of the time
 try:
     for module in MODULES:
         importlib.import_module(module)
 except ImportError:
-    # a fork server says nothing of it: an engine then imports it itself, and fails with the reason
+    # Python ignores it here. The engine imports the module again and fails with the reason.
     traceback.print_exc()
 finally:
-    gc.freeze()  # what all engines share is not copied by a look through it
+    gc.freeze()  # a collection in an engine would copy the memory that all engines share
     gc.enable()

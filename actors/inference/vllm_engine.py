@@ -1,4 +1,4 @@
-"""How `vllm_policy.py` has vLLM started, asked and stopped: what is chosen here, and why."""
+"""Choose the engine's arguments, translate its errors, and stop it; used by `vllm_policy.py`."""
 
 from __future__ import annotations
 
@@ -10,48 +10,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.inference.vllm_images import image_arguments
+from actors.policy import EngineLostError
 from configs import ActorsConfig
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-STOP_PATIENCE_S = 10.0
-# Arguments that images change.
+STOP_TIMEOUT_S = 10.0
+# Arguments that `image_arguments` may override.
 TEXT_ARGUMENTS = {
     "skip_tokenizer_init": True,
     "worker_extension_cls": "actors.inference.vllm_weight_loader.WorkerExtension",
 }
-# prompt tokens of one forward pass; more only adds to the time until the first token
+# prompt tokens of one forward pass; more would only delay the first token
 CPU_BATCH_TOKENS = 8192
-# An engine's own words for memory of a GPU that another process still has: at its start, while it
-# loads, while it measures.
+# vLLM's messages, in three phases of the start, for GPU memory that another process still holds
 NO_MEMORY = re.compile("Free memory on device|out of memory|Error in memory profiling")
 RAISED = re.compile(r"\b(\w*(?:Error|Exception)): (.+)")  # the last line of a traceback
 
 
-class EngineLostError(RuntimeError):
-    """The engine is gone, or was stopped because it may hold a mixture of weights. Start a new
-    policy.
-    """
-
-
 class EngineStartError(EngineLostError):
-    """The engine did not start; the message has its own error, from its log."""
+    """The engine did not start. The message quotes the engine's error from its log."""
 
 
 class EngineMemoryError(EngineStartError):
-    """The engine found too little free memory: a killed process may not have given back its own
-    yet.
-    """
+    """The engine found too little free memory: a killed process may still hold some."""
 
 
 @contextlib.contextmanager
 def start_failures(log_path: Path) -> Iterator[None]:
-    """Raise an EngineStartError with the engine's own error in place of vLLM's, which says to look
-    above.
+    """Raise EngineStartError with the error in the engine's log.
 
-    An engine is a process of its own, and its error is in its log only.
+    vLLM's own exception only says that the error is further above.
     """
     before = log_path.stat().st_size if log_path.exists() else 0
     try:
@@ -68,10 +59,10 @@ def start_failures(log_path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_call() -> Iterator[None]:
-    """Raise EngineLostError for an error of a call to the engine, with the engine's own words.
+    """Raise EngineLostError for an error of a call to the engine, with the engine's message.
 
-    An engine that failed once, for example because it had no memory, may fail again or answer
-    wrongly. A refused argument (ValueError, TypeError) is the caller's fault and passes unchanged.
+    An engine that failed once, for example without memory, may fail again or answer wrongly. A
+    refused argument (ValueError, TypeError) is the caller's fault and is raised as it is.
     """
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -84,7 +75,7 @@ def engine_call() -> Iterator[None]:
         raise EngineLostError(
             "the vLLM engine process died; start a new policy. Its log has the reason"
         ) from error
-    except Exception as error:  # process border: the engine's errors arrive as bare Exception
+    except Exception as error:  # process border: the engine raises bare Exception
         raise EngineLostError(
             f"a call to the vLLM engine failed; start a new policy. Cause: {error}"
         ) from error
@@ -101,7 +92,7 @@ def engine_args(
         dtype=dtype,
         max_model_len=actors.max_model_tokens,
         max_num_seqs=max_requests,
-        # after temperature, as sampled; raw ones would bias every ratio
+        # after temperature, as sampled; raw log-probabilities would bias every ratio
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
         disable_log_stats=True,
@@ -112,19 +103,19 @@ def engine_args(
 
 
 def placement(actors: ActorsConfig) -> dict[str, Any]:
-    """Return the engine arguments that say where it computes and how much memory it takes."""
+    """Return the engine arguments for device and memory."""
     arguments: dict[str, Any]
     if actors.gpus_per_worker:
         arguments = {
             "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
-            # What must be free at the start: after a kill, memory of the engine before this one may
-            # not be yet.
+            # The fraction that must be free at the start. After a kill, memory of the previous
+            # engine may not be.
             "gpu_memory_utilization": actors.gpu_memory_utilization
             * min(1.0, actors.gpus_per_worker),
         }
         if actors.gpus_per_worker < 1:
-            # vLLM would measure what is left for its cache, and take for its own what another
-            # process allocates meanwhile.
+            # Else vLLM measures the free memory, and counts as its own what another process
+            # allocates meanwhile.
             arguments["kv_cache_memory_bytes"] = int(actors.kv_cache_gib * 2**30)
     else:
         arguments = {
@@ -134,7 +125,7 @@ def placement(actors: ActorsConfig) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
             "enforce_eager": True,  # compiling takes longer than a small model gains
-            # prefixes are shared in whole blocks: with vLLM's 128 here, short prompts share nothing
+            # Prefixes are shared in whole blocks. With vLLM's 128 short prompts share nothing.
             "block_size": 32,
         }
     if actors.gpus_per_worker <= 1:
@@ -144,21 +135,19 @@ def placement(actors: ActorsConfig) -> dict[str, Any]:
 
 
 def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
-    """vLLM's own shutdown may return before a slow engine process is gone."""
+    """Shut the engine down, and kill its processes if they do not end in time."""
     llm.shutdown()
-    # vLLM calls it again at exit, which ends in a traceback
+    # vLLM would call it again at exit, which prints a traceback.
     llm.shutdown = lambda timeout=None: None
     for process in processes:
-        process.join(STOP_PATIENCE_S)
+        process.join(STOP_TIMEOUT_S)
         if process.is_alive():
             process.kill()
             process.join()
 
 
-class Preemptions:
-    """Counts them as the engine reports them: `logger` makes what vLLM calls a stat logger, which
-    has nothing else to do.
-    """
+class PreemptionCounter:
+    """Count preempted requests. `logger` is a factory of vLLM's "stat loggers" that does so."""
 
     def __init__(self) -> None:
         self._n = 0
@@ -166,9 +155,9 @@ class Preemptions:
     def logger(self, config: object, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        preemptions = self
+        counter = self
 
-        class Counter(StatLoggerBase):
+        class Logger(StatLoggerBase):
             def __init__(self) -> None: ...
 
             def record(
@@ -179,12 +168,13 @@ class Preemptions:
                 engine_idx: int = 0,
             ) -> None:
                 if iteration_stats is not None:
-                    preemptions._n += iteration_stats.num_preempted_reqs
+                    counter._n += iteration_stats.num_preempted_reqs
 
             def log_engine_initialized(self) -> None: ...
 
-        return Counter()
+        return Logger()
 
-    def taken(self) -> int:
+    def take(self) -> int:
+        """Return the count since the last call."""
         n, self._n = self._n, 0
         return n

@@ -1,10 +1,8 @@
-"""Images into vLLM: a prompt of token ids goes there with the numbers for the vision tower, which
-we make ourselves.
+"""Give images to vLLM: token ids with the vision tower's input, computed by `ImageForm`.
 
-vLLM's own way would expand image tokens again that are expanded already, and needs a processor for
-videos, which needs torchvision; there is no build of that for every torch. So
-`patch_vllm_for_images` tells it, in each process that asks, that the model sees one kind of thing,
-images, of at most so many tokens: all that it still wants to know.
+vLLM's own processing would expand image tokens a second time. It also needs a video processor, and
+so torchvision, which has no build for every torch. `patch_vllm_for_images` therefore tells vLLM, in
+each process, the facts that it still asks for: the model sees images only, of bounded size.
 """
 
 from __future__ import annotations
@@ -24,30 +22,28 @@ IMAGE = "image"  # vLLM's name of the modality
 
 
 def image_arguments(model_path: Path) -> dict[str, Any]:
-    """More arguments of an engine that is about to be started here, none for a model that sees no
-    images.
-    """
+    """Return the engine's arguments for images, and patch vLLM; {} for a text model."""
     if not sees_images(model_path):
         return {}
     patch_vllm_for_images()
     return {
-        # vLLM makes nothing for images without one; what is sampled is not read with it
+        # vLLM needs a tokenizer to accept images. Outputs are not read with it.
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {IMAGE: 1},
-        # it would make an image of the largest size, by the processor that is not there
+        # profiling would need the missing processor, to make an image of the largest size
         "skip_mm_profiling": True,
-        "mm_processor_cache_gb": 0,  # of what is processed by vLLM
-        # Of a request whose image lies in a cached prefix the engine keeps no pixels
-        # (`strip_covered_mm_data`), and lacks them when new weights empty the cache under it: vLLM
-        # 0.32 then dies of "Expected number of multimodal embeddings to match".
+        "mm_processor_cache_gb": 0,  # vLLM processes nothing
+        # The engine drops the pixels of an image in a cached prefix (`strip_covered_mm_data`), and
+        # lacks them when new weights empty the cache: vLLM 0.32 then dies with "Expected number of
+        # multimodal embeddings to match".
         "enable_prefix_caching": False,
-        "mm_device_do_normalize": False,  # what it is given is normalised
+        "mm_device_do_normalize": False,  # the input is normalised already
         "worker_extension_cls": "actors.inference.vllm_vision_extension.VisionWorkerExtension",
     }
 
 
 def engine_input(prompt: Prompt, form: ImageForm | None) -> Any:
-    """The prompt as `AsyncLLM.generate` takes it."""
+    """Return the prompt as `AsyncLLM.generate` takes it."""
     from vllm.inputs.engine import mm_input, tokens_input
 
     if not prompt.images:
@@ -68,30 +64,28 @@ def engine_input(prompt: Prompt, form: ImageForm | None) -> Any:
             "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
         },
     )
-    places = form.places(prompt.token_ids, prompt.images)
+    spans = form.spans(prompt.token_ids, prompt.images)
     return mm_input(
         list(prompt.token_ids),
         items,
-        # By content: what the tower made of an image is used again while the weights are the same.
+        # Keys by content: the tower's output is reused for equal images until the weights change.
         {
             IMAGE: [
                 hashlib.blake2b(repr(image.shape).encode() + image.tobytes()).hexdigest()
                 for image in prompt.images
             ]
         },
-        {IMAGE: [PlaceholderRange(offset=offset, length=length) for offset, length in places]},
+        {IMAGE: [PlaceholderRange(offset=offset, length=length) for offset, length in spans]},
     )
 
 
 def patch_vllm_for_images() -> None:
-    """From now on this process needs no processor of vLLM's, and no torchvision, for models of
-    VISION_MODEL_TYPES.
-    """
+    """Make vLLM in this process serve VISION_MODEL_TYPES without its processor and torchvision."""
     if importlib.util.find_spec("torchvision") is None:
-        # vLLM takes one function of it, by the name of the module that needs torchvision; its twin
-        # on PIL has that too.
-        twin = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", twin)
+        # vLLM imports one function from the module that needs torchvision. The PIL module has it.
+        models = "transformers.models.qwen2_vl"
+        pil = importlib.import_module(f"{models}.image_processing_pil_qwen2_vl")
+        sys.modules.setdefault(f"{models}.image_processing_qwen2_vl", pil)
     from vllm.model_executor.models.qwen2_5_vl import (
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLProcessingInfo,
@@ -118,6 +112,5 @@ def _register(model: Any, info: Any) -> None:
             return {IMAGE: seq_len}
 
     model._processor_factory = replace(model._processor_factory, info=ImagesOnly)
-    # By its class: by its name vLLM would look at it in a process of its own, which knows nothing
-    # of this.
+    # Registered by its class: for a name vLLM would inspect the model in an unpatched process.
     ModelRegistry.register_model(model.__name__, model)

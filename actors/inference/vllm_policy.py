@@ -1,13 +1,14 @@
-"""A policy served by a vLLM engine in a process of its own; `vllm_engine.py` starts it,
-`weight_transfer.py` is its other end.
+"""Generate with a vLLM engine in a process of its own, and change its weights.
 
-    policy = await VLLMPolicy.start(model_path=..., dtype=..., actors=..., gate=RequestGate(64), stop_token_ids=..., ...)
+    preload_vllm(actors, log_path)           # optional: begin to import vLLM early
+    policy = VLLMPolicy(model_path=..., dtype=..., actors=..., gate=RequestGate(64), ...)
+    await policy.start()
     completion = await policy.generate(prompt, seed=seed, temperature=1.0)
-    load = await policy.load_weights(version=7, path=run_dir / "weights/v000007", digest=published.digest)
+    load = await policy.load_weights(version=7, path=directory, digest=published.digest)
 
-Token ids in, token ids out: the engine has no tokenizer. Weights change under running requests:
-they are frozen, their cached keys and values dropped, and they go on with the new weights;
-`version_min` and `version_max` of a completion say so.
+Token ids go in and come out: the engine has no tokenizer. Weights change under running requests.
+They are paused, their cached keys and values dropped, and resumed with the new weights; the
+`version_min` and `version_max` of a completion tell.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.inference.concurrency import RequestGate
+from actors.concurrency import RequestGate
 from actors.inference.engine_environment import engine_environment, environment
-from actors.inference.fork_server import begin_loading, engines_from_server
+from actors.inference.fork_server import engines_from_server, preload
 from actors.inference.vllm_engine import (
-    EngineLostError,
-    Preemptions,
+    PreemptionCounter,
     engine_args,
     engine_call,
     start_failures,
@@ -35,55 +35,34 @@ from actors.inference.vllm_engine import (
 from actors.inference.vllm_images import engine_input
 from actors.inference.weight_files import (
     RECEIVED,
+    PhaseClock,
     WeightFileError,
-    check_fit,
+    WeightLoad,
     check_shapes,
     tensor_shapes,
 )
-from actors.inference.weight_load import PhaseClock, WeightLoad
-from actors.policy import Completion, Prompt
-from actors.prompting.images import ImageForm, load_image_form
-from configs import ActorsConfig
+from actors.policy import Completion, EngineLostError, Prompt
+from actors.prompting.images import load_image_form
+from configs import ActorsConfig, loaded
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-
 VERIFY_POLL_S = 0.005
 
 
 class VLLMPolicy:
-    """Made by `start`. Consumes prompts and numbered weights; produces completions. Unblocked by
-    the engine process.
+    """Serve completions of numbered weights. Unblocked by the engine process.
+
+    Version 0 is the weights in `model_path`. Requests pass `gate`, whose limit at `start` is the
+    largest it will have. A response ends with one of `stop_token_ids`, or with the token that
+    completes a text of `stop`. Only for these texts is the output read with `tokenizer`, a Hugging
+    Face one.
     """
 
     def __init__(
         self,
-        *,
-        llm: AsyncLLM,
-        processes: Collection[BaseProcess],
-        max_response_tokens: int,
-        stop_token_ids: Sequence[int],
-        stop: Sequence[str],
-        shapes: Mapping[str, list[int]],
-        gate: RequestGate,
-        images: ImageForm | None,
-        preemptions: Preemptions,
-    ) -> None:
-        self._llm: AsyncLLM | None = llm
-        self._processes = processes
-        self._max_response_tokens = max_response_tokens
-        self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
-        self._shapes = shapes
-        self._gate, self._images, self._preemptions = gate, images, preemptions
-        self._version = 0
-        self._request_numbers = itertools.count()
-        self._one_load = asyncio.Lock()
-
-    @classmethod
-    async def start(
-        cls,
         *,
         model_path: Path,
         dtype: str,
@@ -93,47 +72,45 @@ class VLLMPolicy:
         stop: Sequence[str],
         tokenizer: object,
         log_path: Path,
-    ) -> VLLMPolicy:
-        """Start an engine on version 0, the weights in `model_path`. Requests pass `gate`, whose
-        limit now is the most there will ever be.
+    ) -> None:
+        self._model_path, self._dtype, self._actors = model_path, dtype, actors
+        self._gate, self._tokenizer, self._log_path = gate, tokenizer, log_path
+        self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
+        self._shapes = tensor_shapes(model_path)
+        self._images = load_image_form(model_path)
+        self._preemptions = PreemptionCounter()
+        self._llm: AsyncLLM | None = None  # None while no engine runs
+        self._processes: Collection[BaseProcess] = ()
+        self._version = 0
+        self._request_numbers = itertools.count()
+        self._one_load = asyncio.Lock()
 
-        A response ends with one of `stop_token_ids`, or with the token that completes one of the
-        texts in `stop`; to find those, and for nothing else, the engine's output is read with
-        `tokenizer`, a Hugging Face one. Raises EngineStartError.
+    async def start(self) -> None:
+        """Start the engine. Raises EngineStartError.
 
-        Blocks the event loop for the start-up: the engine dies with the thread that started it
-        (`die_with_parent`), and a pool's thread may end at any time.
+        Blocks the event loop: an engine dies with the thread that started it (`die_with_parent`),
+        and a thread of a pool may end at any time.
         """
-        shapes = tensor_shapes(model_path)
-        variables = load_ahead(actors, log_path)
+        variables = preload_vllm(self._actors, self._log_path)
         with environment(variables):
-            # Imported here, not above: vLLM, huggingface_hub and OpenMP read their variables when
-            # they are loaded.
+            # Imported here: vLLM, huggingface_hub and OpenMP read their variables at import.
             from vllm.v1.engine.async_llm import AsyncLLM
 
             others = set(multiprocessing.active_children())
-            preemptions = Preemptions()
-            with engines_from_server(variables), start_failures(log_path):
+            with engines_from_server(variables), start_failures(self._log_path):
                 llm = AsyncLLM.from_engine_args(
                     engine_args(
-                        model_path=model_path, dtype=dtype, actors=actors, max_requests=gate.limit
+                        model_path=self._model_path,
+                        dtype=self._dtype,
+                        actors=self._actors,
+                        max_requests=self._gate.limit,
                     ),
-                    stat_loggers=[preemptions.logger],
+                    stat_loggers=[self._preemptions.logger],
                 )
+        self._llm, self._processes = llm, set(multiprocessing.active_children()) - others
         await llm.update_weight_version("0")
-        if stop:  # vLLM without a tokenizer would ignore them in silence
-            llm.output_processor.tokenizer = tokenizer
-        return cls(
-            llm=llm,
-            processes=set(multiprocessing.active_children()) - others,
-            max_response_tokens=actors.max_response_tokens,
-            stop_token_ids=stop_token_ids,
-            stop=stop,
-            shapes=shapes,
-            gate=gate,
-            images=load_image_form(model_path),
-            preemptions=preemptions,
-        )
+        if self._stop:  # without a tokenizer vLLM would ignore them silently
+            llm.output_processor.tokenizer = self._tokenizer
 
     @property
     def version(self) -> int:
@@ -154,7 +131,7 @@ class VLLMPolicy:
         params = SamplingParams(
             seed=seed,  # without one, sampling depends on what else is in the batch
             temperature=temperature,
-            max_tokens=self._max_response_tokens,
+            max_tokens=self._actors.max_response_tokens,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
@@ -177,24 +154,21 @@ class VLLMPolicy:
         )
 
     def preempted(self) -> int:
-        """Requests that the engine put back since the last call, because its cache was full."""
-        return self._preemptions.taken()
+        """Return how many requests the engine preempted since the last call: its cache was full."""
+        return self._preemptions.take()
 
     async def answers(self) -> None:
-        """Returns when the engine process has answered, which it does between two forward
-        passes.
-        """
+        """Return when the engine process has answered, which it does between forward passes."""
         with engine_call():
             await self._engine().get_weight_version()
 
     async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
-        """Replace the weights by those of `version` in `path`, a safetensors file or a directory of
-        them.
+        """Load `version` from `path`, a safetensors file or a directory of them.
 
-        `digest` is what their publisher recorded (`store.files_digest`). Files that have another,
-        lack a tensor or cannot be read raise WeightFileError with the engine untouched; a failure
-        later raises EngineLostError with the engine stopped and the running requests ended as
-        "abort". Shielded: a cancelled caller cannot leave the engine paused between two versions.
+        `digest` is the published one (`store.files_digest`). Files with another digest, a missing
+        tensor or a read error raise WeightFileError, with the engine untouched. A later failure
+        raises EngineLostError, with the engine stopped and the running requests ended as "abort".
+        A cancelled caller does not interrupt the load.
         """
         load = await asyncio.shield(
             asyncio.ensure_future(self._load_weights(version=version, path=path, digest=digest))
@@ -202,25 +176,27 @@ class VLLMPolicy:
         assert load is not None, "a path was given"
         return load
 
-    async def join_broadcast(self, address: str) -> None:
-        """From now on the learner at `address` sends its weights to the engine too; to be called
-        again, as it may restart.
-        """
-        with engine_call():
-            await self._engine().collective_rpc("join_broadcast", args=(address,))
-
     async def load_received(self, *, version: int, digest: str) -> WeightLoad | None:
-        """As `load_weights`, of weights that the learner has sent; None, with nothing changed, if
-        they did not come whole.
+        """Load weights that the learner sent; None, with nothing changed, if they are not whole.
+
+        Raises the errors of `load_weights`.
         """
         return await asyncio.shield(
             asyncio.ensure_future(self._load_weights(version=version, path=None, digest=digest))
         )
 
+    async def join_broadcast(self, address: str) -> None:
+        """Receive the weights that the learner at `address` sends.
+
+        Call it again after each load: a restarted learner has a new address.
+        """
+        with engine_call():
+            await self._engine().collective_rpc("join_broadcast", args=(address,))
+
     async def close(self) -> None:
         """Stop the engine process. Running requests end as "abort". Safe to call twice.
 
-        Raises EngineLostError if the engine fails at it; its process is stopped all the same.
+        Raises EngineLostError if the engine fails meanwhile; its process is stopped all the same.
         """
         llm, self._llm = self._llm, None
         if llm is None:
@@ -228,7 +204,7 @@ class VLLMPolicy:
         try:
             if not llm.errored:
                 with engine_call():
-                    # else those who wait for an answer would wait for ever
+                    # Else the callers of running requests would wait for ever.
                     await llm.pause_generation(mode="abort")
         finally:
             await asyncio.to_thread(stop_engine, llm, self._processes)
@@ -241,44 +217,29 @@ class VLLMPolicy:
     async def _load_weights(
         self, *, version: int, path: Path | None, digest: str
     ) -> WeightLoad | None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         async with self._one_load:
-            llm = self._engine()
-            clock = PhaseClock()
+            llm, clock = self._engine(), PhaseClock()
             if path is not None:
-                check_shapes(path, expected=self._shapes)
+                check_shapes(tensor_shapes(path), expected=self._shapes, source=str(path))
                 clock.lap("check")
                 found = await self._verify(llm, path=path, digest=digest)
             elif shapes := await self._received(llm, digest=digest):
-                check_fit(shapes, expected=self._shapes, source=RECEIVED)
+                check_shapes(shapes, expected=self._shapes, source=RECEIVED)
                 clock.lap("check")
                 found = digest
             else:
                 return None
             clock.lap("verify")
+            source = str(path or RECEIVED)
             try:
-                await llm.pause_generation(mode="keep", clear_cache=True)
-                clock.lap("pause")
-                await llm.start_weight_update()
-                clock.lap("start")
-                await llm.update_weights(
-                    WeightTransferUpdateRequest(update_info={"path": str(path or RECEIVED)})
-                )
-                clock.lap("update")
-                await llm.finish_weight_update(weight_version=str(version))
-                clock.lap("finish")
-                await llm.resume_generation()
-                clock.lap("resume")
-            # process border: the engine's errors arrive as bare Exception
-            except Exception as error:
-                with contextlib.suppress(EngineLostError):  # why the load failed is what counts
+                await _replace_weights(llm, version=version, source=source, clock=clock)
+            except Exception as error:  # process border: the engine raises bare Exception
+                with contextlib.suppress(EngineLostError):  # the load's error is reported instead
                     await self.close()
                 raise EngineLostError(
-                    f"loading version {version} from {path or RECEIVED} failed; the engine, on "
-                    f"version {self._version} before, "
-                    "was stopped because it may hold parts of both. Start a new policy. Cause: "
-                    f"{error}"
+                    f"loading version {version} from {source} failed; the engine, on version "
+                    f"{self._version} before, was stopped because it may hold parts of both. Start "
+                    f"a new policy. Cause: {error}"
                 ) from error
             self._version = version
             return WeightLoad(
@@ -286,8 +247,7 @@ class VLLMPolicy:
             )
 
     async def _verify(self, llm: AsyncLLM, *, path: Path, digest: str) -> str:
-        """Every process of the engine opens and reads the files it would load; returns the digest
-        of what it read.
+        """Have every process of the engine read the files that it would load; return their digest.
 
         Raises WeightFileError, EngineLostError.
         """
@@ -307,9 +267,7 @@ class VLLMPolicy:
         return str(answers[0][0])
 
     async def _received(self, llm: AsyncLLM, *, digest: str) -> Mapping[str, list[int]]:
-        """Shapes of the weights of that digest, if all processes of the engine have received them;
-        else none.
-        """
+        """Return the shapes of received weights; none unless all processes have that digest."""
         with engine_call():
             while None in (answers := await llm.collective_rpc("stage_received", args=(digest,))):
                 await asyncio.sleep(VERIFY_POLL_S)
@@ -320,7 +278,7 @@ class VLLMPolicy:
             raise EngineLostError(
                 f"the vLLM engine ended a request with {output.finish_reason!r}; see its log"
             )
-        # none: nothing was generated
+        # empty if nothing was generated
         versions = [int(span.version) for span in output.weight_versions or ()] or [submitted_at]
         return Completion(
             token_ids=tuple(output.token_ids),
@@ -331,13 +289,40 @@ class VLLMPolicy:
         )
 
 
-def load_ahead(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
-    """Has a CPU engine load vLLM from now on, beside whatever else is done before
-    `VLLMPolicy.start`.
+async def _replace_weights(llm: AsyncLLM, *, version: int, source: str, clock: PhaseClock) -> None:
+    """Pause generation, load the staged weights, resume. A failure leaves a mixture of weights."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    Returns the environment variables that an engine is started with.
+    await llm.pause_generation(mode="keep", clear_cache=True)
+    clock.lap("pause")
+    await llm.start_weight_update()
+    clock.lap("start")
+    await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": source}))
+    clock.lap("update")
+    await llm.finish_weight_update(weight_version=str(version))
+    clock.lap("finish")
+    await llm.resume_generation()
+    clock.lap("resume")
+
+
+def preload_vllm(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+    """Begin to import vLLM for a CPU engine, beside this process's other work.
+
+    Returns the environment variables of the engine.
     """
     variables = engine_environment(actors, log_path)
     if not actors.gpus_per_worker:
-        begin_loading(variables)
+        preload(variables)
     return variables
+
+
+def load_stop_token_ids(model_path: str) -> list[int]:
+    """Read the end tokens of a model's generation configuration."""
+    from transformers import GenerationConfig
+
+    found = loaded(
+        "generation configuration",
+        model_path,
+        lambda: GenerationConfig.from_pretrained(model_path),
+    ).eos_token_id
+    return found if isinstance(found, list) else [found]

@@ -1,6 +1,4 @@
-"""`weight_transfer.WorkerExtension` for a vision model's engine, which imports this before it looks
-at the model.
-"""
+"""Prepare the engine process of a vision model; vLLM imports this before it looks at the model."""
 
 from actors.inference.vllm_images import patch_vllm_for_images
 from actors.inference.vllm_weight_loader import WorkerExtension
@@ -9,4 +7,4 @@ patch_vllm_for_images()
 
 
 class VisionWorkerExtension(WorkerExtension):
-    """The same; its name is what has this module imported."""
+    """Change nothing: vLLM imports this module because this class is named in its settings."""

@@ -1,15 +1,14 @@
-"""vLLM's pluggable weight transfer, by file or as the learner sent them; runs inside the engine
-process.
+"""Load weights inside the engine process, from files or as the learner sent them.
 
-    stage(path)                opens the files and reads them once, in a thread, for their digest; generation goes on
-    stage_received(digest)     or takes what has come from the learner directly (`weight_broadcast.py`)
-    start_weight_update()      layers go back to the layout of a checkpoint
-    receive_weights(path)      the tensors that were staged are loaded, layer by layer
-    finish_weight_update()     layers take the layout of the kernels again, in the memory they had before
+    stage(path)              opens the files and reads them once, in a thread, for their digest
+    stage_received(digest)   or takes the weights that the learner sent (`broadcast_receiver.py`)
+    start_weight_update()    layers return to the layout of a checkpoint
+    receive_weights(path)    loads the staged tensors, layer by layer
+    finish_weight_update()   layers take the layout of the kernels, in the memory they had before
 
-vLLM's own engines need GPUs on both sides; a file needs nothing but a disk that both can see, and
-is the durable version too. The engine process imports this module because `worker_extension_cls`
-names `WorkerExtension`, before it looks the engine up.
+Generation goes on while weights are staged. This is a plug-in for vLLM's weight transfer, whose own
+engines need GPUs on both sides. The engine imports this module because `worker_extension_cls` names
+`WorkerExtension`.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ from actors.inference.weight_files import RECEIVED, WeightFileError, weight_file
 from store import files_digest
 
 BACKEND = "safetensors_file"
-# Errors of the engine's process, not of the file it reads: out of memory, or of open files.
+# Errors of the engine's process, not of the file it reads: no memory, too many open files
 PROCESS_FAULTS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-# a tiny model's files are read in less: spares a call, which waits for the engine's next step
+# A tiny model's files are read in this time, which saves a call that waits for the engine's step.
 STAGE_AT_ONCE_S = 0.003
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """A file needs no set-up, and who sends may come and go: see `join_broadcast`."""
+    """Hold nothing: files need no set-up, and senders may change (`join_broadcast`)."""
 
 
 @dataclass
@@ -63,8 +62,9 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """Files that are open, so that what is loaded is what was looked at, also if they are removed
-    in between; or what came.
+    """Hold tensors of open files, or received ones.
+
+    Open files can be removed and still be loaded as they were checked.
     """
 
     path: str
@@ -73,11 +73,9 @@ class Staged:
 
 
 class WorkerExtension:
-    """vLLM makes this a base of its worker: its methods can be called by name from the other
-    process.
-    """
+    """Add methods to vLLM's worker, which the other process calls by name."""
 
-    weight_transfer_engine: FileWeightTransferEngine  # the worker's
+    weight_transfer_engine: FileWeightTransferEngine  # set by vLLM's worker
 
     def stage_weights(self, path: str) -> tuple[str, str] | None:
         return self.weight_transfer_engine.stage(path)
@@ -93,7 +91,7 @@ class WorkerExtension:
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """One per worker process of an engine; each reads the whole file and keeps its part."""
+    """Exists once per process of an engine; each reads the whole files and keeps its part."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -119,20 +117,17 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         pass
 
     def stage(self, path: str) -> tuple[str, str] | None:
-        """Begins to read `path`; the answer is that of `staged`, for small files already the final
-        one.
-        """
+        """Begin to read `path`; return `staged()`, which is final already for small files."""
         self._release()
         self._staging = self._reader.submit(_stage, path)
         wait([self._staging], timeout=STAGE_AT_ONCE_S)
         return self.staged()
 
     def staged(self) -> tuple[str, str] | None:
-        """None while the files are being read; then their digest and "", or "" and why they cannot
-        be read.
+        """Return (digest, "") of the files, or ("", reason) if they cannot be read.
 
-        An error of this process is raised: the files may be whole, and this engine cannot load
-        them.
+        Returns None while they are being read. An error of this process is raised: the files may be
+        whole although this engine cannot load them.
         """
         assert self._staging is not None, "stage first"
         if not self._staging.done():
@@ -145,15 +140,16 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             return "", str(error)
 
     def join_broadcast(self, address: str) -> None:
-        """From now on the learner sends its weights here too; again, if touch with it was lost."""
+        """Receive what the learner at `address` sends; connect again if that was lost."""
         if self._receiver is None or self._receiver.address != address or self._receiver.is_lost:
             if self._receiver is not None:
                 self._receiver.close()
             self._receiver = Receiver(address)
 
     def stage_received(self, digest: str) -> dict[str, list[int]] | None:
-        """None while weights are on their way; then the shapes of those with this digest, none if
-        they did not come whole.
+        """Return the shapes of the received weights with this digest; {} if they are not whole.
+
+        Returns None while weights are arriving.
         """
         if self._receiver is None:
             return {}
@@ -175,19 +171,19 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         assert self._staging is not None, "stage first"
-        staged, self._staging = self._staging.result(), None  # closes the files afterwards
+        staged, self._staging = self._staging.result(), None  # None: the files close afterwards
         assert staged.path == update_info.path, f"staged {staged.path}, not {update_info.path}"
         self.model.load_weights(staged.tensors)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # An output layer tied to the embedding receives nothing of its own, so vLLM leaves it as it
-        # is; but on CPU it computes with a packed copy made at the first load. Without this it
-        # would go on with the old weights.
+        # An output layer tied to the embedding receives no tensor, so vLLM leaves it as it is. On
+        # CPU it computes with a packed copy, which without this would keep the old weights.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-        self._release()  # not before: vLLM reads what a padded layer received only now
+        # Not earlier: vLLM reads a padded layer's tensor only in the finalisation.
+        self._release()
 
     def shutdown(self) -> None:
         if self._receiver is not None:
@@ -195,26 +191,25 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent is gone, however that happened.
+    """Ask the kernel to kill this process when its parent ends, for whatever reason.
 
-    An orphaned engine would keep its cores and memory, and nobody could reach it. The kernel
-    watches the parent's *thread* that started us: start engines from a thread that lives as long as
-    they should. An engine from a fork server is that one's child, which ends with the worker
-    (`engine_loaded.py`).
+    An orphaned engine would keep its cores and memory. The kernel watches the parent's *thread*
+    that started this process, so start engines from a thread that lives as long as they should. The
+    parent of a forked engine is the fork server, which ends with the worker.
     """
     owner = multiprocessing.parent_process()
     if owner is None:
-        return  # not started by another Python process: nobody to follow
+        return  # not started by a Python process
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if not owner.is_alive():  # it died before we asked
+    if not owner.is_alive():  # it died before the request above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep_freed_memory() -> None:
     """Ask malloc to reuse large blocks instead of giving them back to the kernel. CPU engines only.
 
-    A load makes and frees copies of every layer, and new pages are a quarter of what that costs:
-    measured with 135M parameters in float32, 330 ms instead of 450, for some 500 MB more memory.
+    A load makes and frees copies of every layer, and new pages are a quarter of its cost. Measured
+    with 135M parameters in float32: 330 ms instead of 450, for about 500 MB more memory.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
@@ -222,13 +217,13 @@ def keep_freed_memory() -> None:
 
 
 def bind_to(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those they start later, on these cores."""
+    """Keep all threads of this process, and those that they start, on these cores."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 
 
 def _is_process_fault(error: Exception) -> bool:
-    """Return whether `error` is one of PROCESS_FAULTS; safetensors passes it on as text alone."""
+    """Return whether `error` is one of PROCESS_FAULTS; safetensors gives its text only."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in PROCESS_FAULTS
     return any(os.strerror(code) in str(error) for code in PROCESS_FAULTS)

@@ -1,24 +1,54 @@
-"""Files of weights: names and shapes, from the safetensors headers."""
+"""Read names and shapes of weight files, and record what a change of weights cost."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 TIED_OUTPUT_LAYER = "lm_head.weight"
-RECEIVED = "(received)"  # in place of a path: weights that the learner has sent
+RECEIVED = "(received)"  # in place of a path: weights that the learner sent directly
 
 
 class WeightFileError(ValueError):
-    """These weights were refused before the engine was touched; it goes on with the version it
-    has.
-    """
+    """Weights were refused before the engine was touched; it keeps its version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightLoad:
+    """Record one change of weights. Generation pauses from `pause_ms` to `resume_ms`."""
+
+    version: int
+    file_digest: str  # of the bytes as the engine read or received them
+    received: bool  # sent by the learner; no file was read
+    check_ms: float  # comparison of names and shapes with the model
+    # The engine reads the files for their digest, or has received them; generation goes on.
+    verify_ms: float
+    pause_ms: float
+    start_ms: float
+    update_ms: float
+    finish_ms: float
+    resume_ms: float
+
+
+class PhaseClock:
+    """Measure consecutive phases: `lap` ends the current one and names it."""
+
+    def __init__(self) -> None:
+        self.laps_ms: dict[str, float] = {}
+        self._last_s = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now_s = time.perf_counter()
+        self.laps_ms[f"{phase}_ms"] = (now_s - self._last_s) * 1e3
+        self._last_s = now_s
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files at `path`, itself one or a directory of them."""
+    """Return the safetensors files at `path`: a file, or a directory of them."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise WeightFileError(
@@ -40,28 +70,23 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def check_shapes(path: Path, *, expected: Mapping[str, list[int]]) -> None:
-    """Every name and shape must agree: for a tensor that is missing vLLM keeps the old values,
-    without an error.
-    """
-    check_fit(tensor_shapes(path), expected=expected, source=str(path))
-
-
-def check_fit(
+def check_shapes(
     shapes: Mapping[str, list[int]], *, expected: Mapping[str, list[int]], source: str
 ) -> None:
-    """As `check_shapes`, of tensors from any `source`."""
+    """Check that every name and shape agrees. Raises WeightFileError, which names `source`.
+
+    vLLM would keep the old values of a missing tensor without an error.
+    """
     found = dict(shapes)
     if TIED_OUTPUT_LAYER not in expected:
         found.pop(TIED_OUTPUT_LAYER, None)  # some writers store it a second time; vLLM skips it
-    wrong = sorted(
-        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
-    )
+    names = found.keys() | expected.keys()
+    wrong = sorted(name for name in names if found.get(name) != expected.get(name))
     if wrong:
         name = wrong[0]
         raise WeightFileError(
             f"{source} does not fit the model being served: {len(wrong)} tensors differ, the first "
-            f"is {name}, of shape "
-            f"{found.get(name, 'missing')} here and {expected.get(name, 'missing')} there. "
-            f"Publish all tensors of the base model under their names"
+            f"is {name}, of shape {found.get(name, 'missing')} here and "
+            f"{expected.get(name, 'missing')} there. Publish all tensors of the base model under "
+            "their names"
         )

@@ -1,12 +1,11 @@
-"""One engine's weights: always the newest published ones that are whole, and a line in the store
-about each load.
+"""Keep one engine on the newest published weights, and record each load in the store.
 
-    weights = WeightSync(engine, layout, newest=..., record=..., turn=..., rendezvous=..., max_staleness=1)
-    await weights.serve(version)          # returns with that version or a newer one, or with the old one if it is refused
+    sync = WeightSync(engine, layout, newest=..., record=..., update_lock=..., rendezvous=..., ...)
+    await sync.sync(version)     # returns with that version or a newer one, or refuses it
 
-Events, with a JSON object as detail; "digest" is of what the engine read:
+Events, with a JSON object as detail; "digest" is of the bytes that the engine read:
 
-    weights loaded    {"version": 7, "digest": "ab12...", "received": false, "pause_ms": 21.3, ...}   milliseconds by phase
+    weights loaded    {"version": 7, "digest": "ab12...", "received": false, "pause_ms": 21.3, ...}
     weights refused   {"version": 7, "published": "ab12...", "serving": 6, "reason": "..."}
 """
 
@@ -20,17 +19,21 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 
 from actors.inference.vllm_policy import VLLMPolicy
-from actors.inference.weight_files import WeightFileError
-from actors.inference.weight_load import WeightLoad
+from actors.inference.weight_files import WeightFileError, WeightLoad
 from store import RunLayout, StoreError, VersionRecord, local_directory
 
 LOADED, REFUSED = "weights loaded", "weights refused"
-NOT_YET = -1  # the engine starts with the base model, of which nothing is published yet
-RETRY_S = 5.0  # files may come late on a shared disk; damaged ones would be read again and again
+NO_VERSION = -1  # the engine starts with the base model, which is not published yet
+# Files may arrive late on a shared disk, but damaged ones should not be read again all the time.
+RETRY_S = 5.0
 
 
 class WeightSync:
-    """Consumes published versions, one at a time. Waits for the storage and for the engine."""
+    """Consumes published versions, one at a time. Waits for the storage and for the engine.
+
+    `update_lock` makes engines load one after the other. `rendezvous` returns the address from
+    which the learner sends weights; it is None if all weights come as files.
+    """
 
     def __init__(
         self,
@@ -39,35 +42,29 @@ class WeightSync:
         *,
         newest: Callable[[], Awaitable[VersionRecord | None]],
         record: Callable[[str, str], Awaitable[None]],
-        turn: Callable[[], AbstractAsyncContextManager[None]],
-        # None: weights come as files alone
+        update_lock: Callable[[], AbstractAsyncContextManager[None]],
         rendezvous: Callable[[], Awaitable[str | None]] | None,
         max_staleness: int,
     ) -> None:
-        self.version = NOT_YET  # the newest one that was loaded
+        self.version = NO_VERSION  # the newest version that was loaded
         self._engine, self._layout, self._max_staleness = engine, layout, max_staleness
-        self._newest, self._record, self._turn, self._meeting_point = (
-            newest,
-            record,
-            turn,
-            rendezvous,
-        )
-        self._is_sent_weights = False  # the engine was told where the learner sends from
+        self._newest, self._record = newest, record
+        self._update_lock, self._rendezvous = update_lock, rendezvous
+        self._has_joined = False  # the engine receives what the learner sends
         self._one_load = asyncio.Lock()
-        self._refused = NOT_YET
+        self._refused = NO_VERSION
         self._refused_at_s = 0.0
 
-    async def serve(self, version: VersionRecord) -> None:
-        """Makes the engine serve `version` or a newer one; generation only pauses for the copy.
+    async def sync(self, version: VersionRecord) -> None:
+        """Make the engine serve `version` or a newer one; generation pauses for the copy only.
 
-        Weights that are missing, damaged or not those that were published leave the engine as it
-        is: it goes on with its old version, until the next one comes or another try succeeds.
-        Raises WeightFileError or StoreError if that is of no use, as nothing the old version writes
-        could be trained on; EngineLostError if the engine is gone.
+        Missing or damaged weights leave the engine on its old version, until the next version comes
+        or another try succeeds. Raises WeightFileError or StoreError if the old version is too old
+        to be trained on, and EngineLostError if the engine is gone.
         """
         while version.version > self.version:
             async with self._one_load:
-                if version.version <= self.version or self._refused_lately(version):
+                if version.version <= self.version or self._was_refused_lately(version):
                     return
                 try:
                     await self._load(version)
@@ -76,47 +73,44 @@ class WeightSync:
                     if newest is None or newest == version:
                         await self._refuse(version, error)
                         return
-                    # the files were removed, because others moved on: so does this engine
+                    # The learner removed the files because it has published newer ones.
                     version = newest
 
     async def _load(self, version: VersionRecord) -> None:
         load, fetch_ms = None, 0.0
-        if self._is_sent_weights:
-            async with self._turn():
+        if self._has_joined:
+            async with self._update_lock():
                 load = await self._engine.load_received(
                     version=version.version, digest=version.digest
                 )
         if load is None:
             load, fetch_ms = await self._load_files(version)
         self.version = version.version
-        phases = {
-            name: round(value, 1) for name, value in asdict(load).items() if name.endswith("_ms")
-        }
         detail = {"version": version.version, "digest": load.file_digest, "received": load.received}
-        await self._record(LOADED, json.dumps({**detail, "fetch_ms": round(fetch_ms, 1), **phases}))
-        if self._meeting_point is not None and (address := await self._meeting_point()) is not None:
+        phases = {"fetch_ms": fetch_ms, **asdict(load)}
+        for name, value in phases.items():
+            if name.endswith("_ms"):
+                detail[name] = round(value, 1)
+        await self._record(LOADED, json.dumps(detail))
+        if self._rendezvous is not None and (address := await self._rendezvous()) is not None:
             await self._engine.join_broadcast(address)
-            self._is_sent_weights = True
+            self._has_joined = True
 
     async def _load_files(self, version: VersionRecord) -> tuple[WeightLoad, float]:
-        """Also how many milliseconds it took to fetch them."""
+        """Load the version's files; return also the milliseconds that fetching them took."""
         started_s = time.perf_counter()
-        # fetched if it is not here
         directory = await asyncio.to_thread(local_directory, self._layout, version.path)
         fetch_ms = (time.perf_counter() - started_s) * 1e3
-        async with self._turn():
+        async with self._update_lock():
             load = await self._engine.load_weights(
                 version=version.version, path=directory, digest=version.digest
             )
         return load, fetch_ms
 
     async def _refuse(self, version: VersionRecord, error: WeightFileError | StoreError) -> None:
-        first, self._refused, self._refused_at_s = (
-            version.version != self._refused,
-            version.version,
-            time.monotonic(),
-        )
-        if first:
+        is_first = version.version != self._refused
+        self._refused, self._refused_at_s = version.version, time.monotonic()
+        if is_first:
             detail = {
                 "version": version.version,
                 "published": version.digest,
@@ -127,5 +121,6 @@ class WeightSync:
         if version.version - self.version > self._max_staleness:
             raise error
 
-    def _refused_lately(self, version: VersionRecord) -> bool:
-        return version.version == self._refused and time.monotonic() - self._refused_at_s < RETRY_S
+    def _was_refused_lately(self, version: VersionRecord) -> bool:
+        elapsed_s = time.monotonic() - self._refused_at_s
+        return version.version == self._refused and elapsed_s < RETRY_S

@@ -1,4 +1,4 @@
-"""From the text of a reply to an action: pure functions of text."""
+"""Parse the action from the text of a reply. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from actors.prompting.template import Template, UpstreamRule
 
-# what an environment gets to see of a reply without action tags, as in the authors' code
+# characters of a reply without action tags that the environment gets, as in the paper's code
 UNPARSED_CHARACTERS = 30
 CHINESE = re.compile("[\u4e00-\u9fff]")  # CJK unified ideographs
 
@@ -20,31 +20,29 @@ class Answer:
 
 
 def parse_action(text: str, *, template: Template, parser: str, opening: str) -> Answer:
-    """The action in a reply, by the rule `parser`. Whether the action is admissible is not asked
-    here.
+    """Return the action of a reply by the rule `parser`. It need not be admissible.
 
-    "tags"      between the template's tags, the first and the first closing one after it,
-    lower-cased and stripped
-    "upstream"  as the paper's code: the first of each tag wherever it is, and `Template.upstream`
-    "text"      all of it, after the thought if there is one
+    "tags"      text between the template's first opening tag and the next closing one, in lower
+                case and stripped
+    "upstream"  as the paper's code does it: the first opening and the first closing tag wherever
+                they are, and `Template.upstream`
+    "text"      the whole reply, after the thought if there is one
 
-    A template with several tags takes exactly one block of any of them; its tags are part of the
-    action. A reply that does not follow the rule gives its own end as the action, and is not well
-    formed; nor is one that lacks <think> or </think> where the template thinks. `opening` is how
-    the chat template began the reply: a <think> in it counts, but for "upstream".
+    A template with several tags takes one block of any of them, and the tags are part of the
+    action. A reply that breaks the rule is not well formed; its last characters are the action.
+    Where the template thinks, a reply without <think> and </think> is not well formed either.
+    `opening` is the chat template's beginning of the reply: a <think> in it counts, except for
+    "upstream".
     """
     if parser == "text":
         return _whole(text)
+    tag, has_several = template.tags[0], len(template.tags) > 1
     if parser == "upstream":
         assert template.upstream is not None, "PromptForm refuses this"
-        if len(template.tags) > 1:
+        if has_several:
             return _upstream_block(text, template.tags)
-        return _upstream(text, tag=template.tags[0], rule=template.upstream)
-    answer = (
-        _one_block(text, template.tags)
-        if len(template.tags) > 1
-        else _tagged(text, tag=template.tags[0])
-    )
+        return _upstream(text, tag=tag, rule=template.upstream)
+    answer = _one_block(text, template.tags) if has_several else _tagged(text, tag=tag)
     has_thought = not template.thinks or has_tags(opening + text, "think")
     return Answer(action=answer.action, well_formed=answer.well_formed and has_thought)
 
@@ -67,29 +65,26 @@ def _tagged(text: str, *, tag: str) -> Answer:
 
 
 def _one_block(text: str, tags: Sequence[str]) -> Answer:
-    """The first block of the first tag that has one. Blocks of two tags, or two of one, are not
-    well formed.
-    """
-    found = {
-        tag: re.findall(f"<{tag}>.*?</{tag}>", text, re.DOTALL | re.IGNORECASE) for tag in tags
-    }
-    blocks = [block for tag in tags for block in found[tag]]
+    """Return the first block of the first tag that has one; several blocks are not well formed."""
+    blocks: list[str] = []
+    for tag in tags:
+        blocks += re.findall(f"<{tag}>.*?</{tag}>", text, re.DOTALL | re.IGNORECASE)
     if not blocks:
         return Answer(action=text[-UNPARSED_CHARACTERS:], well_formed=False)
     return Answer(action=blocks[0], well_formed=len(blocks) == 1)
 
 
 def _upstream_block(text: str, tags: Sequence[str]) -> Answer:
-    """The first block of the first tag that has one, up to where the first tag that is closed is
-    closed for the first time.
+    """Return the first block of the first tag that has one.
 
-    Well formed if no other block is opened in the whole reply, a thought included.
+    Only the text up to the first closing tag of the first closed tag is searched. The reply is well
+    formed if it opens no other block, not even in the thought.
     """
     closing = next((f"</{tag}>" for tag in tags if f"</{tag}>" in text), None)
-    said = text if closing is None else text.partition(closing)[0] + closing
+    searched = text if closing is None else text.partition(closing)[0] + closing
     n_opened = sum(len(re.findall(f"<{tag}>", text, re.IGNORECASE)) for tag in tags)
     for tag in tags:
-        block = re.search(f"<{tag}>(.*?)</{tag}>", said, re.DOTALL | re.IGNORECASE)
+        block = re.search(f"<{tag}>(.*?)</{tag}>", searched, re.DOTALL | re.IGNORECASE)
         if block is not None:
             return Answer(action=f"<{tag}>{block[1].strip()}</{tag}>", well_formed=n_opened == 1)
     return Answer(action="", well_formed=False)
@@ -100,14 +95,11 @@ def _upstream(text: str, *, tag: str, rule: UpstreamRule) -> Answer:
     start, end = lowered.find(f"<{tag}>"), lowered.find(f"</{tag}>")
     well_formed = has_tags(text, "think") and not (rule.refuse_chinese and CHINESE.search(text))
     if start < 0 or end < 0:
-        action, well_formed = _end(lowered, rule.unparsed_characters), False
+        n_unparsed = min(rule.unparsed_characters, len(lowered))
+        action, well_formed = lowered[len(lowered) - n_unparsed :], False
     else:
         action = lowered[start + len(tag) + 2 : end].strip()
     if rule.words:
         named = [word for word in rule.words if word in action]
         action, well_formed = (named[0], well_formed) if named else (rule.words[-1], False)
     return Answer(action=action, well_formed=well_formed)
-
-
-def _end(text: str, characters: int) -> str:
-    return text[len(text) - min(characters, len(text)) :]

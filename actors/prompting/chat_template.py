@@ -1,37 +1,39 @@
-"""A model's chat template: a user's message as token ids, to begin a conversation with or to go on
-with one.
+"""Load a model's tokenizer, and turn user messages into token ids by its chat template.
 
+    tokenizer = load_tokenizer("models/Qwen2.5-1.5B-Instruct", with_torch=True)
     chat = Chat(tokenizer, thinking=None)
-    chat.begun("You see a door.")                              # ids of the whole prompt
-    chat.continued("It is locked.", after=response_ids)        # ids to put behind the prompt and the response
+    chat.begun("You see a door.")                         # ids of the whole prompt
+    chat.continued("It is locked.", after=response_ids)   # ids to append to prompt and response
 
-Going on never writes a reply anew: what was sampled stays token for token, so each prompt begins
-with the one before.
+A continued chat keeps the sampled tokens of a reply as they are, so each prompt begins with the
+tokens of the one before.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol, cast
 
-# characters of a token, where a vocabulary has only shorter ones: a normaliser may shorten text too
+from configs import loaded
+from envs import run_in_thread
+
+# Smallest bound of a token's characters: a normaliser may shorten text too.
 SHORTEST_BOUND = 16
-# take a noticeable time to tokenise: a caller on an event loop does it beside that loop
+# A longer text takes a noticeable time to tokenise: do it beside the event loop.
 LONG_CHARACTERS = 2**14
-# for a chat template to write one short message, a few times: it takes milliseconds
-TEMPLATE_TIMEOUT_S = 15.0
-MESSAGE, REPLY = "0message0", "0reply0"  # looked for in what a chat template makes of them
+TEMPLATE_TIMEOUT_S = 15.0  # for one short message, which takes milliseconds
+MESSAGE, REPLY = "0message0", "0reply0"  # looked for in the text that a chat template writes
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     eos_token_id: int
 
-    # (conversation, add_generation_prompt=, tokenize=, return_dict=False, ...): text, or with
-    # `tokenize` a list of token ids
+    # (conversation, add_generation_prompt=, tokenize=, return_dict=False, ...) -> text, or a list
+    # of token ids with `tokenize`
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -42,86 +44,90 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> Mapping[str, int]: ...
 
 
-T = TypeVar("T")
+def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
+    """Load the tokenizer of a model's directory.
 
-
-def where(tokenizer: Tokenizer) -> str:
-    """Return the setting that names the model of a tokenizer, with its value where that is
-    known.
+    Without torch it takes a third of the time. transformers is then loaded as if torch were not
+    installed, and stays so in this process: use it where no model is computed.
     """
+    with nullcontext() if with_torch else _torch_hidden():
+        # Imported here: the driver and the coordinator import this module, and never need it.
+        from transformers import AutoTokenizer
+
+        return cast(
+            Tokenizer,
+            loaded(
+                "tokenizer",
+                model_path,
+                lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False),
+            ),
+        )
+
+
+@contextmanager
+def _torch_hidden() -> Iterator[None]:
+    if "torch" in sys.modules:  # there is nothing to save
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def model_setting(tokenizer: Tokenizer) -> str:
+    """Return the setting that names the tokenizer's model, with its value if it is known."""
     path = str(getattr(tokenizer, "name_or_path", ""))
     return f"model.path={path}" if path else "model.path"
 
 
 def longest_token(tokenizer: Tokenizer) -> int:
-    """Return a bound of the characters of one token: n tokens never stand for more than n times as
-    many.
+    """Return a bound of one token's characters; n tokens have at most n times as many.
 
-    A byte-level vocabulary has a character for each byte, so its entries are no shorter than their
-    text.
+    A byte-level vocabulary writes one character per byte, so its entries are at least as long as
+    their text.
     """
     return max(SHORTEST_BOUND, max(map(len, tokenizer.get_vocab()), default=0))
 
 
-def within(work: Callable[[], T], *, seconds: float, late: Callable[[], str]) -> T:
-    """Return `work()`. Raises ValueError with `late()` if it has not ended after so many seconds.
-
-    It then goes on in its thread, which nobody can end but the end of this process: the caller has
-    to report the error.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - passed on to the caller
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="chat template", daemon=True).start()
-    try:
-        return done.result(timeout=seconds)
-    except TimeoutError:
-        raise ValueError(late()) from None
-
-
 class Chat:
-    """`thinking` is handed to the template as `enable_thinking`, None leaves it alone; many
-    templates ignore it.
+    """Write messages with the chat template of a tokenizer. Pure: equal arguments, equal token ids.
 
-    Pure: the same arguments give the same token ids. Templates of vision models get their text as a
-    content part. Raises ValueError for a tokenizer without a chat template, or with one that drops
-    what the user says, that fails, or that does not end. A template is a program, and comes with
-    the model from whoever made that.
+    `thinking` is passed to the template as `enable_thinking`, unless it is None; many templates
+    ignore it. Templates of vision models get their text as a content part.
+
+    Raises ValueError for a tokenizer whose chat template is missing, fails, does not end, or leaves
+    out the user's message. A template is a program that comes with the model.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool | None) -> None:
         self._tokenizer = tokenizer
-        self._variables: dict[str, object] = (
-            {} if thinking is None else {"enable_thinking": thinking}
-        )
+        self._variables: dict[str, object] = {}
+        if thinking is not None:
+            self._variables["enable_thinking"] = thinking
         self._in_parts = False
-        if fault := within(self._tried, seconds=TEMPLATE_TIMEOUT_S, late=self._never_ended):
+        if fault := self._with_timeout(self._choose_form):
             raise ValueError(
-                f"the chat template of the tokenizer in {where(self._tokenizer)} cannot be used "
-                f"({fault}); take an "
-                "instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
+                f"the chat template of the tokenizer in {model_setting(tokenizer)} cannot be used "
+                f"({fault}); take an instruction-tuned model, or put a chat_template.jinja beside "
+                "its tokenizer"
             )
-        self.opening = within(self._opening, seconds=TEMPLATE_TIMEOUT_S, late=self._never_ended)
+        # the template's text before a reply: the assistant's role and, with some models, `<think>`
+        self.opening = self._with_timeout(self._find_opening)
 
     def begun(self, message: str, *, n_images: int = 0) -> tuple[int, ...]:
-        """The conversation's first message, up to where the assistant's reply begins; images come
-        before its text.
+        """Return the prompt of a new conversation, up to where the assistant's reply begins.
+
+        Images come before the text.
         """
-        return tuple(
-            self._apply([("user", message)], generation=True, tokenize=True, n_images=n_images)
-        )
+        messages = [("user", message)]
+        return tuple(self._apply(messages, generation=True, tokenize=True, n_images=n_images))
 
     def continued(self, message: str, *, after: Sequence[int]) -> tuple[int, ...]:
-        """What goes behind a response `after`: the end of the assistant's turn where it lacks that
-        token, and the message.
+        """Return the ids that follow the response `after`: its missing end token, and the message.
 
-        Raises ValueError for a chat template that does not repeat the assistant's messages as they
-        are.
+        Raises ValueError for a chat template that does not repeat the assistant's messages.
         """
         conversation = [("user", MESSAGE), ("assistant", REPLY), ("user", message)]
         _, reply, rest = self._apply(conversation, generation=True, tokenize=False).partition(REPLY)
@@ -134,38 +140,37 @@ class Chat:
         has_ended = bool(after) and token_ids[:1] == [after[-1]]
         return tuple(token_ids[has_ended:])
 
-    def _never_ended(self) -> str:
-        return (
-            f"the chat template of the tokenizer in {where(self._tokenizer)} did not end within "
-            f"{TEMPLATE_TIMEOUT_S:g} s: it "
-            "loops; put a chat_template.jinja that does not beside its tokenizer"
-        )
+    def _with_timeout(self, work: Callable[[], str]) -> str:
+        try:
+            return run_in_thread(work, name="chat template", timeout_s=TEMPLATE_TIMEOUT_S)
+        except TimeoutError:
+            raise ValueError(
+                f"the chat template of the tokenizer in {model_setting(self._tokenizer)} did not "
+                f"end within {TEMPLATE_TIMEOUT_S:g} s: it loops; put a chat_template.jinja that "
+                "does not beside its tokenizer"
+            ) from None
 
-    def _tried(self) -> str:
-        """Return why the chat template is of no use, with the text as a content part or without; ""
-        if it is.
-        """
+    def _choose_form(self) -> str:
+        """Choose plain text or content parts; return the fault of plain text if neither works."""
         fault = self._fault()
-        if fault:
-            self._in_parts = True
-        return fault and self._fault() and fault
+        if not fault:
+            return ""
+        self._in_parts = True
+        return fault if self._fault() else ""
 
     def _fault(self) -> str:
-        """Why the chat template does not show what the user says; "" if it does."""
+        """Return why the chat template does not show the user's message; "" if it does."""
         try:
             token_ids = self._apply([("user", MESSAGE)], generation=False, tokenize=True)
-        except Exception as error:  # noqa: BLE001 - a template may raise anything: it is another's program
+        except Exception as error:  # noqa: BLE001 - the model's own program may raise anything
             return " ".join((str(error) or type(error).__name__).split())[:100]
         shown = MESSAGE in self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return "" if shown else "it leaves out the user's message"
 
-    def _opening(self) -> str:
-        """What the chat template puts before the reply: that the assistant speaks and, with some
-        models, `<think>`.
-        """
-        without, whole = (
-            self._apply([("user", MESSAGE)], generation=g, tokenize=True) for g in (False, True)
-        )
+    def _find_opening(self) -> str:
+        messages = [("user", MESSAGE)]
+        without = self._apply(messages, generation=False, tokenize=True)
+        whole = self._apply(messages, generation=True, tokenize=True)
         if whole[: len(without)] != without:
             return ""
         return self._tokenizer.decode(whole[len(without) :], skip_special_tokens=False)
@@ -179,15 +184,14 @@ class Chat:
         n_images: int = 0,
     ) -> Any:
         images = [{"type": "image"}] * n_images
-        messages = [
-            {
-                "role": role,
-                "content": [*images, {"type": "text", "text": text}]
-                if self._in_parts or images
-                else text,
-            }
-            for role, text in conversation
-        ]
+        messages: list[dict[str, object]] = []
+        for role, text in conversation:
+            if self._in_parts or images:
+                messages.append(
+                    {"role": role, "content": [*images, {"type": "text", "text": text}]}
+                )
+            else:
+                messages.append({"role": role, "content": text})
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=generation,

@@ -1,13 +1,12 @@
-"""Images in prompts: how many tokens a model's processor makes of one, and the numbers its vision
-tower is given.
+"""Count an image's tokens, and compute the vision tower's input from it.
 
-    form = load_image_form("models/Qwen2.5-VL-3B-Instruct")     # None: a model that sees no images
-    form.expanded((5, 99, 6), images)                           # (5, 99, 99, 99, 99, 6), for an image of four tokens
+    form = load_image_form("models/Qwen2.5-VL-3B-Instruct")  # None: the model sees no images
+    form.expanded((5, 99, 6), images)                        # (5, 99, 99, 99, 99, 6), four tokens
     pixel_values_PD, grid_I3 = form.pixel_values(images)
 
-P patches of all images, D numbers each, I images. The processor of the model's directory does the
-resizing and normalising, in the learner too (`learner/model/vision.py`), always on PIL: both must
-see the same numbers, and PIL is there without torchvision.
+P patches of all images, D numbers each, I images. The image processor of the model's directory
+resizes and normalises, in the learner too (`learner/model/vision.py`). Both use its PIL version, so
+that they see the same numbers and need no torchvision.
 """
 
 from __future__ import annotations
@@ -17,15 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from actors.policy import Image
 from configs import VISION_MODEL_TYPES, loaded, model_type
 
 if TYPE_CHECKING:
     import torch
-
-Image = NDArray[np.uint8]  # [height, width, 3]
 
 
 class ImageForm:
@@ -37,71 +32,61 @@ class ImageForm:
         self._processor = processor
 
     def n_tokens(self, image: Image) -> int:
-        return (
-            int(self._processor.get_number_of_image_patches(*image.shape[:2], {}))
-            // self.patches_per_token
-        )
+        n_patches = int(self._processor.get_number_of_image_patches(*image.shape[:2], {}))
+        return n_patches // self.patches_per_token
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[Image]) -> tuple[int, ...]:
-        """With the k-th image token, which stands for the k-th image, repeated as often as that has
-        tokens.
+        """Repeat the k-th image token as often as the k-th image has tokens.
 
-        Raises ValueError where there are not as many image tokens as images.
+        Raises ValueError unless there are as many image tokens as images.
         """
-        n_places = sum(token == self.image_token_id for token in token_ids)
-        if n_places != len(images):
+        n_image_tokens = sum(token == self.image_token_id for token in token_ids)
+        if n_image_tokens != len(images):
             raise ValueError(
-                f"the chat template of the model in model.path makes {n_places} image tokens of "
-                f"{len(images)} images; "
-                "take the chat template that belongs to the model"
+                f"the chat template of the model in model.path makes {n_image_tokens} image tokens "
+                f"of {len(images)} images; take the chat template that belongs to the model"
             )
         sizes = iter([self.n_tokens(image) for image in images])
-        return tuple(
-            token
-            for given in token_ids
-            for token in [given] * (next(sizes) if given == self.image_token_id else 1)
-        )
+        expanded: list[int] = []
+        for token in token_ids:
+            expanded += [token] * (next(sizes) if token == self.image_token_id else 1)
+        return tuple(expanded)
 
-    def places(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[tuple[int, int]]:
-        """(first token, tokens) of each image in a prompt that was `expanded`."""
-        places, start = [], 0
+    def spans(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[tuple[int, int]]:
+        """Return (first token, number of tokens) of each image in an `expanded` prompt."""
+        spans, start = [], 0
         for image in images:
             start = token_ids.index(self.image_token_id, start)
-            places.append((start, self.n_tokens(image)))
-            start += places[-1][1]
-        return places
+            spans.append((start, self.n_tokens(image)))
+            start += spans[-1][1]
+        return spans
 
     def pixel_values(self, images: Sequence[Image]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(pixel_values_PD float32, grid_I3 int64: patches of each image in time, height and
-        width).
+        """Return pixel_values_PD (float32) and grid_I3 (int64).
+
+        The grid has each image's number of patches in time, height and width.
         """
         values = self._processor(images=list(images), return_tensors="pt")
         return values["pixel_values"], values["image_grid_thw"]
 
 
 def load_image_form(model_path: str | Path) -> ImageForm | None:
-    """Of the processor in a model's directory. None for a model whose `model_type` is none of
-    VISION_MODEL_TYPES.
-    """
+    """Load the image processor of a model's directory; None for a model that sees no images."""
     if not sees_images(model_path):
         return None
-    # here: the driver and the coordinator never need it
+    # Imported here: the driver and the coordinator import this module, and never need it.
     from transformers import AutoImageProcessor
 
-    # a model's own code never runs here
+    # A model's own code never runs here.
     from_files = {"local_files_only": True, "trust_remote_code": False}
     processor = loaded(
         "image processor",
         model_path,
         lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **from_files),
     )
-    return ImageForm(processor, image_token_id=_config(model_path)["image_token_id"])
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    return ImageForm(processor, image_token_id=config["image_token_id"])
 
 
 def sees_images(model_path: str | Path) -> bool:
     return model_type(str(model_path)) in VISION_MODEL_TYPES
-
-
-def _config(model_path: str | Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
-    return content

@@ -1,7 +1,7 @@
-"""Templates: how an observation, with or without what came before it, is put to the model in words.
+"""Read prompt templates, and fill in an observation and the turns before it.
 
-They are data, one YAML file each in `templates/`; `prompt.template` names one of them or a file of
-your own. Its keys are the fields of `Template`; copy `templates/direct.yaml` to begin with.
+A template is a YAML file: one of `actors/templates/`, or a file of yours; `prompt.template` names
+it. Its keys are the fields of `Template`. Copy `templates/direct.yaml` to write one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import yaml
 from actors.policy import Prompt
 from envs import Observation
 
-FOLDER = Path(__file__).with_name("templates")
-MAX_CHARACTERS = 2**20  # of a template's file; the largest of `templates/` has 2,000
-MAX_PARTS, MAX_DEPTH = 10_000, 8  # of its YAML; those of `templates/` have some 50, and depth 3
+FOLDER = Path(__file__).parents[1] / "templates"
+# Limits of a template's file. The largest of `templates/` has 2,000 characters, 50 YAML events, and
+# depth 3.
+MAX_CHARACTERS = 2**20
+MAX_EVENTS, MAX_DEPTH = 10_000, 8
 MAX_NUMBER_CHARACTERS = 20
 TEXT_TAG = "tag:yaml.org,2002:str"
-GAP = " ... "  # where the middle of a text was left out
+GAP = " ... "  # in place of the middle of a text
 MESSAGE = {"objective", "observation", "actions", "step", "taken"}
-PLACEHOLDERS = {  # what may stand in braces, by key
-    "first": {*MESSAGE, "history", "shown"},  # there is no history yet, and `{shown}` is 0
+PLACEHOLDERS = {  # allowed names in braces, by key
+    "first": {*MESSAGE, "history", "shown"},  # the history is empty, and `{shown}` is 0
     "later": {*MESSAGE, "history", "shown"},
     "next": MESSAGE,
     "turn": {"observation", "action", "step", "result"},
@@ -35,61 +37,59 @@ PLACEHOLDERS = {  # what may stand in braces, by key
     "action_separator": set(),
     "answer": {"action"},
 }
-# Keys that a template may leave out, and what they are then. `upstream`: the paper's code has no
-# rule for it.
+# Keys that a template may leave out, with their values then.
 OPTIONAL = {"upstream": None, "turn_separator": "", "action_separator": "", "result": "{result}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpstreamRule:
-    """How the paper's code reads an answer, where it differs between environments; for
-    prompt.parser=upstream.
-    """
+    """Describe how the paper's code reads one environment's answers (prompt.parser=upstream)."""
 
     refuse_chinese: bool  # a Chinese character anywhere makes the answer ill-formed
-    # the end of a reply without tags that is given to the environment as the action
+    # the environment gets so many last characters of a reply without tags as the action
     unparsed_characters: int
-    # the action is the first of these that occurs between the tags; if none does, the last of them
+    # The action is the first of these words that occurs between the tags, else the last word.
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """The words of prompts. Braces are filled in; write `{{` for a brace of your own.
+    """Hold the texts of prompts. Names in braces are filled in; write `{{` for a brace.
 
-    `{step}` is the number of the message's turn, from 1, and `{taken}` the number of steps taken
-    before it, one less. `{shown}` is the number of turns in `{history}`. `{result}` of a turn is
-    what was seen after its action.
+    `{step}` is the number of the message's turn, from 1. `{taken}` is the number of steps before
+    it, one less. `{shown}` is the number of turns in `{history}`. `{result}` of a turn is the
+    observation after its action.
     """
 
-    first: str  # the message of an episode's first turn, and of any other that shows no turns
+    first: str  # the message of an episode's first turn, and of any turn that shows no history
     later: str  # the message with the latest turns as `{history}`
     next: str  # prompt.style=chat: the messages after the first
     turn: str  # one turn of `{history}`
     turn_separator: str  # between two turns
-    result: str  # `{result}` of a turn, unless it is empty
+    result: str  # how `{result}` of a turn is written, unless it is empty
     action: str  # one action of `{actions}`
     action_separator: str  # between two actions
-    answer: str  # a reply that chooses `{action}`, as a scripted player writes it
-    tags: tuple[str, ...]  # around the action; with several the action is the block, tag included
+    answer: str  # a reply that chooses `{action}`, as a scripted policy writes it
+    tags: tuple[str, ...]  # around the action; with several tags the action includes its tag
     thinks: bool  # a well-formed reply has <think>..</think> too
-    upstream: UpstreamRule | None  # None: the paper has no such environment
+    upstream: UpstreamRule | None  # None: the paper's code has no rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What was seen and done. Its tokens are needed for prompt.style=chat, which repeats them and
-    never their text.
+    """Hold one observation and the action after it.
+
+    prompt.style=chat also needs its tokens: it repeats them, and never tokenises their text again.
     """
 
     observation: str
     action: str
-    prompt: Prompt | None = None  # as it was sent; None before there are tokens
-    response_ids: tuple[int, ...] = ()  # as they were sampled
+    prompt: Prompt | None = None  # as sent
+    response_ids: tuple[int, ...] = ()  # as sampled
 
 
 def find_template(name: str) -> Template:
-    """The template of a name in `templates/`, or of a YAML file. Raises ValueError, in one line."""
+    """Return the template of a name in `templates/`, or of a YAML file. Raises ValueError."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if not Path(name).is_file():
@@ -102,17 +102,16 @@ def find_template(name: str) -> Template:
 
 
 def read_template(path: Path) -> Template:
-    """Read the template of a YAML file, which may be a stranger's.
+    """Read the template of a YAML file, which is not trusted.
 
-    Raises ValueError, in one line, for a missing or unknown key and for braces that nothing fills
-    in.
+    Raises ValueError of one line, also for a missing or unknown key or name in braces.
     """
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
         _check_size(text)
         values = yaml.safe_load(text)
-    # The YAML library answers odd values with errors of many kinds: 2001-99-99 is a ValueError.
+    # The YAML library raises errors of many kinds: 2001-99-99 is a ValueError.
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"template {path} is not readable as YAML: {why}") from None
@@ -134,15 +133,12 @@ def read_template(path: Path) -> Template:
         )
     for key, allowed in PLACEHOLDERS.items():
         _check_braces(path, key, values[key], allowed=allowed)
-    if (
-        not _is_texts(values["tags"])
-        or not values["tags"]
-        or not isinstance(values["thinks"], bool)
-    ):
+    has_tags = _is_texts(values["tags"]) and values["tags"]
+    if not has_tags or not isinstance(values["thinks"], bool):
         raise ValueError(
             f"template {path}: tags must be a list like [action], thinks true or false"
         )
-    # `{{` becomes `{`
+    # `format` turns `{{` into `{`.
     separators = {key: values[key].format() for key in ("turn_separator", "action_separator")}
     tags, upstream = tuple(values["tags"]), _upstream(path, values["upstream"])
     return Template(**{**values, **separators, "tags": tags, "upstream": upstream})
@@ -171,13 +167,14 @@ def render(
 
 
 def render_next(template: Template, observation: Observation, *, step: int) -> str:
-    """The user message of turn `step`, from 2, in a conversation that goes on."""
+    """Return the user message of turn `step`, from 2, in a continued conversation."""
     return template.next.format(**_filled(template, observation, step=step))
 
 
 def shortened(observation: Observation, limit: int) -> Observation:
-    """No part of it (objective, text, actions) longer than `limit` characters: each loses its
-    middle, actions whole ones.
+    """Cut objective, text and list of actions to `limit` characters each.
+
+    A text loses its middle, the list whole actions from its middle.
     """
     actions = observation.actions
     return replace(
@@ -189,7 +186,7 @@ def shortened(observation: Observation, limit: int) -> Observation:
 
 
 def longest_part(observation: Observation) -> int:
-    """Characters of the longest of the parts that `shortened` looks at."""
+    """Return the characters of the longest part that `shortened` may cut."""
     return max(
         len(observation.objective),
         len(observation.text),
@@ -217,10 +214,9 @@ def _without_middle(text: str, limit: int) -> str:
 
 
 def _ends(actions: Sequence[str], limit: int) -> tuple[str, ...]:
-    """The first and the last actions, as many as have `limit` characters together, in their order.
+    """Return the first and last actions that have `limit` characters together, in their order.
 
-    Takes them in turn from the beginning and the end, and looks at no more than it keeps: a list
-    may have a million.
+    Takes one from each end by turns, and reads no more than it keeps: a list may have a million.
     """
     first, last, characters = 0, len(actions), 0
     while first < last:
@@ -233,20 +229,15 @@ def _ends(actions: Sequence[str], limit: int) -> tuple[str, ...]:
 
 
 def _weight(action: str) -> int:
-    """Return the characters that an action counts for: an empty one takes a line of the prompt
-    too.
-    """
+    """Return the characters that an action counts for; an empty one takes a line too."""
     return max(1, len(action))
 
 
 def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:
     if not isinstance(text, str):
-        # A list may be large, and a number is at most a line.
-        shown = (
-            f"a {type(text).__name__}"
-            if isinstance(text, list | dict | set | bytes)
-            else repr(text)
-        )
+        # A container may be large; other values are at most a line.
+        is_container = isinstance(text, list | dict | set | bytes)
+        shown = f"a {type(text).__name__}" if is_container else repr(text)
         raise ValueError(f"template {path}: {key} must be text, not {shown}; put it in quotes")
     try:
         filled = [part[1:] for part in string.Formatter().parse(text) if part[1] is not None]
@@ -261,7 +252,7 @@ def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> N
             f"template {path}: {key} has {{{min(names - allowed):.60}}}, which is none of {known}; "
             "write {{ for a brace of your own"
         )
-    # A format may ask for a text of any length: {step:>2000000000}.
+    # A format could make a text of any length: {step:>2000000000}.
     if formatted := next((name for name, form, conversion in filled if form or conversion), None):
         raise ValueError(
             f"template {path}: {key} has a format behind `{formatted}`; write {{{formatted}}} "
@@ -270,20 +261,19 @@ def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> N
 
 
 def _check_size(text: str) -> None:
-    """Check that a YAML text stands for no more than it shows. Raises ValueError, YAMLError.
+    """Check that a YAML text expands to no more than it shows. Raises ValueError, YAMLError.
 
-    An alias repeats a value. Ten lists in ten lists, eight times over, make a hundred million.
-    So only a text may be repeated.
+    An alias repeats a value. Ten aliases of a list of ten aliases, eight levels deep, make a
+    hundred million values. So only a text may be repeated.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
     resolver, depth = yaml.SafeLoader(""), 0
     for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
-        if number >= MAX_PARTS:
-            raise ValueError(f"it has more than {MAX_PARTS:,} parts")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if number >= MAX_EVENTS:
+            raise ValueError(f"it has more than {MAX_EVENTS:,} parts")
         if depth > MAX_DEPTH:
             raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
         if isinstance(event, yaml.CollectionStartEvent) and event.anchor is not None:

@@ -1,23 +1,23 @@
-"""Count how far the episodes of one leased group got, for those that never become a trajectory.
+"""Record how far the episodes of one leased group got that never became a trajectory.
 
 attempts = Attempts(lease)
-progress = attempts.begin(3)        # for each attempt; `play_episode` adds every step to it
-attempts.fail(3)                    # the attempt failed; the episode may be begun again
-attempts.end(3)                     # it is a trajectory
-rows = attempts.give_up("stopped")  # all that did not end
+progress = attempts.begin(3)      # for each attempt; `play_episode` adds every step to it
+attempts.fail(3)                  # the attempt failed; the episode may begin again
+attempts.end(3)                   # the episode is a trajectory
+rows = attempts.close("stopped")  # failed attempts, and those that did not end
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coordinator.leases import Lease
+from coordinator import Lease
 from store import Step, Unfinished, now_us
 
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """Steps and response tokens of one attempt so far."""
+    """Count the steps and response tokens of one attempt."""
 
     begun_us: int = field(default_factory=now_us)  # UTC epoch
     n_steps: int = 0
@@ -29,36 +29,35 @@ class Progress:
 
 
 class Attempts:
-    """Keep the attempts of one group that gave no trajectory, or have given none yet."""
+    """Keep the attempts of one group that failed or are still running."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._open: dict[int, Progress] = {}
+        self._running: dict[int, Progress] = {}
         self._failed: list[Unfinished] = []
 
     def begin(self, number: int) -> Progress:
         """Begin an attempt at the episode `number`."""
-        self._open[number] = Progress()
-        return self._open[number]
+        self._running[number] = Progress()
+        return self._running[number]
 
     def end(self, number: int) -> None:
-        """Forget the episode `number`: it is kept as a trajectory."""
-        self._open.pop(number, None)
+        """Drop the episode `number`: it is kept as a trajectory."""
+        self._running.pop(number, None)
 
     def fail(self, number: int) -> None:
-        """Note that the current attempt at the episode `number` failed."""
-        self._failed.append(self._unfinished(number, self._open.pop(number), why="failed"))
+        """Record that the current attempt at the episode `number` failed."""
+        progress = self._running.pop(number)
+        self._failed.append(self._unfinished(number, progress, why="failed"))
 
-    def give_up(self, why: str) -> list[Unfinished]:
-        """Return every attempt that gave no trajectory, and forget them.
+    def close(self, why: str) -> list[Unfinished]:
+        """Return every attempt that gave no trajectory, and drop them all.
 
-        Attempts that are still open end now, for the reason `why`.
+        Attempts that are still running end now, for the reason `why`.
         """
-        rest = [
-            self._unfinished(number, progress, why=why) for number, progress in self._open.items()
-        ]
-        rows = self._failed + rest
-        self._open, self._failed = {}, []
+        running = self._running.items()
+        rows = self._failed + [self._unfinished(n, progress, why=why) for n, progress in running]
+        self._running, self._failed = {}, []
         return rows
 
     def _unfinished(self, number: int, progress: Progress, *, why: str) -> Unfinished:

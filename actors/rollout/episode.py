@@ -1,9 +1,9 @@
-"""The agent-environment loop: one episode of one task. No Ray, no store, no weights.
+"""Play one episode of one task: the agent-environment loop. Knows no Ray, store or weights.
 
-trajectory = await play_episode(environment, policy, form, task=task, episode=ids, rules=rules)
+    trajectory = await play_episode(environment, policy, form, task=task, episode=ids, rules=rules)
 
-`completion_of`, `step_of` and `trajectory_of` are also what the episodes of agent programs are made
-with (`endpoint.py`).
+Episodes of agent programs (`endpoint/program_episode.py`) are made of the same `completion_of`,
+`step_of` and `trajectory_of`.
 """
 
 from __future__ import annotations
@@ -11,87 +11,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from actors.inference.vllm_engine import EngineLostError
-from actors.policy import Completion, Policy, Prompt
-from actors.prompting.chat_template import Tokenizer, where
-from actors.prompting.prompt import Answer, PromptForm, Turn
+from actors.policy import Completion, EngineLostError, Policy, Prompt
+from actors.prompting.action_parser import Answer
+from actors.prompting.prompt import PromptForm
+from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS
+from actors.prompting.template import Turn
 from actors.rollout.attempts import Progress
 from configs import Config
-from envs import Observation, Task, Transition
+from envs import EnvironmentPool, Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid
-
-# For one prompt. The largest budgets take tens of seconds, as a prompt is tokenised again for every
-# cut that is tried.
-PROMPT_TIMEOUT_S = 300.0
-
-T = TypeVar("T")
-
-
-class PromptStuckError(RuntimeError):
-    """A prompt is not made in time. Its thread cannot be ended: end the process, and start a new
-    worker.
-    """
-
-
-class PromptThread:
-    """Makes prompts in a thread, one after the other.
-
-    The event loop goes on: it says that the worker is alive. A chat template is a program of
-    whoever made the model, and a short text may make it loop too.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt")
-        # since when the thread makes a prompt, and why that may not end
-        self._at: tuple[float, str] | None = None
-
-    async def make(self, prompt: Callable[[], T], *, tokenizer: Tokenizer, of: str) -> T:
-        """Return `prompt()`; `of` names the episode in errors. Unblocked by the thread.
-
-        Raises PromptStuckError if the prompt that the thread makes, this one or an earlier one,
-        takes longer than PROMPT_TIMEOUT_S. Its place in line does not count.
-        """
-
-        def timed() -> T:
-            self._at = (
-                time.monotonic(),
-                f"the prompt of {of} is not made after {PROMPT_TIMEOUT_S:g} s: the chat template "
-                "of the "
-                f"tokenizer in {where(tokenizer)} loops; put a chat_template.jinja that does not "
-                "beside it",
-            )
-            try:
-                return prompt()
-            finally:
-                self._at = None
-
-        making = asyncio.wrap_future(self._thread.submit(timed))
-        try:
-            while True:
-                at = self._at
-                left_s = (
-                    PROMPT_TIMEOUT_S if at is None else at[0] + PROMPT_TIMEOUT_S - time.monotonic()
-                )
-                done, _ = await asyncio.wait({making}, timeout=max(0.0, left_s))
-                if done:
-                    return making.result()
-                if at is not None and at is self._at and left_s <= 0:
-                    raise PromptStuckError(at[1])
-        finally:
-            making.cancel()
-
-
-# A short prompt takes some milliseconds, and does not wait for a long one.
-SHORT_PROMPTS, LONG_PROMPTS = PromptThread(), PromptThread()
 
 
 class AsyncEnvironment(Protocol):
-    """An environment whose calls are awaited, e.g. one that lives in another process."""
+    """An environment with awaited calls, such as one in another process."""
 
     async def reset(self, task: Task) -> Observation: ...
 
@@ -100,8 +36,9 @@ class AsyncEnvironment(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeIds:
-    """Fixed before the first token is generated, so that a repeated attempt collides in the store
-    instead of doubling.
+    """Name an episode before its first token is sampled.
+
+    A repeated attempt has the same ids, so that the store refuses it instead of keeping both.
     """
 
     group_uid: bytes
@@ -111,7 +48,7 @@ class EpisodeIds:
 
     @classmethod
     def of(cls, group_uid: bytes, member: int, *, progress: Progress | None = None) -> EpisodeIds:
-        """Return the ids of a member. `progress` counts its steps, where the caller needs them."""
+        """Return the ids of a member. Its steps are counted in `progress`, if given."""
         return cls(
             group_uid=group_uid,
             traj_uid=uid(group_uid, member),
@@ -126,26 +63,62 @@ class EpisodeRules:
     win_reward: float
     temperature: float
     invalid: str  # `prompt.invalid`
-    turn_timeout_s: float  # of one response
-    episode_timeout_s: float  # of all of it
+    turn_timeout_s: float  # for one response
+    episode_timeout_s: float  # for the whole episode
 
     @classmethod
     def of(cls, config: Config, *, temperature: float) -> EpisodeRules:
-        elsewhere_s = config.endpoint.timeout_s if config.endpoint.url else 0.0
+        # A model server fails after endpoint.timeout_s, and a failure must not count as a truncated
+        # episode. So the deadlines of the episode come later.
+        server_s = config.endpoint.timeout_s if config.endpoint.url else 0.0
         return cls(
             max_steps=config.env.max_steps,
             win_reward=config.env.win_reward,
             temperature=temperature,
             invalid=config.prompt.invalid,
-            # A server of others has failed after endpoint.timeout_s, and that is no truncated
-            # episode: so never before it.
-            turn_timeout_s=config.actors.turn_timeout_s + elsewhere_s,
-            episode_timeout_s=config.actors.episode_timeout_s + config.env.max_steps * elsewhere_s,
+            turn_timeout_s=config.actors.turn_timeout_s + server_s,
+            episode_timeout_s=config.actors.episode_timeout_s + config.env.max_steps * server_s,
         )
 
 
 class EpisodeOverdue(RuntimeError):
     """A deadline passed before the first action was carried out: there is nothing to keep."""
+
+
+class EpisodeRunner(Protocol):
+    """Play episodes of a config's environment, one call per episode."""
+
+    async def start(self) -> None: ...
+
+    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory: ...
+
+    def waiting(self) -> tuple[str, float] | None:
+        """Return the operation that has been pending longest, and for how many seconds."""
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentEpisodes:
+    """Play episodes with environments of a pool, which is closed in the end."""
+
+    def __init__(self, pool: EnvironmentPool, policy: Policy, form: PromptForm) -> None:
+        self._pool, self._policy, self._form = pool, policy, form
+
+    async def start(self) -> None:
+        """Start nothing: the pool starts its processes when they are needed."""
+
+    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+        """Play one episode; see `play_episode`."""
+        async with self._pool.environment() as environment:
+            return await play_episode(
+                environment, self._policy, self._form, task=task, episode=ids, rules=rules
+            )
+
+    def waiting(self) -> tuple[str, float] | None:
+        return self._pool.oldest()
+
+    async def close(self) -> None:
+        self._pool.close()
 
 
 async def play_episode(
@@ -157,13 +130,15 @@ async def play_episode(
     episode: EpisodeIds,
     rules: EpisodeRules,
 ) -> Trajectory:
-    """Plays until the environment ends or `max_steps` actions were taken; every action is one Step.
+    """Play until the environment ends, or `max_steps` actions were taken. An action is one Step.
 
-    Where a deadline of `rules` passes the episode ends with the steps it has, the last one
-    truncated. EpisodeOverdue if it has none; EnvironmentDied, as the environment raises it;
-    EngineLostError, where the policy's answer was aborted; PromptStuckError, where a prompt's chat
-    template loops; ValueError, which names environment, task and step, for an observation that no
-    prompt can be made of.
+    When a deadline of `rules` passes, the episode ends with its steps so far, the last one
+    truncated. Raises:
+      EpisodeOverdue    a deadline passed before the first step
+      EnvironmentDied   from the environment
+      EngineLostError   the policy's answer was aborted
+      PromptStuckError  the chat template loops
+      ValueError        no prompt can be made of an observation; names environment, task and step
     """
     steps: list[Step] = []
     transition: Transition | None = None
@@ -172,8 +147,8 @@ async def play_episode(
             observation = await environment.reset(task)
             history: list[Turn] = []
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
-                prompt = await _prompt(form, observation, history, task=task)
-                step, transition = await _act(
+                prompt = await _make_prompt(form, observation, history, task=task)
+                step, transition = await _take_step(
                     *(environment, policy, form),
                     prompt=prompt,
                     observation=observation,
@@ -183,14 +158,13 @@ async def play_episode(
                 )
                 steps.append(step)
                 episode.progress.add(step)
-                history.append(
-                    Turn(
-                        observation=observation.text,
-                        action=step.action_text,
-                        prompt=prompt,
-                        response_ids=step.response_ids,
-                    )
+                turn = Turn(
+                    observation=observation.text,
+                    action=step.action_text,
+                    prompt=prompt,
+                    response_ids=step.response_ids,
                 )
+                history.append(turn)
                 observation = transition.observation
     except TimeoutError:
         if transition is None:
@@ -205,58 +179,21 @@ async def play_episode(
     )
 
 
-async def _prompt(
+async def _make_prompt(
     form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task
 ) -> Prompt:
-    of = f"{task.env_name} task {task.id!r}, step {len(history)}"
+    label = f"{task.env_name} task {task.id!r}, step {len(history)}"
+    past = tuple(history)
     try:
-        thread = LONG_PROMPTS if form.takes_long(observation, history) else SHORT_PROMPTS
-        past = tuple(history)
+        thread = LONG_PROMPTS if form.takes_long(observation, past) else SHORT_PROMPTS
         return await thread.make(
-            lambda: form.prompt(observation, past), tokenizer=form.tokenizer, of=of
+            lambda: form.prompt(observation, past), tokenizer=form.tokenizer, label=label
         )
-    except ValueError as error:  # mostly of images, which an environment may show at any step
-        raise ValueError(f"{of}: {error}") from error
+    except ValueError as error:  # mostly for images, which an environment may show at any step
+        raise ValueError(f"{label}: {error}") from error
 
 
-def trajectory_of(
-    steps: Sequence[Step], *, task: Task, episode: EpisodeIds, won: bool, task_score: float | None
-) -> Trajectory:
-    return Trajectory(
-        traj_uid=episode.traj_uid,
-        group_uid=episode.group_uid,
-        member=episode.member,
-        env_name=task.env_name,
-        task_id=task.id,
-        split=task.split,
-        seed=task.seed,
-        won=won,
-        task_score=task_score,
-        steps=tuple(steps),
-    )
-
-
-async def completion_of(
-    policy: Policy, prompt: Prompt, *, number: int, episode: EpisodeIds, rules: EpisodeRules
-) -> Completion:
-    """The policy's answer to an episode's `number`th prompt. TimeoutError after
-    `rules.turn_timeout_s`; what the policy raises.
-
-    EngineLostError where the answer was aborted, as is done by an engine that is closed: half an
-    answer is nobody's action.
-    """
-    async with asyncio.timeout(rules.turn_timeout_s):
-        completion = await policy.generate(
-            prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature
-        )
-    if completion.finish_reason == "abort":
-        raise EngineLostError(
-            "the engine aborted a response, as it does when it is closed; start a new policy"
-        )
-    return completion
-
-
-async def _act(
+async def _take_step(
     environment: AsyncEnvironment,
     policy: Policy,
     form: PromptForm,
@@ -267,14 +204,13 @@ async def _act(
     episode: EpisodeIds,
     rules: EpisodeRules,
 ) -> tuple[Step, Transition]:
-    """One action: generated, parsed, carried out, and recorded with the tokens and
-    log-probabilities it was sampled with.
-    """
+    """Generate one action, parse it and carry it out. Return it with the tokens as sampled."""
     started_us, started = now_us(), time.perf_counter()
     completion = await completion_of(policy, prompt, number=number, episode=episode, rules=rules)
     answered = time.perf_counter()
     answer = form.parse(completion.token_ids)
     transition = await environment.step(answer.action)
+    is_last = number + 1 >= rules.max_steps
     step = step_of(
         completion,
         number=number,
@@ -289,11 +225,29 @@ async def _act(
         step,
         reward=transition.reward * rules.win_reward,
         terminated=transition.terminated,
-        truncated=not transition.terminated
-        and (transition.truncated or number + 1 >= rules.max_steps),
+        truncated=not transition.terminated and (transition.truncated or is_last),
         env_us=round((time.perf_counter() - answered) * 1e6),
     )
     return finished, transition
+
+
+async def completion_of(
+    policy: Policy, prompt: Prompt, *, number: int, episode: EpisodeIds, rules: EpisodeRules
+) -> Completion:
+    """Return the policy's answer to the prompt of step `number`.
+
+    Raises TimeoutError after `rules.turn_timeout_s`, the policy's own errors, and EngineLostError
+    for an aborted answer: an engine that is closed aborts, and half an answer is no action.
+    """
+    async with asyncio.timeout(rules.turn_timeout_s):
+        completion = await policy.generate(
+            prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature
+        )
+    if completion.finish_reason == "abort":
+        raise EngineLostError(
+            "the engine aborted a response, as it does when it is closed; start a new policy"
+        )
+    return completion
 
 
 def step_of(
@@ -307,9 +261,7 @@ def step_of(
     t_start_us: int,
     gen_us: int,
 ) -> Step:
-    """What is known when the policy has answered: it ended nothing, was worth nothing, and cost no
-    time of the environment.
-    """
+    """Return a step as known before the environment acts: no reward, no end, no `env_us`."""
     anchor = observation.text if observation.anchor is None else observation.anchor
     return Step(
         step_index=number,
@@ -340,6 +292,23 @@ def step_of(
     )
 
 
+def trajectory_of(
+    steps: Sequence[Step], *, task: Task, episode: EpisodeIds, won: bool, task_score: float | None
+) -> Trajectory:
+    return Trajectory(
+        traj_uid=episode.traj_uid,
+        group_uid=episode.group_uid,
+        member=episode.member,
+        env_name=task.env_name,
+        task_id=task.id,
+        split=task.split,
+        seed=task.seed,
+        won=won,
+        task_score=task_score,
+        steps=tuple(steps),
+    )
+
+
 def is_valid(
     answer: Answer,
     completion: Completion,
@@ -348,23 +317,22 @@ def is_valid(
     *,
     rules: EpisodeRules,
 ) -> bool:
-    """Return whether an action is valid by `prompt.invalid`. No other code decides it for
-    environments.
+    """Return whether an action is valid by `prompt.invalid`.
+
+    No other code decides this for environments.
     """
     if rules.invalid == "form":
         return answer.well_formed
     if not answer.well_formed or completion.finish_reason != "stop" or not transition.valid:
         return False
-    return (
-        rules.invalid == "environment"
-        or observation.actions is None
-        or answer.action in observation.actions
-    )
+    is_listed = observation.actions is None or answer.action in observation.actions
+    return rules.invalid == "environment" or is_listed
 
 
 def request_seed(traj_uid: bytes, step_index: int) -> int:
-    """A 31-bit sampling seed that depends on nothing but the trajectory and the step, so that a
-    replay samples alike.
+    """Return a 31-bit sampling seed of a trajectory's step.
+
+    It depends on nothing else, so that a replay samples the same tokens.
     """
     digest = hashlib.blake2b(traj_uid + step_index.to_bytes(4, "little"), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,171 +1,200 @@
-"""One leased group: all its episodes at once, each with another try if its environment fails.
+"""Play one leased group: all its episodes at once, committed as they end.
 
-play_group  consumes one lease, produces trajectories, a portion every COMMIT_EVERY_S
-            waits for its episodes, each of which has deadlines of its own (`EpisodeRules`)
+    group = GroupRollout(lease, config, coordinator, committer, episodes)
+    await group.run()
 
-A member is played again from the start under the same uid, so that a second attempt can never be a
-second trajectory.
+A member is played again from its start under the same uid if its environment fails, so that a
+second attempt can never become a second trajectory.
 
-Spares are episodes beyond those that are missing, so that the slowest need not be waited for. A
-group is whole with the first episodes that end, as many as were missing; a spare among them takes
-the place of a member that has not ended, with its number and uid. The others are cancelled; one
-that had ended by then is extra, and kept beside the group.
+Extra episodes (`actors.extra_members`) are played beyond the missing ones, so that the group need
+not wait for its slowest. The group is complete with the first episodes that end, as many as were
+missing. An extra episode among them gets the number and uid of a member that has not ended. The
+remaining episodes are cancelled. One that ended in the same moment is kept beside the group.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
+from typing import Any
 
-from actors.rollout.episode import EpisodeOverdue
+from actors.policy import EngineLostError
+from actors.rollout.attempts import Attempts
+from actors.rollout.committer import Committer
+from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules, EpisodeRunner
+from configs import Config
+from coordinator import CoordinatorClient, Lease
 from envs import EnvironmentDied
-from store import Trajectory, uid
+from store import FencedError, Trajectory, uid
 
-COMMIT_EVERY_S = 20.0  # what a death can cost of a long group: episodes that ended within this time
-# an episode whose process died through another's fault is played again this often
+COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
+# attempts at an episode whose process died through another episode's fault
 MAX_BYSTANDER_ATTEMPTS = 20
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode's environment failed at every attempt; the message has the task and the last
-    reason.
+    """An episode's environment failed at every attempt. The message has the last reason."""
+
+
+class GroupRollout:
+    """Play one lease with `await run()`; cancel that task to stop.
+
+    Set `too_old` or `stopping` before the cancellation, so that it is reported with its reason.
     """
 
+    def __init__(
+        self,
+        lease: Lease,
+        config: Config,
+        coordinator: CoordinatorClient,
+        committer: Committer,
+        episodes: EpisodeRunner,
+    ) -> None:
+        size = lease.group.size
+        # An evaluation must not prefer the quickest episodes, so it has no extra ones.
+        n_extra = config.actors.extra_members if lease.group.split == "train" else 0
+        self.lease = lease
+        self.numbers = (*lease.group.missing, *range(size, size + n_extra))
+        self.too_old = ""  # why the learner cannot train on this group any more
+        self.stopping = False
+        self._coordinator, self._committer, self._episodes = coordinator, committer, episodes
+        self._rules = EpisodeRules.of(config, temperature=lease.temperature)
+        self._max_attempts = config.env.attempts
+        self._attempts = Attempts(lease)
+        self._free = list(lease.group.missing)  # members without a trajectory
+        self._finished: list[Trajectory] = []  # members to be committed
+        self._extra: list[Trajectory] = []  # ended when no member was free
 
-async def play_group(
-    members: Sequence[int],
-    *,
-    spares: Sequence[int] = (),
-    play: Callable[[int], Awaitable[Trajectory]],
-    commit: Callable[[Sequence[Trajectory]], Awaitable[None]],
-    keep_extra: Callable[[Sequence[Trajectory]], Awaitable[None]],
-    ended: Callable[[int], None],
-) -> None:
-    """Plays `members` and commits them; also what is finished when it is cancelled, or when another
-    member fails.
+    async def run(self) -> None:
+        """Play and commit the group, and report the episodes that gave no trajectory.
 
-    `spares` are numbers of episodes that no member has. `ended` hears the number of each episode
-    that is committed or kept as extra; all others were given up. Raises what `play` raises, of
-    which EpisodeFailed is the group's own misfortune.
-    """
-    places = _Places(members, ended)
-    playing = {asyncio.ensure_future(play(number)) for number in (*members, *spares)}
-    finished: list[Trajectory] = []
-    failed: list[BaseException] = []
-    now_s = asyncio.get_running_loop().time
-    commit_at_s = now_s() + COMMIT_EVERY_S
-    try:
-        while places.free:
-            patience_s = max(0.0, commit_at_s - now_s())
-            done, _ = await asyncio.wait(
-                playing, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            playing -= done
-            finished += places.take(_results(done))
-            failed += [error for task in done if (error := task.exception())]
-            # A spare that fails, or makes good for a member that does, is no misfortune.
-            fatal = [
-                error
-                for error in failed
-                if not isinstance(error, EpisodeFailed) or len(playing) < len(places.free)
-            ]
-            if fatal or not places.free or now_s() >= commit_at_s:
-                finished, portion = [], finished
-                commit_at_s = now_s() + COMMIT_EVERY_S
-                await _shielded(portion, commit)
-            if fatal:
-                raise fatal[0]
-        await _shielded(places.extra, keep_extra)
-    except asyncio.CancelledError:
-        finished += places.take(_results(task for task in playing if task.done()))
-        await _shielded(finished, commit)
-        await _shielded(places.extra, keep_extra)
-        raise
-    finally:
-        for task in playing:
-            task.cancel()
-        await asyncio.gather(*playing, return_exceptions=True)
-
-
-class _Places:
-    """Which member each finished episode is. `free` are those that none is yet, `extra` what came
-    when none was left.
-    """
-
-    def __init__(self, members: Sequence[int], ended: Callable[[int], None]) -> None:
-        self.free = list(members)
-        self._ended = ended
-        self.extra: list[Trajectory] = []
-
-    def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those that are members, under their numbers and uids."""
-        taken = []
-        for trajectory in sorted(finished, key=lambda trajectory: trajectory.member):
-            self._ended(trajectory.member)
-            if not self.free:
-                self.extra.append(trajectory)
-                continue
-            place = trajectory.member if trajectory.member in self.free else self.free[-1]
-            self.free.remove(place)
-            own = place == trajectory.member
-            taken.append(
-                trajectory
-                if own
-                else replace(trajectory, member=place, traj_uid=uid(trajectory.group_uid, place))
-            )
-        return taken
-
-
-def as_extra(trajectory: Trajectory) -> Trajectory:
-    """The trajectory as a group of its own, which nobody trains on."""
-    group_uid = uid(trajectory.traj_uid, "extra")
-    return replace(
-        trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split="imported"
-    )
-
-
-async def with_attempts(
-    play: Callable[[], Awaitable[Trajectory]],
-    *,
-    attempts: int,
-    failed: Callable[[str], Awaitable[None]],
-) -> Trajectory:
-    """`play()`, and again if its environment fails, `attempts` times in all; `failed` hears of each
-    failure.
-
-    An episode that merely lived in a process that another one broke does not use up an attempt.
-    """
-    at_fault = bystander = 0
-    while True:
+        Consumes one lease; produces segments. Waits for its episodes, which have deadlines of their
+        own. Raises EngineLostError, StorageSilent and other errors that end the worker.
+        """
+        lease = self.lease
         try:
-            return await play()
-        except (EnvironmentDied, EpisodeOverdue) as error:
-            await failed(str(error))
-            if isinstance(error, EnvironmentDied) and not error.at_fault:
-                bystander += 1
-            else:
-                at_fault += 1
-            if at_fault >= attempts or bystander >= MAX_BYSTANDER_ATTEMPTS:
-                raise EpisodeFailed(
-                    f"{at_fault + bystander} attempts failed, the last one because: {error}"
-                ) from error
-
-
-def _results(tasks: Iterable[asyncio.Future[Trajectory]]) -> list[Trajectory]:
-    return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
-
-
-async def _shielded(
-    finished: Sequence[Trajectory], commit: Callable[[Sequence[Trajectory]], Awaitable[None]]
-) -> None:
-    """Commits them also if it is cancelled meanwhile."""
-    if finished:
-        committing = asyncio.ensure_future(
-            commit(sorted(finished, key=lambda trajectory: trajectory.member))
-        )
-        try:
-            await asyncio.shield(committing)
+            await self._play()
+            await self._report_unfinished("straggler")
+        except EpisodeFailed as error:
+            await self._report_unfinished("group_failed")
+            await self._coordinator.abandon(lease, f"task {lease.task.id!r}: {error}")
+        except FencedError:
+            return  # a new coordinator has taken over: it leases the group again
         except asyncio.CancelledError:
-            await committing
+            if not self.too_old:
+                await self._report_unfinished("stopped" if self.stopping else "worker_failed")
+                raise
+            await self._report_unfinished("too_old")
+            await self._coordinator.give_up(lease, self.too_old)
+        except EngineLostError:
+            await self._report_unfinished("worker_failed")
             raise
+
+    async def _play(self) -> None:
+        """Play all episodes; commit what is finished also when cancelled, or when one fails."""
+        playing = {asyncio.ensure_future(self._play_episode(number)) for number in self.numbers}
+        errors: list[BaseException] = []
+        now_s = asyncio.get_running_loop().time
+        commit_at_s = now_s() + COMMIT_EVERY_S
+        try:
+            while self._free:
+                done, _ = await asyncio.wait(
+                    playing,
+                    timeout=max(0.0, commit_at_s - now_s()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                playing -= done
+                self._take(done)
+                errors += [error for task in done if (error := task.exception())]
+                fatal = self._fatal(errors, n_playing=len(playing))
+                if fatal or not self._free or now_s() >= commit_at_s:
+                    commit_at_s = now_s() + COMMIT_EVERY_S
+                    await _to_its_end(self._commit())
+                if fatal:
+                    raise fatal
+            await _to_its_end(self._keep_extra())
+        except asyncio.CancelledError:
+            self._take(task for task in playing if task.done())
+            await _to_its_end(self._commit())
+            await _to_its_end(self._keep_extra())
+            raise
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    def _fatal(self, errors: Iterable[BaseException], *, n_playing: int) -> BaseException | None:
+        """Return the first error that ends the group, if any.
+
+        A failed episode does not while the episodes still playing can fill all free members.
+        """
+        for error in errors:
+            if not isinstance(error, EpisodeFailed) or n_playing < len(self._free):
+                return error
+        return None
+
+    async def _play_episode(self, number: int) -> Trajectory:
+        """Play one episode, and again if its environment fails, `env.attempts` times in all.
+
+        An attempt does not count if its process died through another episode's fault.
+        """
+        lease = self.lease
+        at_fault = bystander = 0
+        while True:
+            progress = self._attempts.begin(number)
+            ids = EpisodeIds.of(lease.group.group_uid, number, progress=progress)
+            try:
+                return await self._episodes.run(lease.task, ids, self._rules)
+            except (EnvironmentDied, EpisodeOverdue) as error:
+                self._attempts.fail(number)
+                episode = f"{lease.task.env_name} task {lease.task.id!r}, member {number}"
+                await self._coordinator.record("episode failed", f"{episode}: {error}")
+                if isinstance(error, EnvironmentDied) and not error.at_fault:
+                    bystander += 1
+                else:
+                    at_fault += 1
+                if at_fault >= self._max_attempts or bystander >= MAX_BYSTANDER_ATTEMPTS:
+                    raise EpisodeFailed(
+                        f"{at_fault + bystander} attempts failed, the last one because: {error}"
+                    ) from error
+
+    def _take(self, tasks: Iterable[asyncio.Future[Trajectory]]) -> None:
+        """Give each finished trajectory a free member's number and uid, its own if that is free."""
+        ended = [t.result() for t in tasks if not t.cancelled() and t.exception() is None]
+        for trajectory in sorted(ended, key=lambda trajectory: trajectory.member):
+            number = trajectory.member
+            self._attempts.end(number)
+            if not self._free:
+                self._extra.append(trajectory)
+                continue
+            if number not in self._free:
+                number = self._free[-1]
+                traj_uid = uid(trajectory.group_uid, number)
+                trajectory = replace(trajectory, member=number, traj_uid=traj_uid)
+            self._free.remove(number)
+            self._finished.append(trajectory)
+
+    async def _commit(self) -> None:
+        finished = sorted(self._finished, key=lambda trajectory: trajectory.member)
+        self._finished = []
+        if finished:
+            await self._committer.commit(self.lease, finished)
+
+    async def _keep_extra(self) -> None:
+        extra, self._extra = self._extra, []
+        if extra:
+            await self._committer.keep_extra(self.lease, extra)
+
+    async def _report_unfinished(self, why: str) -> None:
+        await self._committer.record_unfinished(self.lease, self._attempts.close(why))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, and finish it also if this task is cancelled meanwhile."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await working
+        raise

@@ -19,8 +19,13 @@ import psutil
 import ray
 
 import configs
-from actors.simulation.components import SimulatedLearner, SimulatedSetup, SimulatedWorker
-from actors.simulation.fakes import Delay, DelayedEnvironment
+from actors.simulation import (
+    Delay,
+    DelayedEnvironment,
+    SimulatedLearner,
+    SimulatedSetup,
+    SimulatedWorker,
+)
 from configs import Config
 from coordinator import CoordinatorActor
 from coordinator.batched_calls import BatchedHandle

@@ -16,7 +16,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actors.inference.concurrency import RequestGate
+from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Prompt
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
@@ -50,7 +50,7 @@ def publish_to_serve(base: Path, *, publishes: int, cores: str, directory: Path)
 async def _measure(
     base: Path, learner: Connection, *, publishes: int, cores: str, directory: Path
 ) -> list[float]:
-    policy = await VLLMPolicy.start(
+    policy = VLLMPolicy(
         model_path=base,
         dtype="float32",
         actors=ActorsConfig(
@@ -62,6 +62,7 @@ async def _measure(
         tokenizer=None,
         log_path=directory / "engine.log",
     )
+    await policy.start()
     times_ms = []
     try:
         for version in range(1, publishes + 2):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
-from actors.inference.concurrency import RequestGate
+from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from configs import Config
 
@@ -59,7 +59,7 @@ async def _answer(
     stops = GenerationConfig.from_pretrained(model_path).eos_token_id
     stop_token_ids = stops if isinstance(stops, list) else [stops]
     # only for the engine: the same arguments, cores and environment as a worker's
-    policy = await VLLMPolicy.start(
+    policy = VLLMPolicy(
         model_path=model_path,
         dtype=config.model.dtype,
         actors=config.actors,
@@ -69,6 +69,7 @@ async def _answer(
         tokenizer=None,
         log_path=log_path,
     )
+    await policy.start()
     pipe.send("ready")
     while (requests := await asyncio.to_thread(pipe.recv)) is not None:
         pipe.send(await _generate(policy, config, requests, in_flight=in_flight))

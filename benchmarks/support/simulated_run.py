@@ -16,8 +16,14 @@ from pathlib import Path
 
 import configs
 from actors.rollout.episode import AsyncEnvironment
-from actors.simulation.components import SimulatedLearner, SimulatedSetup, SimulatedWorker
-from actors.simulation.fakes import Delay, DelayedEnvironment, LocalHandle
+from actors.simulation import (
+    Delay,
+    DelayedEnvironment,
+    LocalHandle,
+    SimulatedLearner,
+    SimulatedSetup,
+    SimulatedWorker,
+)
 from configs import Config
 from coordinator import Coordinator
 from envs import Observation, Task, Transition, environment_class

@@ -14,10 +14,8 @@ import pytest
 
 from actors import EngineLostError
 from actors.rollout.attempts import Attempts
-from actors.rollout.episode import EpisodeOverdue
-from actors.rollout.group import with_attempts
-from coordinator import Lease
-from envs import EnvironmentFailed
+from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
+from envs import EnvironmentFailed, Task
 from store import Trajectory, write_segment
 from tests.actors.test_runner import Stage, on_stage
 from tests.coordinator.test_coordinator import make_config, make_coordinator, publish
@@ -80,7 +78,7 @@ def test_what_a_stopped_worker_gives_up_is_recorded_once(tmp_path: Path) -> None
     async def body(stage: Stage) -> None:
         stage.end(0)
         await asyncio.sleep(0.0)
-        stage.player.stop()
+        stage.runner.stop()
         await asyncio.sleep(1.0)
         stage.coordinator.forget("w", "left, as it was asked to")
         assert stage.sql(SHOWN) == [("stopped", 1, 1, TOKENS)]
@@ -110,21 +108,17 @@ def test_every_failed_attempt_is_recorded_and_the_rest_of_an_abandoned_group(
     states: list[tuple] = []
 
     async def body(stage: Stage) -> None:
-        inner = stage.play
+        inner = stage.run
 
-        async def play(lease: Lease, number: int, attempts: Attempts) -> Trajectory:
-            async def failed(why: str) -> None:
-                attempts.fail(number)
+        async def run(task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+            if ids.member == 0:
+                return await inner(task, ids, rules)
+            ids.progress.add(make_step(0, n_steps=1, version=0))
+            raise EpisodeOverdue("too late")
 
-            async def once() -> Trajectory:
-                if number == 0:
-                    return await inner(lease, number, attempts)
-                attempts.begin(number).add(make_step(0, n_steps=1, version=0))
-                raise EpisodeOverdue("too late")
-
-            return await with_attempts(once, attempts=2, failed=failed)
-
-        stage.player._play = play
+        stage.run = run  # type: ignore[method-assign]
+        env = replace(stage.runner.config.env, attempts=2)
+        stage.runner.config = replace(stage.runner.config, env=env)
         stage.end(0, 1)  # of the group that began before
         await asyncio.sleep(1.0)
         shown.extend(stage.sql(SHOWN))
@@ -169,6 +163,6 @@ def test_what_a_fenced_worker_reports_is_not_entered(tmp_path: Path) -> None:
     assert lease is not None
     attempts = Attempts(lease)
     attempts.begin(0)
-    coordinator.record_unfinished("w", attempts.give_up("stopped"), lease.epoch - 1)
+    coordinator.record_unfinished("w", attempts.close("stopped"), lease.epoch - 1)
     assert Stage.sql(SimpleNamespace(coordinator=coordinator), SHOWN) == []  # type: ignore[arg-type]
     coordinator.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.inference.concurrency import MORE_AFTER, WIDEN_AFTER, Concurrency, RequestGate
+from actors.concurrency import MORE_AFTER, WIDEN_AFTER, Concurrency, RequestGate
 from configs import Config
 
 

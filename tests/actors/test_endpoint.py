@@ -16,8 +16,7 @@ import pytest
 
 from actors.endpoint import server as endpoint_module
 from actors.endpoint.server import Endpoint, Recording
-from actors.inference.vllm_policy import EngineLostError
-from actors.policy import Completion, Prompt
+from actors.policy import Completion, EngineLostError, Prompt
 from actors.rollout.attempts import Progress
 from actors.rollout.episode import request_seed
 from envs import ClientSettings
@@ -154,29 +153,29 @@ def test_a_stream_brings_the_same_reply() -> None:
         ({"top_logprobs": 5}, "top_logprobs", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"best_off": 2}, "best_off", "not a field"),
-        ({"messages": []}, "messages", "at least one"),
+        ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [GUESS, {"role": "tool", "content": "x"}]}, "messages[1].role", "'tool'"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "not one of"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "text"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "'assistant'"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "None"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-            "type text",
+            "messages[0].content[0].type",
+            "'text'",
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
             "messages[0].tool_calls",
             "not supported",
         ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "not Unicode"),
-        ({"n": 0}, "n", "at least 1"),
-        ({"n": 1000}, "n", "at most 128"),
-        ({"n": True}, "n", "whole number"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "whole number"),
-        ({"stop": ["a", ""]}, "stop", "empty"),
-        ({"stream": "yes"}, "stream", "true or false"),
-        ({"anchor": 3}, "anchor", "text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "not JSON"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"n": True}, "n", "integer"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "integer"),
+        ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"anchor": 3}, "anchor", "string"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(

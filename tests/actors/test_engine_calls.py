@@ -16,11 +16,11 @@ import pytest
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from actors.concurrency import RequestGate
 from actors.inference import vllm_policy
-from actors.inference.concurrency import RequestGate
-from actors.inference.vllm_engine import Preemptions
-from actors.inference.vllm_policy import EngineLostError, VLLMPolicy
-from actors.policy import Prompt
+from actors.inference.vllm_policy import VLLMPolicy
+from actors.policy import EngineLostError, Prompt
+from configs import ActorsConfig
 
 # The words of vLLM 0.32 where an engine has no memory left.
 NO_MEMORY = Exception("Call to collective_rpc method failed: Cannot allocate memory")
@@ -54,22 +54,24 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """List the engines whose process was stopped."""
     engines: list[object] = []
     monkeypatch.setattr(vllm_policy, "stop_engine", lambda llm, processes: engines.append(llm))
-    monkeypatch.setattr(vllm_policy, "check_shapes", lambda path, expected: None)
+    monkeypatch.setattr(vllm_policy, "tensor_shapes", lambda path: {})
+    monkeypatch.setattr(vllm_policy, "load_image_form", lambda path: None)
     return engines
 
 
 def policy_on(error: Exception) -> VLLMPolicy:
-    return VLLMPolicy(
-        llm=BrokenEngine(error),  # type: ignore[arg-type]
-        processes=(),
-        max_response_tokens=4,
+    policy = VLLMPolicy(
+        model_path=Path("model"),
+        dtype="float32",
+        actors=ActorsConfig(max_response_tokens=4),
+        gate=RequestGate(1),
         stop_token_ids=[0],
         stop=[],
-        shapes={},
-        gate=RequestGate(1),
-        images=None,
-        preemptions=Preemptions(),
+        tokenizer=None,
+        log_path=Path("engine.log"),
     )
+    policy._llm = BrokenEngine(error)  # type: ignore[assignment]
+    return policy
 
 
 CALLS: dict[str, Callable[[VLLMPolicy], Awaitable[object]]] = {

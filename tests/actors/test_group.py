@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from actors.policy import EngineLostError
 from actors.rollout import group as group_module
-from actors.rollout.episode import EpisodeOverdue
-from actors.rollout.group import (
-    MAX_BYSTANDER_ATTEMPTS,
-    EpisodeFailed,
-    as_extra,
-    play_group,
-    with_attempts,
-)
-from envs import EnvironmentDied
-from store import Trajectory, uid
+from actors.rollout.committer import as_group_of_its_own
+from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, GroupRollout
+from configs import Config
+from coordinator import Lease
+from envs import EnvironmentDied, Task
+from store import Trajectory, Unfinished, uid
 from tests.support.store_samples import make_step
 
 
@@ -40,45 +40,66 @@ def trajectory(member: int) -> Trajectory:
 
 @dataclass
 class Table:
-    """Episodes that end when they are told to, and what was committed of them, a list for each
-    commit.
-    """
+    """Stand in for episodes, committer and coordinator. Episodes end when a test says so."""
 
     ends: dict[int, asyncio.Future[Trajectory]] = field(default_factory=dict)
     commits: list[list[int]] = field(default_factory=list)
     committed: list[Trajectory] = field(default_factory=list)
     extra: list[Trajectory] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)  # numbers of episodes that were kept
+    unfinished: list[tuple[int, str]] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
 
-    async def play(self, member: int) -> Trajectory:
-        self.ends[member] = asyncio.get_running_loop().create_future()
-        return await self.ends[member]
+    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+        self.ends[ids.member] = asyncio.get_running_loop().create_future()
+        return await self.ends[ids.member]
 
-    async def commit(self, trajectories: Sequence[Trajectory]) -> None:
+    async def commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         await asyncio.sleep(0.01)  # a file takes its time
         self.commits.append([trajectory.member for trajectory in trajectories])
         self.committed += trajectories
 
-    async def keep_extra(self, trajectories: Sequence[Trajectory]) -> None:
+    async def keep_extra(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         self.extra += trajectories
+
+    async def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> None:
+        self.unfinished += [(episode.number, episode.why) for episode in episodes]
+
+    async def abandon(self, lease: Lease, why: str) -> None:
+        self.abandoned.append(why)
+
+    async def give_up(self, lease: Lease, why: str) -> None:
+        self.given_up.append(why)
+
+    async def record(self, what: str, detail: str) -> None:
+        self.events.append(detail)
 
     def end(self, *members: int) -> None:
         for member in members:
             self.ends[member].set_result(trajectory(member))
 
 
-async def begun(table: Table, n: int, *, spares: Sequence[int] = ()) -> asyncio.Task[None]:
-    task = asyncio.create_task(
-        play_group(
-            range(n),
-            spares=spares,
-            play=table.play,
-            commit=table.commit,
-            keep_extra=table.keep_extra,
-            ended=table.ended.append,
-        )
+def group_of(table: Any, n: int, *, n_extra: int = 0, attempts: int = 1) -> GroupRollout:
+    config = Config()
+    config = replace(
+        config,
+        actors=replace(config.actors, spare_members=n_extra),
+        env=replace(config.env, attempts=attempts),
     )
-    while len(table.ends) < n + len(spares):
+    group = SimpleNamespace(group_uid=b"g" * 16, size=n, missing=tuple(range(n)), split="train")
+    lease: Any = SimpleNamespace(
+        group=group,
+        task=Task(id="t", env_name="rooms", split="train", seed=0),
+        version=SimpleNamespace(version=0),
+        temperature=1.0,
+    )
+    return GroupRollout(lease, config, table, table, table)
+
+
+async def begun(table: Table, n: int, *, n_extra: int = 0) -> asyncio.Task[None]:
+    task = asyncio.create_task(group_of(table, n, n_extra=n_extra).run())
+    while len(table.ends) < n + n_extra:
         await asyncio.sleep(0)
     return task
 
@@ -150,9 +171,9 @@ def test_a_member_that_fails_for_good_does_not_take_the_finished_ones_along() ->
         table.end(1)
         await asyncio.sleep(0)
         table.ends[0].set_exception(EpisodeFailed("3 attempts failed"))
-        with pytest.raises(EpisodeFailed):
-            await task
+        await task
         assert table.ends[2].cancelled()
+        assert table.abandoned == ["task 't': 3 attempts failed"]
         return table
 
     assert asyncio.run(play()).commits == [[1]]
@@ -161,7 +182,7 @@ def test_a_member_that_fails_for_good_does_not_take_the_finished_ones_along() ->
 def test_a_spare_takes_the_place_of_the_slowest_which_is_given_up() -> None:
     async def play() -> Table:
         table = Table()
-        task = await begun(table, 3, spares=(3, 4))
+        task = await begun(table, 3, n_extra=2)
         table.end(3)
         await asyncio.sleep(0)
         table.end(0, 1)
@@ -182,7 +203,7 @@ def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyP
 
     async def play() -> Table:
         table = Table()
-        task = await begun(table, 3, spares=(3,))
+        task = await begun(table, 3, n_extra=1)
         table.end(3)
         while not table.commits:  # as member 2, the last one
             await asyncio.sleep(0.01)
@@ -202,7 +223,7 @@ def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyP
 def test_of_a_group_with_spares_as_many_may_fail_as_there_are_spares(fails: int) -> None:
     async def play() -> Table:
         table = Table()
-        task = await begun(table, 2, spares=(2, 3))
+        task = await begun(table, 2, n_extra=2)
         table.ends[fails].set_exception(EpisodeFailed("3 attempts failed"))
         await asyncio.sleep(0.01)
         table.end(*{0, 1, 2, 3} - {fails})
@@ -217,15 +238,15 @@ def test_when_more_fail_than_there_are_spares_the_group_does(
 ) -> None:
     async def play() -> Table:
         table = Table()
-        task = await begun(table, 2, spares=(2,))
+        task = await begun(table, 2, n_extra=1)
         table.end(1)
         await asyncio.sleep(0.01)
         table.ends[2].set_exception(EpisodeFailed("3 attempts failed"))
         await asyncio.sleep(0.01)
         assert not task.done()
         table.ends[0].set_exception(EpisodeFailed("3 attempts failed"))
-        with pytest.raises(EpisodeFailed):
-            await task
+        await task
+        assert len(table.abandoned) == 1
         return table
 
     assert asyncio.run(play()).commits == [[1]]
@@ -234,7 +255,7 @@ def test_when_more_fail_than_there_are_spares_the_group_does(
 def test_what_ends_together_with_the_last_member_is_extra_and_kept() -> None:
     async def play() -> Table:
         table = Table()
-        task = await begun(table, 2, spares=(2, 3))
+        task = await begun(table, 2, n_extra=2)
         table.end(3, 0, 2)
         await task
         assert table.ends[1].cancelled()
@@ -243,44 +264,83 @@ def test_what_ends_together_with_the_last_member_is_extra_and_kept() -> None:
     table = asyncio.run(play())
     assert table.commits == [[0, 1]]
     assert [one.member for one in table.extra] == [3]
-    alone = as_extra(table.extra[0])
+    alone = as_group_of_its_own(table.extra[0])
     assert (alone.split, alone.member) == ("imported", 0)
     assert alone.traj_uid == uid(alone.group_uid, 0)
-    assert alone.group_uid not in (b"g" * 16, as_extra(trajectory(4)).group_uid)
+    assert alone.group_uid not in (b"g" * 16, as_group_of_its_own(trajectory(4)).group_uid)
 
 
-def attempts(errors: Sequence[Exception], *, allowed: int) -> tuple[list[str], int]:
-    """Reasons that were reported, and how often it was played; raises what `with_attempts`
-    raises.
-    """
-    left, reasons = list(errors), []
+class Failing:
+    """Raise one error for each attempt; the attempt after the last error succeeds."""
 
-    async def play() -> Trajectory:
-        if left:
-            raise left.pop(0)
-        return trajectory(0)
+    def __init__(self, errors: Sequence[Exception]) -> None:
+        self.errors, self.n_attempts = list(errors), 0
 
-    async def failed(why: str) -> None:
-        reasons.append(why)
+    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+        self.n_attempts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return trajectory(ids.member)
 
-    asyncio.run(with_attempts(play, attempts=allowed, failed=failed))
-    return reasons, len(errors) - len(left) + 1
+
+def attempts(errors: Sequence[Exception], *, allowed: int) -> tuple[Table, int]:
+    """Play a group of one; return what was reported, and the number of attempts."""
+    table, episodes = Table(), Failing(errors)
+    group = group_of(table, 1, attempts=allowed)
+    group._episodes = episodes  # type: ignore[assignment]
+    asyncio.run(group.run())
+    return table, episodes.n_attempts
 
 
 def test_an_episode_is_played_again_until_its_attempts_are_used_up() -> None:
     own = [EnvironmentDied("it broke", at_fault=True), EpisodeOverdue("too slow")]
-    assert attempts(own, allowed=3) == (["it broke", "too slow"], 3)
-    with pytest.raises(EpisodeFailed, match="2 attempts failed, the last one because: too slow"):
-        attempts(own, allowed=2)
+    table, n_attempts = attempts(own, allowed=3)
+    named = "rooms task 't', member 0: "
+    assert table.events == [f"{named}it broke", f"{named}too slow"]
+    assert (table.commits, table.abandoned, n_attempts) == ([[0]], [], 3)
+    assert table.unfinished == [(0, "failed"), (0, "failed")]
+    table, _ = attempts(own, allowed=2)
+    assert table.abandoned == ["task 't': 2 attempts failed, the last one because: too slow"]
 
 
 def test_another_episodes_fault_uses_up_no_attempt_but_not_for_ever() -> None:
     bystander = EnvironmentDied("its process is gone", at_fault=False)
     assert attempts([bystander] * 5, allowed=1)[1] == 6
-    with pytest.raises(EpisodeFailed):
-        attempts([bystander] * MAX_BYSTANDER_ATTEMPTS, allowed=1)
+    table, n_attempts = attempts([bystander] * MAX_BYSTANDER_ATTEMPTS, allowed=1)
+    assert n_attempts == MAX_BYSTANDER_ATTEMPTS and len(table.abandoned) == 1
 
 
 def test_any_other_error_is_nobodys_second_chance() -> None:
     with pytest.raises(ZeroDivisionError):
         attempts([ZeroDivisionError()], allowed=3)
+
+
+def test_a_lost_engine_ends_the_group_and_its_episodes_are_reported() -> None:
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 2)
+        table.ends[0].set_exception(EngineLostError("gone"))
+        with pytest.raises(EngineLostError):
+            await task
+        return table
+
+    table = asyncio.run(play())
+    assert table.unfinished == [(0, "worker_failed"), (1, "worker_failed")]
+    assert table.abandoned == table.given_up == []
+
+
+def test_a_group_that_is_too_old_is_given_up_with_its_reason() -> None:
+    async def play() -> Table:
+        table = Table()
+        group = group_of(table, 2)
+        task = asyncio.create_task(group.run())
+        while len(table.ends) < 2:
+            await asyncio.sleep(0)
+        group.too_old = "3 versions apart"
+        task.cancel()
+        await task
+        return table
+
+    table = asyncio.run(play())
+    assert table.given_up == ["3 versions apart"]
+    assert table.unfinished == [(0, "too_old"), (1, "too_old")]

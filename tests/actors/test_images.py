@@ -46,7 +46,7 @@ def test_the_image_comes_before_the_words_as_its_tokens(
     assert text.startswith(f"<user>{VISION_START}{IMAGE_PAD * 6}{VISION_END}You are an expert")
     assert "# P X O #" not in text, "the room is shown and not told"
     assert prompt.images == (IMAGE,)
-    assert images.places(prompt.token_ids, prompt.images) == [(2, 6)]
+    assert images.spans(prompt.token_ids, prompt.images) == [(2, 6)]
     pixel_values_PD, grid_I3 = images.pixel_values(prompt.images)
     assert (pixel_values_PD.shape, grid_I3.tolist()) == ((4 * 6, 3 * 2 * 14 * 14), [[1, 4, 6]])
     words = form.prompt(replace(SEEN, images=()), [])
@@ -67,8 +67,8 @@ def test_several_images_have_their_places_one_after_the_other(images: ImageForm)
     one, two = np.zeros((28, 28, 3), np.uint8), np.zeros((28, 56, 3), np.uint8)
     expanded = images.expanded((5, pad, 6, pad, 7), (two, one))
     assert expanded == (5, pad, pad, 6, pad, 7)
-    assert images.places(expanded, (two, one)) == [(1, 2), (4, 1)]
-    assert images.places(images.expanded((pad, pad), (one, two)), (one, two)) == [(0, 1), (1, 2)]
+    assert images.spans(expanded, (two, one)) == [(1, 2), (4, 1)]
+    assert images.spans(images.expanded((pad, pad), (one, two)), (one, two)) == [(0, 1), (1, 2)]
     with pytest.raises(ValueError, match="makes 0 image tokens of 1 images"):
         images.expanded((5, 6), (one,))
 

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import ChatPolicy, Completion, EndpointFailed, EpisodeRules, Turn
+from actors.concurrency import Concurrency
 from actors.endpoint.server import Endpoint, Recording
 from actors.inference import openai_policy as chat_policy
 from actors.inference.codepoint_tokenizer import (
-    REMOVED,
-    CharacterTokenizer,
-    character_form,
+    REPLACED,
+    CodepointTokenizer,
+    codepoint_form,
     ids_of,
     messages_of,
 )
-from actors.inference.concurrency import Concurrency
-from actors.inference.openai_policy import pause_s, with_stop_text
+from actors.inference.openai_policy import with_stop_text
 from actors.prompting.chat_template import Chat
 from configs import Config, EndpointConfig, PromptConfig
 from envs import Observation
@@ -39,7 +39,7 @@ DOOR = Observation(text="You see a door.", objective="Open it.", actions=("open 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_policy, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -58,7 +58,7 @@ def ask(config: Config, what: Callable[[ChatPolicy], Any] | None = None) -> Comp
     async def asked() -> Completion:
         policy = ChatPolicy(config)
         try:
-            prompt = character_form(config.prompt).prompt(DOOR, [])
+            prompt = codepoint_form(config.prompt).prompt(DOOR, [])
             return await (
                 what(policy) if what else policy.generate(prompt, seed=7, temperature=0.4)
             )
@@ -114,7 +114,7 @@ def test_a_request_says_all_that_the_config_does_and_the_text_is_kept(
         and "You see a door." in message["content"]
     )
     assert server.keys == {"Bearer sk-secret"}
-    form = character_form(config.prompt)
+    form = codepoint_form(config.prompt)
     assert (
         form.parse(completion.token_ids).action == "open door"
         and form.parse(completion.token_ids).well_formed
@@ -142,7 +142,7 @@ def test_null_leaves_a_field_out_for_a_server_that_does_not_take_it() -> None:
 
 
 def test_an_episode_is_one_conversation_where_the_config_says_so() -> None:
-    form = character_form(PromptConfig(template="direct", style="chat", max_prompt_tokens=2048))
+    form = codepoint_form(PromptConfig(template="direct", style="chat", max_prompt_tokens=2048))
     first = form.prompt(DOOR, [])
     turn = Turn(
         observation=DOOR.text,
@@ -163,7 +163,7 @@ def test_an_episode_is_one_conversation_where_the_config_says_so() -> None:
 
 
 def test_too_long_a_prompt_is_cut_to_four_characters_a_token() -> None:
-    form = character_form(PromptConfig(template="direct", max_prompt_tokens=100))
+    form = codepoint_form(PromptConfig(template="direct", max_prompt_tokens=100))
     prompt = form.prompt(replace(DOOR, text="far away " * 200), [])
     assert 350 < len(prompt.token_ids) <= 400 and prompt.n_dropped_tokens > 1000
     (message,) = messages_of(prompt.token_ids)
@@ -173,14 +173,14 @@ def test_too_long_a_prompt_is_cut_to_four_characters_a_token() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text()), min_size=1))
 def test_no_text_is_taken_for_the_end_of_a_message(conversation: list[tuple[str, str]]) -> None:
     chat = [{"role": role, "content": text} for role, text in conversation]
-    token_ids = CharacterTokenizer().apply_chat_template(
+    token_ids = CodepointTokenizer().apply_chat_template(
         chat, add_generation_prompt=True, tokenize=True
     )
     assert not isinstance(token_ids, str)
     assert messages_of(token_ids) == [
-        {**one, "content": one["content"].translate(REMOVED)} for one in chat
+        {**one, "content": one["content"].translate(REPLACED)} for one in chat
     ]
-    assert Chat(CharacterTokenizer(), thinking=None).opening == ""
+    assert Chat(CodepointTokenizer(), thinking=None).opening == ""
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_no_more_requests_at_once_than_the_config_says() -> None:
     with chat_server(in_turn(said("yes"))) as server:
         server.answer = count(server)
         config = config_of(server.url, requests=2)
-        prompt = character_form(config.prompt).prompt(DOOR, [])
+        prompt = codepoint_form(config.prompt).prompt(DOOR, [])
         ask(
             config,
             lambda policy: asyncio.gather(
@@ -332,18 +332,12 @@ def test_a_thought_that_quotes_a_stop_text_does_not_end_the_reply() -> None:
     )
 
 
-@given(st.integers(1, 40), st.floats(0.0, 100.0))
-def test_pauses_are_bounded_and_heed_the_server(attempt: int, after_s: float) -> None:
-    pause = pause_s(attempt, retry_after_s=after_s)
-    assert after_s <= pause <= max(after_s, chat_policy.LONGEST_PAUSE_S)
-
-
 def test_it_plays_with_this_projects_own_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(endpoint: Endpoint) -> tuple[Recording, Completion]:
         with endpoint.episode(IDS, rules()) as recording:
             monkeypatch.setenv("EPISODE_KEY", recording.client.api_key)
             policy = ChatPolicy(config_of(recording.client.base_url, api_key_env="EPISODE_KEY"))
-            prompt = character_form(PromptConfig(template="direct")).prompt(DOOR, [])
+            prompt = codepoint_form(PromptConfig(template="direct")).prompt(DOOR, [])
             try:
                 return recording, await policy.generate(prompt, seed=1, temperature=0.0)
             finally:
@@ -361,7 +355,7 @@ def test_half_a_character_from_a_server_is_replaced() -> None:
     """
     with chat_server(in_turn(said("<action>open \ud83d</action>", reasoning="x"))) as server:
         completion = ask(config_of(server.url))
-    text = CharacterTokenizer().decode(completion.token_ids, skip_special_tokens=True)
+    text = CodepointTokenizer().decode(completion.token_ids, skip_special_tokens=True)
     assert text == "<action>open \ufffd</action>"
     with chat_server(in_turn((400, {"error": {"message": "no \udead"}}))) as server:
         assert "no \ufffd" in failure(config_of(server.url))

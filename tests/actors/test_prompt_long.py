@@ -22,9 +22,10 @@ from actors.endpoint.program_episode import play_program
 from actors.endpoint.server import Endpoint, EndpointSettings
 from actors.policy import Prompt, ScriptedPolicy
 from actors.prompting import prompt as prompt_module
+from actors.prompting import prompt_thread
 from actors.prompting.chat_template import LONG_CHARACTERS
 from actors.prompting.template import shortened
-from actors.rollout import episode as rollout_module
+from actors.rollout import episode as episode_module
 from actors.rollout.episode import play_episode
 from configs import PromptConfig
 from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition
@@ -148,10 +149,11 @@ class Looping(Counting):
 
 @pytest.fixture
 def looping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looping]:
-    monkeypatch.setattr(rollout_module, "PROMPT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(prompt_thread, "PROMPT_TIMEOUT_S", 0.2)
     for name in ("SHORT_PROMPTS", "LONG_PROMPTS"):  # those of another test may be stuck
-        monkeypatch.setattr(rollout_module, name, rollout_module.PromptThread())
-        monkeypatch.setattr(endpoint_module, name, getattr(rollout_module, name))
+        thread = prompt_thread.PromptThread()
+        monkeypatch.setattr(episode_module, name, thread)
+        monkeypatch.setattr(endpoint_module, name, thread)
     made = Looping()
     yield made
     made.is_ended.set()
@@ -187,14 +189,14 @@ def test_a_template_that_loops_ends_the_worker_by_name(
 
 def test_a_prompt_that_waits_for_others_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many long prompts each is made in time. The last one waits for much longer."""
-    monkeypatch.setattr(rollout_module, "PROMPT_TIMEOUT_S", 2.0)
-    prompts = rollout_module.PromptThread()
+    monkeypatch.setattr(prompt_thread, "PROMPT_TIMEOUT_S", 2.0)
+    prompts = prompt_thread.PromptThread()
     pause = threading.Event()
 
     async def made() -> list[bool]:
         return await asyncio.gather(
             *(
-                prompts.make(lambda: pause.wait(0.1), tokenizer=tokenizer(), of="x")
+                prompts.make(lambda: pause.wait(0.1), tokenizer=tokenizer(), label="x")
                 for _ in range(21)
             )
         )

@@ -12,54 +12,55 @@ from typing import Any
 
 import pytest
 
-from actors.inference.concurrency import MORE_AFTER, Concurrency
-from actors.rollout import runner as player
-from actors.rollout.attempts import Attempts
-from actors.rollout.runner import RolloutRunner, StorageSilent
-from actors.simulation.fakes import LocalHandle
-from actors.simulation.virtual_time import VirtualTimeLoop
-from coordinator import Coordinator, Lease
-from coordinator.client import CoordinatorClient
+from actors.concurrency import MORE_AFTER, Concurrency
+from actors.rollout import committer as committer_module
+from actors.rollout.committer import STORAGE_TIMEOUT_S, Committer, StorageSilent
+from actors.rollout.episode import EpisodeIds, EpisodeRules
+from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
+from actors.simulation import LocalHandle
+from coordinator import Coordinator, CoordinatorClient
+from envs import PendingOperations, Task
 from envs.hosting import pending as waits
 from store import Trajectory, VersionRecord, export, uid, uid_text
 from store.reading.query import connect
 from tests.coordinator.test_coordinator import make_config, make_coordinator, publish
 from tests.support.store_samples import make_step
+from tests.support.virtual_time import VirtualTimeLoop
 
 
 @dataclass
 class Stage:
-    """Episodes by (group, number) that wait to be ended, around one player of groups of two."""
+    """Episodes by (group, number) that wait to be ended, around one runner of groups of two."""
 
     coordinator: Coordinator
-    player: RolloutRunner
+    runner: RolloutRunner
     playing: dict[tuple[bytes, int], asyncio.Future[None]] = field(default_factory=dict)
     loads: list[int] = field(default_factory=list)
 
-    async def play(self, lease: Lease, number: int, attempts: Attempts) -> Trajectory:
-        key = (lease.group.group_uid, number)
-        progress = attempts.begin(number)
+    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+        number = ids.member
+        key = (ids.group_uid, number)
         for index in range(number):  # the later its number, the further it gets
-            progress.add(make_step(index, n_steps=number, version=0))
+            ids.progress.add(make_step(index, n_steps=number, version=0))
         self.playing[key] = asyncio.get_running_loop().create_future()
         try:
             await self.playing[key]
         finally:
             del self.playing[key]
         return Trajectory(
-            traj_uid=uid(lease.group.group_uid, number),
-            group_uid=lease.group.group_uid,
+            traj_uid=uid(ids.group_uid, number),
+            group_uid=ids.group_uid,
             env_name="key_room",
-            task_id=lease.task.id,
+            task_id=task.id,
             split="train",
             seed=0,
             member=number,
             won=True,
             task_score=None,
-            steps=(make_step(0, n_steps=1, version=lease.version.version, reward=1.0),),
+            steps=(make_step(0, n_steps=1, version=self.loads[-1], reward=1.0),),
         )
 
-    async def serve(self, version: VersionRecord) -> None:
+    async def sync(self, version: VersionRecord) -> None:
         self.loads.append(version.version)
 
     def end(self, *numbers: int) -> None:
@@ -77,7 +78,7 @@ class Stage:
 def on_stage(
     tmp_path: Path, body: Callable[[Stage], Awaitable[None]], *, spare_members: int = 0
 ) -> None:
-    """`body` while the player runs; what the player raises is raised."""
+    """Run `body` while the runner runs; raise the errors of both."""
     config = make_config(tmp_path / "run", max_staleness=1)
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
@@ -89,10 +90,17 @@ def on_stage(
     async def run() -> None:
         client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), worker="w")
         stage: Stage = Stage(coordinator, None)  # type: ignore[arg-type]
-        stage.player = RolloutRunner(
-            client, config, play=stage.play, weights=stage, concurrency=Concurrency.of(config)
+        pending = PendingOperations()
+        stage.runner = RolloutRunner(
+            client,
+            config,
+            committer=Committer(client, coordinator.layout, pending),
+            episodes=stage,  # type: ignore[arg-type]
+            weights=stage,
+            concurrency=Concurrency.of(config),
+            pending=pending,
         )
-        async with running(stage.player):
+        async with running(stage.runner):
             await body(stage)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -101,13 +109,13 @@ def on_stage(
 
 
 @asynccontextmanager
-async def running(player: RolloutRunner) -> AsyncIterator[None]:
-    task = asyncio.create_task(player.run())
+async def running(runner: RolloutRunner) -> AsyncIterator[None]:
+    task = asyncio.create_task(runner.run())
     await asyncio.sleep(1.0)
     try:
         yield
     finally:
-        player.stop()
+        runner.stop()
         await asyncio.wait_for(task, timeout=60.0)
 
 
@@ -117,11 +125,11 @@ def test_it_plays_one_group_after_the_other_until_admission_closes_and_then_says
     async def body(stage: Stage) -> None:
         for _ in range(4):  # (max_staleness + 1) * 2 groups
             assert sorted(number for _, number in stage.playing) == [0, 1]
-            assert stage.player.waiting() is None
+            assert stage.runner.waiting() is None
             stage.end(0, 1)
             await asyncio.sleep(1.0)
         assert stage.playing == {}
-        reason, seconds = stage.player.waiting() or ("", 0.0)
+        reason, seconds = stage.runner.waiting() or ("", 0.0)
         assert reason == "admission" and seconds > 0.0
         assert stage.sql("SELECT state, count(*) FROM groups GROUP BY ALL") == [("complete", 4)]
 
@@ -134,7 +142,7 @@ def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for
     async def body(stage: Stage) -> None:
         stage.end(1)
         await asyncio.sleep(0.0)
-        stage.player.stop()
+        stage.runner.stop()
         await asyncio.sleep(1.0)
         assert stage.sql("SELECT member FROM trajectories") == [(1,)]
         stage.coordinator.forget("w", "stopped")
@@ -200,18 +208,18 @@ def test_while_its_engine_is_idle_it_plays_more_groups(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         assert len(stage.playing) == 2
         for _ in range(MORE_AFTER):
-            stage.player.adapt(preempted=0)
+            stage.runner.adapt(preempted=0)
         await asyncio.sleep(1.0)
         assert len(stage.playing) == 4
         for _ in range(10 * MORE_AFTER):
-            stage.player.adapt(preempted=0)
+            stage.runner.adapt(preempted=0)
         await asyncio.sleep(1.0)
         assert len(stage.playing) == 6  # max_groups_in_flight = 3
 
     on_stage(tmp_path, body)
 
 
-def test_a_storage_that_never_answers_is_named_and_ends_the_player(
+def test_a_storage_that_never_answers_is_named_and_ends_the_runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: object, **__: object) -> None:
@@ -219,12 +227,12 @@ def test_a_storage_that_never_answers_is_named_and_ends_the_player(
 
     async def body(stage: Stage) -> None:
         stage.end(0, 1)
-        await asyncio.sleep(player.LONG_S + 1.0)
-        reason, seconds = stage.player.waiting() or ("", 0.0)
-        assert reason == "the storage, to write a segment" and seconds > player.LONG_S
-        await asyncio.sleep(player.STORAGE_TIMEOUT_S)
+        await asyncio.sleep(REPORT_AFTER_S + 1.0)
+        reason, seconds = stage.runner.waiting() or ("", 0.0)
+        assert reason == "the storage, to write a segment" and seconds > REPORT_AFTER_S
+        await asyncio.sleep(STORAGE_TIMEOUT_S)
 
-    monkeypatch.setattr(player.asyncio, "to_thread", never)
+    monkeypatch.setattr(committer_module.asyncio, "to_thread", never)
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(waits, "time", clock)
     with pytest.raises(ExceptionGroup) as raised:

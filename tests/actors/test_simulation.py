@@ -28,9 +28,14 @@ import pytest
 
 import configs
 from actors.rollout.episode import AsyncEnvironment
-from actors.simulation.components import SimulatedLearner, SimulatedSetup, SimulatedWorker
-from actors.simulation.fakes import Delay, DelayedEnvironment, LocalHandle
-from actors.simulation.virtual_time import VirtualTimeLoop
+from actors.simulation import (
+    Delay,
+    DelayedEnvironment,
+    LocalHandle,
+    SimulatedLearner,
+    SimulatedSetup,
+    SimulatedWorker,
+)
 from configs import Config
 from coordinator import Coordinator, task_index
 from coordinator import export_schedule as maintenance
@@ -47,6 +52,7 @@ from store import (
     write_segment,
 )
 from store.reading.open_sql import fixed
+from tests.support.virtual_time import VirtualTimeLoop
 
 N_RUNS = 300
 GROUP_SIZE, LEARNER_STEPS = 2, 3
@@ -259,7 +265,7 @@ def simulated(
     def play(seed: int, **how: Any) -> tuple[World, list[Any]]:
         world = World(tmp_path / f"run-{seed}", seed, **how)
         monkeypatch.setattr(
-            "actors.rollout.runner.write_segment",
+            "actors.rollout.committer.write_segment",
             write_segment if seed % FILES_EVERY == 0 else write_nothing,
         )
         shutil.copytree(empty, world.run_dir)

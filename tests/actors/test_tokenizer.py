@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from actors.prompting.tokenizer import load_tokenizer
+from actors.prompting.chat_template import load_tokenizer
 from tests.support.chat_samples import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +17,7 @@ TALK = [
 ]
 ASK = """
 import importlib.util, json, sys
-from actors.prompting.tokenizer import load_tokenizer
+from actors.prompting.chat_template import load_tokenizer
 path, talk = sys.argv[1], json.loads(sys.argv[2])
 made = load_tokenizer(path, with_torch=False)
 ids = made.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=False)

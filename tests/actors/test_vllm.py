@@ -27,12 +27,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import store
-from actors.inference.concurrency import RequestGate
-from actors.inference.vllm_policy import EngineLostError, VLLMPolicy
-from actors.inference.weight_files import RECEIVED, WeightFileError
-from actors.inference.weight_load import WeightLoad
+from actors.concurrency import RequestGate
+from actors.inference.vllm_policy import VLLMPolicy
+from actors.inference.weight_files import RECEIVED, WeightFileError, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
-from actors.policy import Completion, Prompt
+from actors.policy import Completion, EngineLostError, Prompt
 from configs import ActorsConfig
 from driver.run_control import has_ended
 from learner import write_weights
@@ -84,14 +83,14 @@ def make_model(path: Path, *, seed: int) -> Path:
     return path
 
 
-def start(*, model: Path, log_path: Path) -> Coroutine[Any, Any, VLLMPolicy]:
+async def start(*, model: Path, log_path: Path) -> VLLMPolicy:
     actors = ActorsConfig(
         max_response_tokens=RESPONSE_TOKENS,
         max_model_tokens=256,
         kv_cache_gib=0.125,
         cpu_cores="auto",
     )
-    return VLLMPolicy.start(
+    policy = VLLMPolicy(
         model_path=model,
         dtype="float32",
         actors=actors,
@@ -101,6 +100,8 @@ def start(*, model: Path, log_path: Path) -> Coroutine[Any, Any, VLLMPolicy]:
         tokenizer=None,
         log_path=log_path,
     )
+    await policy.start()
+    return policy
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +408,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
 
         def served_now() -> list[Completion]:
-            served.run(weights.serve(catalog.latest_version()))
+            served.run(weights.sync(catalog.latest_version()))
             return generate_all(served, seeds=range(4), temperature=1.0)
 
         weights = WeightSync(
@@ -415,7 +416,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             layout,
             newest=newest,
             record=record,
-            turn=contextlib.nullcontext,
+            update_lock=contextlib.nullcontext,
             rendezvous=rendezvous,
             max_staleness=1,
         )
@@ -531,7 +532,7 @@ ORPHAN_MAKER = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_actors_vllm import start
+from test_vllm import start
 async def main():
     policy = await start(model=Path({model!r}), log_path=Path({log!r}))
     print("serving", flush=True)
@@ -576,7 +577,9 @@ def test_failure_in_mid_update_stops_the_engine(
     """Last in this file: the engine that the others share does not survive it."""
     tensors = load_file(served.directories["other"] / "model.safetensors")
     save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
-    monkeypatch.setattr("actors.inference.vllm_policy.check_shapes", lambda path, expected: None)
+    monkeypatch.setattr(
+        "actors.inference.vllm_policy.check_shapes", lambda shapes, *, expected, source: None
+    )
 
     async def run() -> list[Completion | BaseException]:
         calls = [

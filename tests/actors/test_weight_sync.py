@@ -15,8 +15,7 @@ import pytest
 
 import store
 from actors.inference import weight_sync as served_weights
-from actors.inference.weight_files import WeightFileError
-from actors.inference.weight_load import WeightLoad
+from actors.inference.weight_files import WeightFileError, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
 
@@ -86,7 +85,7 @@ class Run:
             self.layout,
             newest=self.newest,
             record=self.record,
-            turn=contextlib.nullcontext,
+            update_lock=contextlib.nullcontext,
             rendezvous=self.rendezvous,
             max_staleness=max_staleness,
         )
@@ -113,7 +112,7 @@ class Run:
         return newest
 
     def serve(self, version: VersionRecord) -> None:
-        asyncio.run(self.weights.serve(version))
+        asyncio.run(self.weights.sync(version))
 
     def sql(self, query: str) -> list[dict[str, object]]:
         export(self.catalog, self.layout)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.simulation.fakes import Delay, LocalHandle
+from actors.simulation import Delay, LocalHandle
 from coordinator.batched_calls import BatchedHandle, Call
 from store import FencedError
 

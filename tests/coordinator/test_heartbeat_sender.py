@@ -4,14 +4,11 @@ not.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-from actors.worker import Worker
 from configs import SupervisionConfig
 from coordinator import Component, Heartbeat
 from coordinator import heartbeat_sender as heartbeat
@@ -115,28 +112,6 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     assert watch.starving(beats.components()) == {
         "learner": "has been at one learner step for 42 s"
     }
-
-
-def test_a_worker_says_how_long_its_slowest_wait_has_lasted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eight episodes that reset the same task one after the other give the same reason eight
-    times.
-    """
-    monkeypatch.setattr("actors.worker.PROMISE_EVERY_S", 0.0)
-    promised: list[tuple[str | None, float]] = []
-    slowest = iter([("reset of task 'a'", 7.0), ("reset of task 'a'", 5.5), ("step 'go'", 0.1)])
-    worker = object.__new__(Worker)
-    worker.player = SimpleNamespace(waiting=lambda: None)  # type: ignore[assignment]
-    worker.chat = None
-    worker.environments = SimpleNamespace(slowest=lambda: next(slowest))  # type: ignore[assignment]
-    worker.heart = SimpleNamespace(  # type: ignore[assignment]
-        promise=lambda reason, *, waits_s, within_s: promised.append((reason, waits_s))
-    )
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(worker._promise())
-    reason = "environment: reset of task 'a'"
-    assert promised == [(reason, 7.0), (reason, 5.5), (None, 0.0)]
 
 
 def test_beats_are_written_together_and_not_at_each(clock: Callable[[float], None]) -> None:

@@ -141,7 +141,7 @@ def generated(
 
     async def run() -> dict[float, list[Completion]]:
         actors = ActorsConfig(max_response_tokens=48, max_model_tokens=256, kv_cache_gib=0.5)
-        policy = await VLLMPolicy.start(
+        policy = VLLMPolicy(
             model_path=model_path,
             dtype="float32",
             actors=actors,
@@ -151,6 +151,7 @@ def generated(
             tokenizer=None,
             log_path=log_path,
         )
+        await policy.start()
         completions = {}
         try:
             for temperature in (1.0, 0.7):

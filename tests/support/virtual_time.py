@@ -1,4 +1,4 @@
-"""An event loop in which nobody sleeps: hours of waiting take as long as the work between them.
+"""Run an event loop in virtual time: nobody sleeps, so hours of waiting take no time.
 
 with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
     runner.run(simulation())
@@ -13,11 +13,10 @@ from typing import Any
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its clock jumps to the next timer instead of waiting for it, and what is given to a thread is
-    done at once.
+    """Advance the clock to the next timer instead of waiting for it; run threads' work at once.
 
-    For what waits for timers only: a socket or a process would get no time to answer. Raises
-    RuntimeError where every task waits for ever.
+    Only for tasks that wait for timers: a socket or a process gets no time to answer. Raises
+    RuntimeError when every task waits for ever.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         done = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001  the border of what would be a thread
+        except Exception as error:  # noqa: BLE001  a thread would pass it on too
             done.set_exception(error)
         return done
 
