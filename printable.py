@@ -97,10 +97,6 @@ def protect_terminal() -> None:
 
 
 class UserError(Exception):
-    """Base of the errors that a user can mend. `gigpo` shows them in one line."""
-
-
-class UserError(Exception):
     """Base of the errors that a user can mend. `gigpo` shows them in one line, without traceback."""
 
 

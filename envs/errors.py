@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.options import OptionsError
-from printable import printable
+from printable import UserError, printable
 
 MAX_CHARACTERS = 500  # of an error's own message; the log has all of it
 FOLDER = Path(__file__).resolve().parent
@@ -55,7 +55,7 @@ def _unpickle_died(message: str, at_fault: bool) -> EnvironmentDied:
     return EnvironmentDied(message, at_fault=at_fault)
 
 
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(UserError, RuntimeError):
     """An environment cannot be used. The one-line message names it, the fault and the fix.
 
     `may_work_elsewhere`: this machine lacks something that another may have. A dry run then only

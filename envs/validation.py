@@ -16,7 +16,6 @@ from envs.base import Environment, Observation, Outcome, Program, Task, Transiti
 from envs.errors import EnvironmentFailed
 from envs.options import SPLITS, Options
 from envs.registry import environment_class, is_program, program_class
-from printable import UserError
 
 # Limits of one observation. Each step of an episode stays in memory until the episode is written.
 MAX_CHARACTERS = 64 * 2**20

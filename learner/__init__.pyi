@@ -16,8 +16,6 @@ from .learner import Learner as Learner
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
 from .objective import objective_of as objective_of
-from .objective import advantage_settings as advantage_settings
-from .objective import fill_defaults as fill_defaults
 from .publishing.export import ExportError as ExportError
 from .publishing.export import export_adapter as export_adapter
 from .publishing.export import export_checkpoint as export_checkpoint
@@ -27,12 +25,4 @@ from .publishing.export import newest_checkpoint as newest_checkpoint
 from .publishing.publish import copy_weights as copy_weights
 from .publishing.publish import write_weights as write_weights
 from .ray_actor import LearnerActor as LearnerActor
-from .ray_actor import LearnerSetup as LearnerSetup
-from .ray_actor import RankError as RankError
-from .ray_actor import ray_token as ray_token
-from .replay.replay import replay_steps as replay_steps
-from .training.alarms import BadUpdatesError as BadUpdatesError
-from .training.alarms import CollapseError as CollapseError
-from .training.alarms import StarvationError as StarvationError
-from .training.engine import NonFiniteWeightsError as NonFiniteWeightsError
 from .replay import replay_steps as replay_steps

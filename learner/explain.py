@@ -107,7 +107,7 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
                 n_won=sum(trajectory.won for trajectory in mine),
                 return_min=min(returns),
                 return_max=max(returns),
-                staleness=batch.version - group.version_min if group.source is None else None,
+                staleness=batch.version - group.oldest_version if group.source is None else None,
                 gradient=gradient_of.get(group.group_uid),
                 why_not=batch.filtered.get(group.group_uid, "no response tokens"),
             )

@@ -125,7 +125,7 @@ def replay_steps(
         for line in left_out_lines(explanation):
             say(line)
 
-    config = configs.load_stored(
+    config = configs.load_saved(
         layout.info.config_yaml, settings, name=f"the config of {layout.root}"
     )
     explained = show if explains else None

@@ -61,9 +61,9 @@ from .reading.lineage import published_version as published_version
 from .reading.lineage import restart_points as restart_points
 from .reading.lineage import trained_step as trained_step
 from .reading.manifest import export as export
-from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.manifest import read_manifest as read_manifest
 from .reading.mirror import fetch_run as fetch_run
+from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run

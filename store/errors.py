@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from printable import UserError
 
+
 class StoreError(UserError):
     """Base of all errors for bad data or a bad request."""
 

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from store import SAFETENSORS_DTYPES, decode_safetensors_head
 from store import broadcast as protocol
+from store import decode_safetensors_head
 
 # for one message, for forming a process group, for the learner's list of members
 MESSAGE_TIMEOUT = timedelta(seconds=60)
@@ -214,13 +214,15 @@ class Receiver:
             group.broadcast([data[cut]], dist.BroadcastOptions()).wait()
 
 
-def _tensors_of(header: bytes) -> list[_Tensor]:
-    """Return the tensors that a safetensors header lists, also those without elements."""
-    entries = json.loads(header[8:])
-    entries.pop("__metadata__", None)
-    tensors = []
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-        tensors.append(_Tensor(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
-    return tensors
+def _tensors_of(head: bytes) -> list[_Tensor]:
+    """Return the tensors that the head of a safetensors file lists, also those without elements."""
+    return [
+        _Tensor(
+            name=entry.name,
+            dtype=DTYPES[entry.dtype],
+            shape=entry.shape,
+            begin=entry.begin,
+            end=entry.end,
+        )
+        for entry in decode_safetensors_head(head)
+    ]

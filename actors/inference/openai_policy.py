@@ -47,7 +47,7 @@ RETRIED, NOT_RETRIED = 502, 400  # statuses for unusable answers; the client ret
 _fault: ContextVar[str] = ContextVar("_fault", default="")
 
 
-class EndpointFailed(RuntimeError):
+class EndpointFailed(UserError, RuntimeError):
     """The server cannot be used. The message is one line with its URL, without the API key."""
 
 
@@ -185,7 +185,7 @@ class ChatPolicy:
         shown = ", ".join(names[:MAX_NAMES_SHOWN])
         if len(names) > MAX_NAMES_SHOWN:
             shown += f" and {len(names) - MAX_NAMES_SHOWN} more"
-        return f"; {self._endpoint.url} has {shown}{hint(self._endpoint.model, names)}"
+        return f"; {self._endpoint.url} has {shown}{did_you_mean(self._endpoint.model, names)}"
 
     def _failed(self, why: str) -> EndpointFailed:
         if why.startswith(("answered 401", "answered 403")):

@@ -36,7 +36,7 @@ class Committer:
     async def keep_extra(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         """Keep trajectories that the group had no member left for. Raises StorageSilent."""
         alone = [as_group_of_its_own(trajectory) for trajectory in trajectories]
-        await self._coordinator.keep_surplus(lease, await self._write(lease, alone))
+        await self._coordinator.keep_extra(lease, await self._write(lease, alone))
 
     async def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> None:
         """Report the attempts that gave no trajectory.

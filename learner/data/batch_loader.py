@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from configs import Config, ConfigError, LearnerConfig
-from gigpo import AdvantageSettings, compute_advantages, groups_without_signal
+from gigpo import AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
-from learner.objective import advantage_settings
 from store import SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
 IMPORTED = "imported"  # the `split` of an offline row
@@ -100,8 +99,8 @@ def make_loader(
     return BatchLoader(
         claim=claim,
         layout=layout,
-        advantages=advantage_settings(config),
-        group_filter="none" if clones else config.algorithm.signal,
+        advantages=AdvantageSettings.of(config.algorithm),
+        group_filter="none" if clones else config.algorithm.group_filter,
         train_on=config.offline.train_on,
         learner=config.learner,
         seed=config.seed,
@@ -123,7 +122,7 @@ def prepare_batch(
     computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - cpu_s
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
-    filtered = dict(groups_without_signal(advantages, signal=loader.group_filter))
+    filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
     uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
     trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
     if loader.train_on:

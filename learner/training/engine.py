@@ -47,7 +47,6 @@ from learner.training.update_stats import (
     token_values,
     update_stats,
 )
-from printable import UserError
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 

@@ -109,14 +109,14 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
         LENGTH: batch.n_response_tokens / batch.n_rows,
         "learner/updates": float(len(updates)),
         "groups/filtered": float(len(batch.filtered)),
-        "groups/stored": float(len(batch.batch.groups) - len(live)),
+        "groups/offline": float(len(batch.batch.groups) - len(live)),
         "anchor/singleton_fraction": singleton_fraction(batch.rows),
         "anchor/step_variance_share": step_variance_share(batch.rows),
     }
     for name, share in anchor_size_shares(batch.rows).items():
         figures[f"anchor/{name}"] = share
     if live:
-        oldest = min(group.version_min for group in live)
+        oldest = min(group.oldest_version for group in live)
         figures["staleness/max"] = float(batch.version - oldest)
     return figures | mean_of_updates(updates)
 

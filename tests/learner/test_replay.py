@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.learner import main
 
 import store
-from cli.learner import main
 from learner.explain import Explanation
 from learner.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step

@@ -21,6 +21,7 @@ import psutil
 import pyarrow.compute as pc
 import pytest
 import torch
+from learner.distributed.ray_directory import RAY_DIRECTORY
 from transformers import AutoTokenizer
 
 import store
@@ -28,7 +29,6 @@ from cli.__main__ import main
 from configs import Config
 from driver import run_control as runs
 from learner.data.micro_batch import micro_batches
-from learner.distributed.ray_directory import RAY_DIRECTORY
 from learner.training.engine import Engine
 from store import RunLayout
 from store.reading.query import connect
