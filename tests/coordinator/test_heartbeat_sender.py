@@ -129,7 +129,7 @@ def test_a_worker_says_how_long_its_slowest_wait_has_lasted(
     worker = object.__new__(Worker)
     worker.player = SimpleNamespace(waiting=lambda: None)  # type: ignore[assignment]
     worker.chat = None
-    worker.environments = SimpleNamespace(slowest=lambda: next(slowest))  # type: ignore[assignment]
+    worker.environments = SimpleNamespace(oldest=lambda: next(slowest))  # type: ignore[assignment]
     worker.heart = SimpleNamespace(  # type: ignore[assignment]
         promise=lambda reason, *, waits_s, within_s: promised.append((reason, waits_s))
     )

@@ -216,7 +216,8 @@ def test_a_download_that_waited_for_another_goes_on_behind_its_bytes(
     again.
     """
     waits = f"""
-import fcntl, hub, pathlib
+import fcntl, pathlib
+from driver import model_download as hub
 partial = pathlib.Path({str(tmp_path)!r}, "cache/models--org--Tiny-1B/blobs/{oid(WEIGHTS)}.partial")
 fcntl.flock = lambda *_: partial.write_bytes(pathlib.Path({str(tmp_path)!r}, "first").read_bytes())
 hub._fetch("model.safetensors", hub._asked(hub.Repository(name={NAME!r}, commit={OLD!r})))
@@ -423,7 +424,7 @@ def test_a_disk_that_is_too_small_is_named_before_the_download(
     server: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr("opening.shutil.disk_usage", lambda path: full)
+    monkeypatch.setattr("driver.preflight.shutil.disk_usage", lambda path: full)
     with pytest.raises(
         ConfigError, match=r"the download of the model needs 0\.0 GiB; .* set HF_HUB_CACHE"
     ):
@@ -444,9 +445,9 @@ def test_a_download_and_a_run_that_fit_one_disk_only_one_by_one_are_named(
     config = configs.load(KEY_ROOM, [f"model.path={NAME}"])
     run_bytes = int(configs.disk_bytes(config))
     enough = shutil.disk_usage("/")._replace(free=run_bytes + len(WEIGHTS) // 2)
-    monkeypatch.setattr("opening.shutil.disk_usage", lambda path: enough)
+    monkeypatch.setattr("driver.preflight.shutil.disk_usage", lambda path: enough)
     if disks_differ:
-        monkeypatch.setattr("opening._device", lambda path: hash(path))
+        monkeypatch.setattr("driver.preflight._device", lambda path: hash(path))
     assert train.main([KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
     missing = capsys.readouterr().out.partition("missing here:")[2]
     fault = re.search(

@@ -190,8 +190,8 @@ def test_every_config_has_an_environment_with_its_options(path: Path) -> None:
 
 
 def test_who_waits_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("progress.FIRST_LINE_S", 0.01)
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("driver.progress.FIRST_LINE_S", 0.01)
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.01)
     out = io.StringIO()
     with said_with_spinner("listing the tasks of [a] world", Console(file=out, width=200)):
         while out.getvalue().count("so far") < 2:  # again, as long as it lasts
@@ -224,7 +224,7 @@ def test_making_games_says_how_many(
 def test_an_evaluation_shows_its_own_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.0)
     config = replace(
         Config(run_dir=str(tmp_path)),
         endpoint=configs.EndpointConfig(url="http://h/v1", model="m-7b"),
@@ -248,8 +248,8 @@ def test_the_time_left_is_that_of_this_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = [100.0]
-    monkeypatch.setattr("progress.time.monotonic", lambda: clock_s[0])
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("driver.progress.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.0)
     config = replace(Config(run_dir=str(tmp_path)), learner=replace(Config().learner, steps=80))
     out = io.StringIO()
     with Progress(config, "training", Console(file=out, width=400)) as progress:

@@ -29,10 +29,10 @@ from learner.distributed.ray_directory import RAY_DIRECTORY
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_RAY = """
 import sys
-import cluster, stopping
-stopping.Interrupt().listen()
+from driver import ray_cluster, shutdown
+shutdown.Interrupt().listen()
 try:
-    with cluster.ray_cluster(sys.argv[1], processes=1):
+    with ray_cluster.ray_cluster(sys.argv[1], processes=1):
         print("Ray is up")
 except KeyboardInterrupt:
     print("stopped")
@@ -54,7 +54,8 @@ cluster.shutdown()
 PLACES_COORDINATORS = """
 import json, os, sys
 import ray
-import cluster, configs, coordinator_calls
+import configs
+from driver import coordinator_client, ray_cluster
 
 class Coordinator:
     def __init__(self, config, *, learns):
@@ -62,10 +63,10 @@ class Coordinator:
     def place(self):
         return ray.get_runtime_context().get_node_id(), os.getcwd()
 
-coordinator_calls.CoordinatorActor = ray.remote(Coordinator)
+coordinator_client.CoordinatorActor = ray.remote(Coordinator)
 config = configs.from_yaml("{run_dir: " + sys.argv[1] + "}")
-with cluster.ray_cluster(sys.argv[1], processes=1):
-    calls = [coordinator_calls.CoordinatorClient(config, learns=True) for _ in range(4)]
+with ray_cluster.ray_cluster(sys.argv[1], processes=1):
+    calls = [coordinator_client.CoordinatorClient(config, learns=True) for _ in range(4)]
     places = ray.get([call.handle.place.remote() for call in calls])
     print(json.dumps([ray.get_runtime_context().get_node_id(), len(ray.nodes()), places]))
 """
@@ -164,7 +165,7 @@ def test_a_cluster_that_cannot_be_joined_is_an_error_of_one_line(
         assert os.environ[cluster.JOIN_ATTEMPTS] == cluster.FEW_ATTEMPTS
         raise error
 
-    monkeypatch.setattr("cluster.ray.init", init)
+    monkeypatch.setattr("driver.ray_cluster.ray.init", init)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.delenv(cluster.JOIN_ATTEMPTS, raising=False)
     joined = cluster.ray_cluster(str(tmp_path / "run"), processes=1)
@@ -226,7 +227,7 @@ def test_a_stop_that_is_held_back_is_heard_at_the_end(number: signal.Signals) ->
 
 def test_one_more_stop_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, done = [100.0], []
-    monkeypatch.setattr("stopping.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("driver.shutdown.time.monotonic", lambda: now_s[0])
 
     @stop_held_back()
     def work() -> None:

@@ -239,7 +239,8 @@ def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None
 MAKE = """
 import sys, time
 from pathlib import Path
-from learner import make_ray_directory, ray_directory
+from learner import make_ray_directory
+from learner.distributed import ray_directory
 ray_directory.RAY_DIRECTORIES = Path(sys.argv[1])
 print(make_ray_directory(Path(sys.argv[2])), flush=True)
 time.sleep(600)
@@ -571,7 +572,7 @@ time.sleep(99)
 
 def test_signals_in_quick_succession_are_one_wish_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("stopping.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("driver.shutdown.time.monotonic", lambda: now_s[0])
     interrupt = Interrupt()
     with pytest.raises(KeyboardInterrupt):
         interrupt._heard(signal.SIGTERM, None)

@@ -409,8 +409,8 @@ def test_while_it_starts_it_says_who_is_waited_for(
 def test_a_start_and_a_stop_that_take_long_say_so(
     session: Supervisor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("progress.FIRST_LINE_S", 0.0)
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("driver.progress.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.01)
 
     def wait_for_lines(n: int) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
