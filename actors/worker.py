@@ -39,10 +39,7 @@ from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode
 from actors.rollout.group import with_attempts
 from actors.rollout.runner import LONG_S, RolloutRunner
 from configs import Config, loaded
-from coordinator import Heartbeat, capture_output
-from coordinator.batched_calls import BatchedHandle
-from coordinator.client import CoordinatorClient
-from coordinator.leases import Lease
+from coordinator import CoordinatorClient, Heartbeat, Lease, capture_output
 from envs import EnvironmentPool, ProgramPool, is_program
 from store import RunLayout, Trajectory
 
@@ -71,7 +68,7 @@ class Worker:
         gc.disable()  # until it has started: a fifth of what imports take
         config = setup.config
         self.name, self.config, self.model_path = setup.name, config, setup.model_path
-        self.coordinator = CoordinatorClient(BatchedHandle(coordinator), worker=setup.name)
+        self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.layout = RunLayout.open(Path(config.run_dir))
         capture_output(self.layout.logs / f"{self.name}.log")
         self.engine_log = self.layout.logs / f"{self.name}-engine.log"
@@ -80,11 +77,7 @@ class Worker:
         self.has_engine = self.chat is None and not config.actors.scripted
         if self.has_engine:
             load_ahead(config.actors, self.engine_log)
-        self.heart = Heartbeat(
-            lambda waiting_on, waits_s: coordinator.heartbeat.remote(
-                setup.name, waiting_on, waits_s
-            )
-        )
+        self.heart = Heartbeat(self.coordinator.heartbeat)
         if self.chat:
             self.form = character_form(config.prompt)
         else:
@@ -148,7 +141,9 @@ class Worker:
                 newest=self.coordinator.newest_version,
                 record=self.coordinator.record,
                 # In synchronous training no other engine has anything else to do.
-                turn=self.coordinator.turn if self.config.max_staleness > 0 else nullcontext,
+                turn=self.coordinator.weight_update
+                if self.config.max_staleness > 0
+                else nullcontext,
                 rendezvous=self.coordinator.rendezvous
                 if self.config.learner.transfer == "broadcast"
                 else None,

@@ -45,6 +45,7 @@ from configs import Config, ConfigError
 from driver import resume
 from driver import run_control as runs
 from driver.errors import ComponentFailed
+from driver.interrupt import Interrupt
 from driver.preflight import (
     check_gpus,
     check_run_dir,
@@ -62,7 +63,6 @@ from driver.preflight import (
 from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
 from driver.ray_cluster import ray_cluster
-from driver.shutdown import Interrupt
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import EnvironmentFailed

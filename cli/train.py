@@ -43,6 +43,7 @@ from driver import offline_sources as sources
 from driver import resume
 from driver import run_control as runs
 from driver.errors import ComponentFailed
+from driver.interrupt import Interrupt
 from driver.preflight import (
     FAILURE_LOG,
     check_gpus,
@@ -62,7 +63,6 @@ from driver.preflight import (
 from driver.processes import n_processes
 from driver.progress import Progress, said_while
 from driver.ray_cluster import ray_cluster
-from driver.shutdown import Interrupt
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import EnvironmentFailed, is_program, list_tasks

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
 from configs import ConfigError
+from driver.interrupt import hold_interrupts
 from driver.run_control import RUN_MARK
-from driver.shutdown import stop_held_back
 from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
 
 # Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the
@@ -58,7 +58,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     """
     variables = {RUN_MARK: str(Path(run_dir).resolve())} | RAY_HIDES_GPUS
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
-        with stop_held_back(), _as_we_need_it():
+        with hold_interrupts(), _as_we_need_it():
             _join(variables)
         yield
         return
@@ -70,7 +70,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     directory = None
     token = ExitStack()
     try:
-        with stop_held_back(), _as_we_need_it():
+        with hold_interrupts(), _as_we_need_it():
             # Made before Ray starts, as that may be interrupted.
             directory = make_ray_directory(Path(run_dir))
             os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its sockets there
@@ -89,7 +89,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     finally:
         # A signal that comes now waits for the end: half a clean-up would leave processes and
         # files.
-        with stop_held_back():
+        with hold_interrupts():
             ray.shutdown()
             token.close()
             os.environ.pop(ENGINE_SOCKETS, None)

@@ -30,7 +30,7 @@ from rich.table import Table
 
 import store
 from analysis.run_status import progress_lines
-from driver.shutdown import stop_held_back
+from driver.interrupt import hold_interrupts
 from learner import remove_ray_directories, started_ticks
 from printable import printable
 from store import READ_WRITE, RunLayout, StoreError, read_run_file, write_atomically
@@ -140,7 +140,7 @@ def driving(run: Path) -> Iterator[int]:
         try:
             yield n_removed
         finally:
-            with stop_held_back():  # half a clean-up would leave processes and files
+            with hold_interrupts():  # half a clean-up would leave processes and files
                 # what environments started apart from everything else, which no component knows of
                 remove_leftovers(run)
                 for mine in (DRIVER_FILE, STOPPING_FILE):

@@ -16,13 +16,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 
 from configs import is_offline
-from coordinator import Heartbeat
+from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
 from learner.checkpointing.checkpoint import CheckpointError, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, source_of
@@ -54,7 +52,6 @@ from store import Batch, CheckpointRecord, RunLayout, VersionRecord, files_diges
 POLL_S = 0.05  # between two looks whether the batch is ready, or somebody said stop
 POLL_PATIENCE_S = 10.0  # between two such looks it may take this long to be heard of again
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
-COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 
 
 class Learner:
@@ -65,7 +62,8 @@ class Learner:
     """
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
-        self.config, self.model_path, self.coordinator = setup.config, setup.model_path, coordinator
+        self.config, self.model_path = setup.config, setup.model_path
+        self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.layout = RunLayout.open(Path(setup.config.run_dir))
         self.source = source_of(self.config, self.layout, claim=self._claim)
         self.stopping = False
@@ -77,9 +75,7 @@ class Learner:
         self.figures: Mapping[str, float] = {}  # of the last learner step, as the store has them
         self.times = Times(began_at_s=time.monotonic())  # of the learner step that is under way
         self.at_work = threading.Lock()  # held by `start` and `run`
-        self.heart = Heartbeat(
-            lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s)
-        )
+        self.heart = Heartbeat(self.coordinator.heartbeat)
 
     def start(self) -> str:
         """Loads the model and the newest checkpoint, publishes the first weights; says in a line
@@ -119,12 +115,11 @@ class Learner:
         self.ranks = RankGroup(self.config, model_path=self.model_path)
         if self.ranks.broadcast is not None:
             # as below
-            self._ask(
-                self.coordinator.set_rendezvous.remote(self.ranks.broadcast.address),
-                timeout_s=START_TIMEOUT_S,
+            self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
+                timeout_s=START_TIMEOUT_S
             )
         checkpoint, faults = self._restore()
-        point = self._ask(self.coordinator.resume.remote(self.step))
+        point = self.coordinator.resume(self.step).get()
         self.figures = point.metrics
         # before `learner.steps` if stored groups are used up there
         self.last_step = point.last_step
@@ -175,7 +170,7 @@ class Learner:
             # the thread may be reading, and the last checkpoint is still to be written
             self._promise_to_work()
         if batches.under_way:
-            self._ask(self.coordinator.give_back.remote(self.step))
+            self.coordinator.release_claims(self.step).get()
         if self.step != self.saved_step:
             self._checkpoint()
         # all that is left to it is to be closed
@@ -194,11 +189,12 @@ class Learner:
         self.heart.promise(None, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
 
     def _newest_are_whole(self) -> bool:
-        newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
+        newest = self.coordinator.newest_version().get()
+        assert newest is not None, "a checkpoint follows a version"
         return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
 
     def _claim(self, version: int) -> Batch | None:
-        return self._ask(self.coordinator.claim.remote(version))
+        return self.coordinator.claim(version).get()
 
     def _restore(self) -> tuple[CheckpointRecord | None, list[str]]:
         """Loads the newest checkpoint that is whole; which, and what is wrong with newer ones.
@@ -206,9 +202,7 @@ class Learner:
         """
         faults: list[CheckpointError] = []
         # it starts beside this
-        for checkpoint in self._ask(
-            self.coordinator.checkpoints.remote(), timeout_s=START_TIMEOUT_S
-        ):
+        for checkpoint in self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S):
             try:
                 self.step = self.ranks.load_checkpoint(
                     self.layout.root / checkpoint.path
@@ -236,7 +230,7 @@ class Learner:
                 )
                 return ready
             if patience.look_is_due() and not batches.has_groups:
-                status = self._ask(self.coordinator.status.remote())
+                status = self.coordinator.status().get()
                 if not patience.has_ended(status.heldout_open):
                     continue
                 waiting = {
@@ -312,9 +306,13 @@ class Learner:
             EMPTY_IN_A_ROW: float(self.empty_batches),
         }
         self.figures = {**metrics, **alarms.values, **in_a_row}
-        step = {"learner_step": self.step, "version_in": ready.version}
-        settled = {"no_signal": ready.no_signal, "metrics": self.figures}
-        self._ask(self.coordinator.settle.remote(ready.batch.batch_id, **step, **settled))
+        self.coordinator.settle(
+            ready.batch.batch_id,
+            learner_step=self.step,
+            no_signal=ready.no_signal,
+            version_in=ready.version,
+            metrics=self.figures,
+        ).get()
         for what, lines in ((ALARM, alarms.began), (ALARM_ENDED, alarms.ended)):
             for line in lines:
                 self._notice(what, line)
@@ -339,33 +337,22 @@ class Learner:
             digest=digest,
             learner_step=self.step,
         )
-        self._ask(self.coordinator.publish.remote(record))
+        self.coordinator.publish(record).get()
         self.version = version
         prune_versions(self.layout.weights, keep=self.config.learner.keep_versions)
 
     def _checkpoint(self) -> None:
         started = time.monotonic()
         directory = self.layout.checkpoint_dir(self.step)
-        lsn = self._ask(self.coordinator.export_now.remote())
+        lsn = self.coordinator.export_now().get()
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
-        self._ask(
-            self.coordinator.checkpoint.remote(
-                self.step, self.layout.relative(directory), self.version
-            )
-        )
+        path = self.layout.relative(directory)
+        self.coordinator.checkpoint(self.step, path, self.version).get()
         self.saved_step = self.step
-        live = {
-            Path(record.path).name for record in self._ask(self.coordinator.checkpoints.remote())
-        }
+        live = {Path(record.path).name for record in self.coordinator.checkpoints().get()}
         keep, keep_every = self.config.learner.keep_checkpoints, self.config.learner.keep_every
         prune_checkpoints(self.layout.checkpoints, live=live, keep=keep, keep_every=keep_every)
         self.times.checkpoint_s = time.monotonic() - started
 
     def _notice(self, what: str, detail: str) -> None:
-        self._ask(self.coordinator.notice.remote(what, detail))
-
-    def _ask(self, call: Any, *, timeout_s: float = COORDINATOR_TIMEOUT_S) -> Any:
-        """The coordinator's answer. Raises Ray's GetTimeoutError: it answers in milliseconds, or it
-        is gone.
-        """
-        return ray.get(call, timeout=timeout_s)
+        self.coordinator.notice(what, detail).get()

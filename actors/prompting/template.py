@@ -17,7 +17,7 @@ import yaml
 from actors.policy import Prompt
 from envs import Observation
 
-FOLDER = Path(__file__).with_name("templates")
+FOLDER = Path(__file__).parents[1] / "templates"
 MAX_CHARACTERS = 2**20  # of a template's file; the largest of `templates/` has 2,000
 MAX_PARTS, MAX_DEPTH = 10_000, 8  # of its YAML; those of `templates/` have some 50, and depth 3
 MAX_NUMBER_CHARACTERS = 20

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coordinator.leases import Lease
+from coordinator import Lease
 from store import Step, Unfinished, now_us
 
 

@@ -23,8 +23,7 @@ from actors.inference.vllm_engine import EngineLostError
 from actors.rollout.attempts import Attempts
 from actors.rollout.group import EpisodeFailed, as_surplus, play_group
 from configs import Config
-from coordinator.client import CoordinatorClient
-from coordinator.leases import Lease
+from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
 from store import FencedError, RunLayout, SegmentMeta, Trajectory, VersionRecord, write_segment
 
@@ -76,7 +75,7 @@ class RolloutRunner:
         self._has_leased = False  # since the newest version was asked for, which every lease names
         # a group has ended, there may be more of them, or it is to stop
         self._news = asyncio.Event()
-        self._random = random.Random(coordinator.worker)
+        self._random = random.Random(coordinator.component)
 
     def waiting(self) -> tuple[str, float] | None:
         """Return what the player has waited for longest, and for how many seconds; None: it
@@ -196,12 +195,12 @@ class RolloutRunner:
 
     async def _keep_surplus(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         alone = [as_surplus(trajectory) for trajectory in trajectories]
-        await self.coordinator.keep_surplus(lease, await self.write(lease, alone))
+        await self.coordinator.keep_extra(lease, await self.write(lease, alone))
 
     async def write(self, lease: Lease, trajectories: Sequence[Trajectory]) -> SegmentMeta:
         """One segment. Raises StorageSilent."""
         with self.waits.on("the storage, to write a segment"):
-            worker = self.coordinator.worker
+            worker = self.coordinator.component
             writing = asyncio.to_thread(
                 write_segment, self.layout, trajectories, worker=worker, epoch=lease.epoch
             )

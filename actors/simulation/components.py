@@ -25,8 +25,7 @@ from actors.rollout.episode import AsyncEnvironment, EpisodeIds, EpisodeRules, p
 from actors.rollout.runner import CALLS_PER_S, RolloutRunner
 from actors.simulation.fakes import ByteTokenizer, Delay, SimulatedPolicy
 from configs import Config
-from coordinator.client import CoordinatorClient
-from coordinator.leases import Lease
+from coordinator import CoordinatorClient, Lease
 from store import Batch, SegmentMeta, Trajectory, VersionRecord
 
 HEARTBEAT_S = 1.0
@@ -68,16 +67,11 @@ class SimulatedWorker:
     """
 
     def __init__(self, setup: SimulatedSetup, coordinator: Any) -> None:
-        self.name, self.config, self.setup, self._handle = (
-            setup.name,
-            setup.config,
-            setup,
-            coordinator,
-        )
+        self.name, self.config, self.setup = setup.name, setup.config, setup
         self.form = PromptForm(ByteTokenizer(), setup.config.prompt)
         self._random = random.Random(f"{setup.seed}/{setup.name}")
         self.policy = SimulatedPolicy(self.form, delay=setup.generation, source=self._random)
-        self.coordinator = CoordinatorClient(coordinator, worker=setup.name)
+        self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.player = KillableRunner(
             self.coordinator,
             setup.config,
@@ -121,17 +115,12 @@ class SimulatedWorker:
         )
 
     async def _beat(self) -> None:
-        """Like `Heartbeat`, but for thousands: nothing where it would say what is known: leases and
-        commits are beats.
-        """
+        """Send heartbeats as `Heartbeat` does, but seldom enough for thousands of workers."""
         every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
-        said: str | None = "its own start"
         while True:
             waiting_on, waits_s = self.player.waiting() or (None, 0.0)
-            if said != waiting_on or self.coordinator.quiet_s() > every_s / 2:
-                said = waiting_on
-                await self._handle.heartbeat.remote(self.name, waiting_on, waits_s)
-            await asyncio.sleep(every_s / 2 * self._random.uniform(0.5, 1.5))
+            await self.coordinator.heartbeat(waiting_on, waits_s)
+            await asyncio.sleep(every_s * self._random.uniform(0.5, 1.5))
 
 
 class SimulatedWeights:
@@ -157,7 +146,8 @@ class SimulatedLearner:
     """
 
     def __init__(self, config: Config, coordinator: Any, *, step_time: Delay, seed: int) -> None:
-        self.config, self.coordinator = config, coordinator
+        self.config = config
+        self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.step = self.version = 0
         self.idle_s: list[float] = []
         self.step_ends_s: list[float] = []
@@ -165,9 +155,9 @@ class SimulatedLearner:
 
     async def start(self) -> None:
         """From the newest checkpoint, whose weights get a number nobody has seen."""
-        checkpoints = await self.coordinator.checkpoints.remote()
+        checkpoints = await self.coordinator.checkpoints()
         self.step = checkpoints[0].learner_step if checkpoints else 0
-        point = await self.coordinator.resume.remote(self.step)
+        point = await self.coordinator.resume(self.step)
         await self._publish(0 if point.latest_version is None else point.latest_version + 1)
 
     async def run(self) -> int:
@@ -190,7 +180,7 @@ class SimulatedLearner:
         return self.step
 
     async def _claim(self, version: int) -> Batch:
-        while (batch := await self.coordinator.claim.remote(version)) is None:
+        while (batch := await self.coordinator.claim(version)) is None:
             await asyncio.sleep(CLAIM_POLL_S)
         return batch
 
@@ -198,9 +188,11 @@ class SimulatedLearner:
         self.step += 1
         trained_at = self.version
         await self._publish(trained_at + 1)
-        await self.coordinator.settle.remote(batch.batch_id, self.step, {}, trained_at, {})
+        await self.coordinator.settle(
+            batch.batch_id, learner_step=self.step, no_signal={}, version_in=trained_at, metrics={}
+        )
         if self.step % self.config.learner.checkpoint_every == 0:
-            await self.coordinator.checkpoint.remote(
+            await self.coordinator.checkpoint(
                 self.step, f"checkpoints/step{self.step}", self.version
             )
 
@@ -208,5 +200,5 @@ class SimulatedLearner:
         record = VersionRecord(
             version=version, path=f"weights/v{version}", digest="simulated", learner_step=self.step
         )
-        await self.coordinator.publish.remote(record)
+        await self.coordinator.publish(record)
         self.version = version

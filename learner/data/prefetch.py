@@ -30,7 +30,7 @@ released when the learner
     stays stale, although the run may go on from a checkpoint at v: too early by one version, seen in the store, and rare.
 Stop. `close` ends the thread and leaves at most one claimed batch that nobody will train on; the
 loop then gives it back
-    (`Coordinator.give_back`), which is the same release without a crash.
+    (`Coordinator.release_claims`), which is the same release without a crash.
 Memory. Rows and tensors of two batches are held at once, in main memory.
 """
 

@@ -18,8 +18,7 @@ from actors.rollout.attempts import Attempts
 from actors.rollout.runner import RolloutRunner, StorageSilent
 from actors.simulation.fakes import LocalHandle
 from actors.simulation.virtual_time import VirtualTimeLoop
-from coordinator import Coordinator, Lease
-from coordinator.client import CoordinatorClient
+from coordinator import Coordinator, CoordinatorClient, Lease
 from envs.hosting import pending as waits
 from store import Trajectory, VersionRecord, export, uid, uid_text
 from store.reading.query import connect
@@ -87,7 +86,7 @@ def on_stage(
     config = replace(config, actors=actors)
 
     async def run() -> None:
-        client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), worker="w")
+        client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), component="w")
         stage: Stage = Stage(coordinator, None)  # type: ignore[arg-type]
         stage.player = RolloutRunner(
             client, config, play=stage.play, weights=stage, concurrency=Concurrency.of(config)
@@ -137,7 +136,7 @@ def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for
         stage.player.stop()
         await asyncio.sleep(1.0)
         assert stage.sql("SELECT member FROM trajectories") == [(1,)]
-        stage.coordinator.forget("w", "stopped")
+        stage.coordinator.remove("w", "stopped")
         lease = stage.coordinator.lease("v")
         assert lease is not None and lease.group.missing == (0,)
 

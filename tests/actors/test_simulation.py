@@ -32,10 +32,8 @@ from actors.simulation.components import SimulatedLearner, SimulatedSetup, Simul
 from actors.simulation.fakes import Delay, DelayedEnvironment, LocalHandle
 from actors.simulation.virtual_time import VirtualTimeLoop
 from configs import Config
-from coordinator import Coordinator, task_index
+from coordinator import Coordinator, heartbeats, task_index
 from coordinator import export_schedule as maintenance
-from coordinator import heartbeats as pulse
-from coordinator.batched_calls import BatchedHandle
 from envs import environment_class, list_tasks
 from store import (
     Batch,
@@ -139,7 +137,7 @@ class World:
             loading=self.loading,
         )
         # as a real one: what it asks at once goes together
-        worker = SimulatedWorker(setup, BatchedHandle(self.handle))
+        worker = SimulatedWorker(setup, self.handle)
         self.workers[worker] = asyncio.create_task(worker.run())
 
     def make_environment(self, source: random.Random) -> AsyncEnvironment:
@@ -176,7 +174,7 @@ class World:
         await task
         if self.random.random() < 0.5:
             await asyncio.sleep(RESTART_S)
-            await self.handle.forget.remote(worker.name, "killed")
+            await self.handle.remove.remote(worker.name, "killed")
 
     async def kill_learner(self) -> None:
         if not self.learner.done():
@@ -266,7 +264,7 @@ def simulated(
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             clock = runner.get_loop().time
             monkeypatch.setattr("store.catalog.database.now_us", lambda: 1 + round(clock() * 1e6))
-            for module in (maintenance, pulse):
+            for module in (maintenance, heartbeats):
                 monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
             runner.run(asyncio.wait_for(world.play(), timeout=LONGEST_S))
         for statement in statements:

@@ -22,15 +22,15 @@ from ray.exceptions import AuthenticationError
 
 from configs import ConfigError
 from driver import ray_cluster as cluster
+from driver.interrupt import REPEAT_S, STOP_SIGNALS, hold_interrupts
 from driver.ray_cluster import AUTHENTICATION_HINT
-from driver.shutdown import REPEAT_S, STOP_SIGNALS, stop_held_back
 from learner.distributed.ray_directory import RAY_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_RAY = """
 import sys
-from driver import ray_cluster, shutdown
-shutdown.Interrupt().listen()
+from driver import interrupt, ray_cluster
+interrupt.Interrupt().listen()
 try:
     with ray_cluster.ray_cluster(sys.argv[1], processes=1):
         print("Ray is up")
@@ -55,7 +55,7 @@ PLACES_COORDINATORS = """
 import json, os, sys
 import ray
 import configs
-from driver import coordinator_client, ray_cluster
+from driver import coordinator_process, ray_cluster
 
 class Coordinator:
     def __init__(self, config, *, learns):
@@ -63,10 +63,10 @@ class Coordinator:
     def place(self):
         return ray.get_runtime_context().get_node_id(), os.getcwd()
 
-coordinator_client.CoordinatorActor = ray.remote(Coordinator)
+coordinator_process.CoordinatorActor = ray.remote(Coordinator)
 config = configs.from_yaml("{run_dir: " + sys.argv[1] + "}")
 with ray_cluster.ray_cluster(sys.argv[1], processes=1):
-    calls = [coordinator_client.CoordinatorClient(config, learns=True) for _ in range(4)]
+    calls = [coordinator_process.CoordinatorProcess(config, learns=True) for _ in range(4)]
     places = ray.get([call.handle.place.remote() for call in calls])
     print(json.dumps([ray.get_runtime_context().get_node_id(), len(ray.nodes()), places]))
 """
@@ -214,7 +214,7 @@ def test_a_stop_while_ray_starts_is_heard_and_prints_nothing_of_ray(tmp_path: Pa
 def test_a_stop_that_is_held_back_is_heard_at_the_end(number: signal.Signals) -> None:
     handler, done = signal.getsignal(number), []
 
-    @stop_held_back()
+    @hold_interrupts()
     def work() -> None:
         os.kill(os.getpid(), number)
         done.append("all of it")
@@ -227,9 +227,9 @@ def test_a_stop_that_is_held_back_is_heard_at_the_end(number: signal.Signals) ->
 
 def test_one_more_stop_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, done = [100.0], []
-    monkeypatch.setattr("driver.shutdown.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("driver.interrupt.time.monotonic", lambda: now_s[0])
 
-    @stop_held_back()
+    @hold_interrupts()
     def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         now_s[0] += REPEAT_S / 2
@@ -245,7 +245,7 @@ def test_one_more_stop_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_error_of_what_is_not_to_be_left_half_done_comes_first() -> None:
-    @stop_held_back()
+    @hold_interrupts()
     def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise OSError("no room")

@@ -21,6 +21,7 @@ from rich.console import Console
 import configs
 from cli import train
 from driver import run_control as runs
+from driver.interrupt import REPEAT_S, Interrupt
 from driver.run_control import (
     DRIVER_FILE,
     RUN_MARK,
@@ -29,7 +30,6 @@ from driver.run_control import (
     remove_leftovers,
     started_ticks,
 )
-from driver.shutdown import REPEAT_S, Interrupt
 from learner import make_ray_directory
 from learner.distributed import ray_directory
 from learner.replay import replay
@@ -572,7 +572,7 @@ time.sleep(99)
 
 def test_signals_in_quick_succession_are_one_wish_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("driver.shutdown.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("driver.interrupt.time.monotonic", lambda: now_s[0])
     interrupt = Interrupt()
     with pytest.raises(KeyboardInterrupt):
         interrupt._heard(signal.SIGTERM, None)

@@ -18,7 +18,7 @@ import pytest
 
 import configs
 from configs import Config
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from learner.checkpointing.checkpoint import CheckpointError, CheckpointPoint
 from learner.data.micro_batch import MicroBatch
@@ -257,7 +257,7 @@ def make_learner(
     stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]],
 ) -> Learner:
     """Not started."""
-    monkeypatch.setattr("learner.learner.Ranks", type("Ranks", (StandIn,), {"stats": stats}))
+    monkeypatch.setattr("learner.learner.RankGroup", type("Ranks", (StandIn,), {"stats": stats}))
     monkeypatch.setattr("learner.learner.Heartbeat", Silent)
-    monkeypatch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
+    monkeypatch.setattr(Reply, "get", lambda reply, **patience: reply.reference)
     return Learner(LearnerSetup(config=config, model_path="unused"), handle)  # type: ignore[arg-type]
