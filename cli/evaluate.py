@@ -42,27 +42,25 @@ import configs
 from actors import ChatPolicy, EndpointFailed, weight_files
 from analysis import evaluation_stats as evaluation
 from configs import Config, ConfigError
-from driver import resume
+from driver import resume, run_lock
 from driver import run_control as runs
+from driver.cluster import ray_cluster
+from driver.environment_check import check_tasks, try_tasks
 from driver.errors import ComponentFailed
 from driver.interrupt import Interrupt
+from driver.model_download import try_model, with_model
 from driver.preflight import (
     check_gpus,
     check_run_dir,
     check_same_run,
-    check_tasks,
     check_writable,
     disk_faults,
     open_run,
-    published,
     show_missing,
-    try_model,
-    try_tasks,
-    with_model,
+    with_defaults,
 )
 from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
-from driver.ray_cluster import ray_cluster
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import EnvironmentFailed
@@ -98,7 +96,7 @@ def main(arguments: list[str]) -> int:
             return 0
         check_writable(config)
         if options.overrides:
-            evaluate_apart(published(config), options.weights, console)
+            evaluate_apart(with_defaults(config), options.weights, console)
         else:
             # the run's own commit, where the cache has lost it
             config = with_model(config, console)
@@ -135,7 +133,7 @@ def own_config(run: str) -> Config:
             f"{run} is evaluated in a store of its own; give its directory: run_dir=..."
         )
     layout = RunLayout.open(Path(run))
-    runs.check_idle(
+    run_lock.check_idle(
         layout.root,
         instead=f"evaluate its newest weights beside it: python cli/evaluate.py {run} run_dir=NEW",
     )
@@ -286,7 +284,7 @@ def play(config: Config, console: Console, *, apart: bool) -> None:
     run = Path(config.run_dir)
     # of an endpoint: nobody looks at it
     model_path = config.model.path or str(run / "base" / "policy")
-    with runs.driving(run), ExitStack() as ray:
+    with run_lock.driving(run), ExitStack() as ray:
         with said_while(lambda: "starting Ray", partial(console.print, markup=False)):
             ray.enter_context(
                 ray_cluster(config.run_dir, processes=n_processes(config, learns=False))

@@ -38,31 +38,27 @@ import configs
 from actors import sample_chats
 from analysis import report
 from configs import Config, ConfigError
-from driver import fork as forking
 from driver import offline_sources as sources
-from driver import resume
+from driver import resume, run_lock
 from driver import run_control as runs
+from driver.cluster import ray_cluster
+from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.errors import ComponentFailed
 from driver.interrupt import Interrupt
+from driver.model_download import try_model, with_model
 from driver.preflight import (
-    FAILURE_LOG,
     check_gpus,
     check_run_dir,
     check_same_run,
-    check_tasks,
     check_writable,
     disk_faults,
     missing_gpus,
     open_run,
     run_need,
     show_missing,
-    try_model,
-    try_tasks,
-    with_model,
 )
 from driver.processes import n_processes
 from driver.progress import Progress, said_while
-from driver.ray_cluster import ray_cluster
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import EnvironmentFailed, is_program, list_tasks
@@ -87,7 +83,7 @@ def main(arguments: list[str]) -> int:
             return 0
         config = with_model(config, console)
         if options.fork:
-            forking.make(options.fork, config)
+            resume.make_fork(options.fork, config)
         train(config, console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed) as error:
         fail(error)
@@ -107,13 +103,13 @@ def asked_config(options: argparse.Namespace) -> Config:
         trust_if_asked(options, run)
         config = resume.load(run, given)
     elif options.fork:
-        trust_if_asked(options, forking.parsed(options.fork)[0])
-        config = forking.load(options.fork, given)
+        trust_if_asked(options, resume.parse_fork(options.fork)[0])
+        config = resume.load_fork(options.fork, given)
     else:
         config = configs.load(options.config, options.overrides)
         run = Path(config.run_dir)
         there = [run] if RunLayout.exists(run) else []
-        for asked_about in [*there, *sources.runs(config)] or [run]:
+        for asked_about in [*there, *sources.source_runs(config)] or [run]:
             trust_if_asked(options, asked_about)
     if config.endpoint.url:
         raise ConfigError(
@@ -196,7 +192,7 @@ def train(config: Config, console: Console) -> None:
     """One run from wherever it stands to its last learner step, and its held-out evaluation."""
     configs.check_model_path(config)
     check_writable(config)
-    with runs.driving(Path(config.run_dir)) as n_leftovers:
+    with run_lock.driving(Path(config.run_dir)) as n_leftovers:
         if n_leftovers:
             console.print(
                 f"removed {n_leftovers} processes that an earlier start of {config.run_dir} left "
@@ -230,7 +226,7 @@ def run_to_the_end(config: Config, console: Console) -> None:
     resume.remember(config)
     model_path = config.model.path or str(make_base_policy(config, console))
     if config.source:
-        sources.take(config, console)
+        sources.import_sources(config, console)
     with (
         tensorboard_files(layout, partial(console.print, markup=False)) as curves,
         session_of(config, model_path, config, console) as session,
@@ -260,7 +256,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     directory = Path(config.run_dir) / "base"
     policy = directory / "policy"
     if config.source:
-        return sources.base_policy(config, policy)
+        return sources.copy_base_policy(config, policy)
     if policy.is_dir():
         return policy
     if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
@@ -299,7 +295,7 @@ def make_base_policy(config: Config, console: Console) -> Path:
     ):
         session.train(curves.beside(progress.show))
         version = session.status().version
-    runs.goes_on(Path(config.run_dir))
+    runs.clear_stopping(Path(config.run_dir))
     copy_weights(layout.weights_dir(version), policy, follow_links=False)
     console.print(f"the base policy is cloned: {policy}. Next comes the training", markup=False)
     return policy

@@ -15,8 +15,8 @@ EXPORT_INTERVAL_S = 1.0
 EXPORT_PAUSE = 20.0
 LONGEST_EXPORT_PAUSE_S = 60.0
 
-# Longest time that the maintainer's thread keeps the interpreter while a call waits. SQLite releases
-# the lock at every statement: with Python's 5 ms each group would wait dozens of times that long.
+# Longest time that the maintainer's thread keeps the interpreter while a call waits. SQLite
+# releases the lock at every statement: with Python's 5 ms, a call would wait dozens of such times.
 SWITCH_S = 0.0002
 
 

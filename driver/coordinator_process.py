@@ -10,8 +10,8 @@ from ray.exceptions import RayActorError, RayError
 
 from configs import Config
 from coordinator import CoordinatorActor, CoordinatorClient, CoordinatorSilent, Reply
+from driver.cluster import on_the_drivers_node
 from driver.errors import DIED, ComponentFailed, cause_of, describe_cause
-from driver.ray_cluster import on_the_drivers_node
 from envs import log_hint
 
 START_TIMEOUT_S = 600.0  # it may make games

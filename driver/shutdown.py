@@ -95,7 +95,7 @@ def _is_made(process: ManagedProcess) -> bool:
 def _wait(
     running: Mapping[Any, ManagedProcess], *, status: Callable[[], Status], config: Config, say: Say
 ) -> dict[str, str]:
-    """Wait until each process has ended, is silent or is late. Return the last two with a reason."""
+    """Wait until each process has ended, is silent or is late. Return the reasons of the last."""
     begun_s, said_s = time.monotonic(), float("-inf")
     monitor = HealthMonitor(config.supervision)
     waiting, unstopped = dict(running), {}

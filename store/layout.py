@@ -55,6 +55,11 @@ def read_run_file(run: Path, name: str) -> str:
 
 # Names in the run's directory that somebody writes. `base` holds a run of its own; its links are
 # checked with the run's.
+CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
+OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside its directory
+DRIVER_FILE = "driver.json"  # the process that drives the run
+WANTED_WORKERS_FILE = "workers.wanted"  # the number of workers that was asked for
+STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
 DIRECTORIES_OF_A_RUN = (
     "segments",
     "export",
@@ -74,11 +79,33 @@ FILES_OF_A_RUN = (
         "published.json",
         "open.sql",
         "mirror.lock",
-        "config.yaml",
+        CONFIG_FILE,
     ),
-    *("outside.json", "driver.json", "workers.wanted", "stopping"),
+    *(OUTSIDE_FILE, DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE),
+)
+# Names in a run's directory whose first start was killed before it wrote run.json, or that is the
+# root of a new file system.
+MADE_BEFORE_RUN_JSON = (
+    *("run.json", "signed.json", "segments", "export", "weights", "checkpoints", "logs"),
+    *(DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE, "lost+found"),
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
+
+
+def parse_run_step(text: str) -> tuple[Path, int | None]:
+    """Split RUN@STEP: `runs/a@40` is runs/a and 40, `runs/a` is runs/a and None.
+
+    Raises StoreError.
+    """
+    run, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not run or not step.isdecimal():
+        raise StoreError(
+            f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. "
+            "runs/a@40"
+        )
+    return Path(run), int(step)
 
 
 def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:

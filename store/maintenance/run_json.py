@@ -25,7 +25,7 @@ from store.catalog.time_travel import connect_read_only
 from store.clock import now_us
 from store.errors import FormatError, NewerFormatError, StoreError
 from store.hashing import CANONICALISER_VERSION
-from store.layout import FORMAT_VERSION, RUN_ID, RunInfo, RunLayout, parse_run_json
+from store.layout import CONFIG_FILE, FORMAT_VERSION, RUN_ID, RunInfo, RunLayout, parse_run_json
 from store.maintenance.repair import quarantine
 from store.reading.exported import read_exported
 from store.untrusted import json_values
@@ -38,7 +38,6 @@ from store.untrusted.file_access import (
 )
 from store.untrusted.settings_text import parse_settings_text, setting
 
-CONFIG_FILE = "config.yaml"  # the settings of the newest start, as cli/train.py writes them
 # of the event that a fork writes
 FORKED = re.compile(rf"at learner step (\d+), run ({RUN_ID.pattern}), version \d+$")
 FILES_ASKED = 100  # segments that are asked whose they are

@@ -143,7 +143,7 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
         from actors.inference.codepoint_tokenizer import character_form
         from actors.inference.openai_policy import ChatPolicy
         config = evaluate.asked_config('configs/key_room.yaml', ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m'])
-        ChatPolicy(evaluate.published(config)), character_form(config.prompt)
+        ChatPolicy(evaluate.with_defaults(config)), character_form(config.prompt)
         import progress, session
         from rich.console import Console
         progress.Progress(config, 'evaluating', Console())
@@ -245,7 +245,7 @@ def test_an_agent_program_has_its_own_client(
         "env.options={highest: 5, guesses: 2}",
     ]
     config = evaluate.asked_config(KEY_ROOM, given)
-    from driver.preflight import try_tasks
+    from driver.environment_check import try_tasks
 
     with pytest.raises(ConfigError, match="is an agent program, which calls its model by itself"):
         try_tasks(config, Console())

@@ -53,7 +53,7 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
     def shown(**components: Component) -> str:
         output = StringIO()
         Console(file=output, width=200).print(
-            Progress.table(table_of, SimpleNamespace(components=components), [])
+            Progress._table(table_of, SimpleNamespace(components=components), [])
         )
         return output.getvalue()
 
@@ -67,11 +67,7 @@ def test_who_left_is_written_as_gone_until_it_beats_again(monkeypatch: pytest.Mo
     beats = HeartbeatTracker()
     beats.record("worker-1", "admission", waits_s=0.0)
     beats.remove("worker-1")
-    assert dict(beats.take_unwritten()) == {
-        "worker-1": GONE
-    }
+    assert dict(beats.take_unwritten()) == {"worker-1": GONE}
     assert beats.components() == {}
     beats.record("worker-1", None, waits_s=0.0)
-    assert dict(beats.take_unwritten()) == {
-        "worker-1": None
-    }
+    assert dict(beats.take_unwritten()) == {"worker-1": None}

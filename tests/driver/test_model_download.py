@@ -27,8 +27,9 @@ import configs
 from cli import train
 from configs import Config, ConfigError, ModelConfig
 from driver import model_download as hub
-from driver import preflight as opening
+from driver.environment_check import try_tasks
 from driver.model_download import Repository
+from driver.preflight import open_run, with_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
@@ -138,7 +139,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def with_model(config: Config) -> tuple[Config, str]:
     """The config with its model's directory, and what was shown."""
     out = io.StringIO()
-    return opening.with_model(config, Console(file=out, width=500, markup=False)), out.getvalue()
+    return hub.with_model(config, Console(file=out, width=500, markup=False)), out.getvalue()
 
 
 def asking(**model: Any) -> Config:
@@ -217,10 +218,10 @@ def test_a_download_that_waited_for_another_goes_on_behind_its_bytes(
     """
     waits = f"""
 import fcntl, pathlib
-from driver import model_download as hub
+from driver import hub_process, model_download as hub
 partial = pathlib.Path({str(tmp_path)!r}, "cache/models--org--Tiny-1B/blobs/{oid(WEIGHTS)}.partial")
 fcntl.flock = lambda *_: partial.write_bytes(pathlib.Path({str(tmp_path)!r}, "first").read_bytes())
-hub._fetch("model.safetensors", hub._asked(hub.Repository(name={NAME!r}, commit={OLD!r})))
+hub_process.fetch("model.safetensors", hub._request(hub.Repository(name={NAME!r}, commit={OLD!r})))
 """
     (tmp_path / "first").write_bytes(WEIGHTS[:1000])
     subprocess.run([sys.executable, "-c", waits], cwd=ROOT, check=True)
@@ -301,7 +302,7 @@ def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> Non
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:
     begun, _ = with_model(asking())
-    layout = opening.open_run(opening.published(begun))
+    layout = open_run(with_defaults(begun))
     server.commit = NEW
     shutil.rmtree(tmp_path / "cache")
     again, _ = with_model(asking())
@@ -471,7 +472,7 @@ def test_a_shipped_config_names_a_repository_or_no_model(path: Path) -> None:
 def test_a_package_that_is_not_installed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envs.registry.find_spec", lambda name: None)
     config = configs.load(ROOT / "configs" / "alfworld_cpu.yaml")
-    missing = opening.try_tasks(config, Console(file=io.StringIO()))
+    missing = try_tasks(config, Console(file=io.StringIO()))
     assert (
         "env.name=alfworld needs alfworld and fast_downward: pip install -e '.[alfworld]'"
         in missing

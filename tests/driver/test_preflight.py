@@ -16,8 +16,9 @@ import configs
 from cli import train
 from configs import Config, ConfigError, EnvConfig
 from coordinator import Status
-from driver import preflight as opening
-from driver.preflight import show_missing, try_tasks
+from driver import preflight
+from driver.environment_check import try_tasks
+from driver.preflight import show_missing, with_defaults
 from driver.progress import Progress, said_with_spinner
 from envs.textworld.games import ensure_compiled
 from store import Counts
@@ -291,8 +292,8 @@ def test_a_directory_of_other_things_does_not_become_a_run(
     # of a run that was killed before it was one
     for name in (".hidden", "driver.json", "segments", "lost+found"):
         (tmp_path / "young" / name).touch()
-    opening.check_run_dir(replace(Config(), run_dir="young"))
-    opening.check_run_dir(replace(Config(), run_dir="not/yet"))
+    preflight.check_run_dir(replace(Config(), run_dir="young"))
+    preflight.check_run_dir(replace(Config(), run_dir="not/yet"))
     for given, words in {
         "": "it is empty",
         ".": r"other things in it \(notes.txt, young\)",
@@ -302,7 +303,7 @@ def test_a_directory_of_other_things_does_not_become_a_run(
         with pytest.raises(
             ConfigError, match=rf"run_dir='{re.escape(given)}'.*{words}.*e.g. run_dir=runs/mine"
         ):
-            opening.check_run_dir(replace(Config(), run_dir=given))
+            preflight.check_run_dir(replace(Config(), run_dir=given))
         assert (
             train.main([KEY_ROOM, f"run_dir={given}"])
             == train.main([KEY_ROOM, f"run_dir={given}", "--dry-run"])
@@ -315,7 +316,7 @@ def test_a_dry_run_looks_at_the_run_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
-    opening.open_run(opening.published(config))
+    preflight.open_run(with_defaults(config))
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err
@@ -339,16 +340,16 @@ def test_a_dry_run_says_which_gpus_are_missing_here(
 ) -> None:
     shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"]
     command = [KEY_ROOM, "--dry-run", *shared]
-    monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 0)
+    monkeypatch.setattr(preflight, "gpus_of_this_machine", lambda: 0)
     assert train.main(command) == 0
     assert (
         "missing here:\n  GPUs: the config asks for 1, this machine has 0"
         in capsys.readouterr().out
     )
-    monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 1)
+    monkeypatch.setattr(preflight, "gpus_of_this_machine", lambda: 1)
     assert train.main(command) == 0
     assert "GPUs:" not in capsys.readouterr().out
     monkeypatch.undo()
-    assert opening.missing_gpus(Config()) == [] and opening.gpus_of_this_machine() == 0, (
+    assert preflight.missing_gpus(Config()) == [] and preflight.gpus_of_this_machine() == 0, (
         "tests see no GPU"
     )

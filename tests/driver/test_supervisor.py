@@ -38,10 +38,10 @@ from configs import PromptConfig
 from coordinator import Component, Coordinator
 from driver import processes, shutdown
 from driver import supervisor as supervisor_module
+from driver.cluster import DRIVER_DIRECTORY, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.processes import LEARNER, ManagedProcess
-from driver.ray_cluster import DRIVER_DIRECTORY, ray_cluster
-from driver.run_control import RUN_MARK
+from driver.run_lock import RUN_MARK
 from driver.shutdown import outcome, stop_in_order
 from driver.supervisor import Supervisor
 from envs import log_hint

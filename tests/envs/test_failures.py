@@ -18,8 +18,8 @@ from rich.console import Console
 import configs
 from cli import evaluate, train
 from configs import Config, ConfigError, EnvConfig
-from driver import preflight as opening
-from driver.preflight import FAILURE_LOG, try_tasks
+from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
+from driver.preflight import check_writable, open_run, with_defaults
 from envs import (
     ClientSettings,
     EnvironmentDied,
@@ -432,7 +432,7 @@ def test_a_start_that_fails_keeps_its_log_and_the_next_one_removes_it(
         )
         check_log(log, "raise")
     config = replace(Config(), run_dir=str(run), env=EnvConfig(name="broken_world:Broken"))
-    opening.check_tasks(config, Console(quiet=True))
+    check_tasks(config, Console(quiet=True))
     assert not list(run.iterdir())
 
 
@@ -444,7 +444,7 @@ def test_a_run_that_is_evaluated_tries_its_environment_before_anything_starts(
         "env.options.how=init-exit",
         f"run_dir={tmp_path / 'run'}",
     ]
-    opening.open_run(opening.published(configs.load(KEY_ROOM, asked)))
+    open_run(with_defaults(configs.load(KEY_ROOM, asked)))
     assert evaluate.main([str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     log = tmp_path / "run" / "logs" / FAILURE_LOG
@@ -544,11 +544,11 @@ def test_a_run_dir_without_the_right_to_write_is_left_as_it_was(
     def refused(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    opening.check_writable(replace(Config(), run_dir=str(tmp_path / "a" / "b")))
+    check_writable(replace(Config(), run_dir=str(tmp_path / "a" / "b")))
     assert not os.listdir(tmp_path), "it is looked at only"
     (tmp_path / "there").mkdir()
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     for name in ("there", "not"):
         with pytest.raises(ConfigError, match="cannot be written: Permission denied; give another"):
-            opening.check_writable(replace(Config(), run_dir=str(tmp_path / name)))
+            check_writable(replace(Config(), run_dir=str(tmp_path / name)))
     assert os.listdir(tmp_path) == ["there"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from driver.run_control import has_ended
+from driver.run_lock import has_ended
 from tests.support.fault_runs import (
     NAMED_WITHIN_S,
     PATIENCE_S,
@@ -42,19 +42,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[FaultRun]:
     """One run that is broken again and again, and has to survive it all."""
     with started(tmp_path_factory.mktemp("faults") / "run", model, *SCRIPTED) as run:
-        run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 2, what="the second learner step")
+        run.wait(
+            lambda: (run.run / "open.sql").exists() and run.learner_step() >= 2,
+            what="the second learner step",
+        )
         yield run
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "cli/train.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "cli/train.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
 
 
 def is_named(run: FaultRun, what: str, *words: str, before: int) -> Callable[[], bool]:
     """Whether a new event `what` has all these words in its detail."""
-    return lambda: any(all(word in detail for word in words) for detail in run.events(what)[before:])
+    return lambda: any(
+        all(word in detail for word in words) for detail in run.events(what)[before:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +82,11 @@ def test_a_component_that_is_killed_or_stopped_is_named_and_started_again(
     before, seen = len(broken.events("started again")), seen_now(broken)
     old = broken.part(part)
     old.send_signal(how)
-    broken.wait(is_named(broken, "started again", *words, before=before), what=f"the name of {part}", within_s=NAMED_WITHIN_S)
+    broken.wait(
+        is_named(broken, "started again", *words, before=before),
+        what=f"the name of {part}",
+        within_s=NAMED_WITHIN_S,
+    )
     broken.goes_on()
     assert has_ended(old)
     assert broken.part(part).pid != old.pid
@@ -80,7 +94,8 @@ def test_a_component_that_is_killed_or_stopped_is_named_and_started_again(
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [(signal.SIGKILL, ["exit code -9"]), (signal.SIGSTOP, ["did not answer within 3 s"])]
+    ("how", "words"),
+    [(signal.SIGKILL, ["exit code -9"]), (signal.SIGSTOP, ["did not answer within 3 s"])],
 )
 def test_an_environment_process_that_is_killed_or_stopped_costs_its_episodes_an_attempt(
     broken: FaultRun, how: signal.Signals, words: list[str]
@@ -88,7 +103,9 @@ def test_an_environment_process_that_is_killed_or_stopped_costs_its_episodes_an_
     before = len(broken.events("episode failed"))
     broken.part("worker-0 environment").send_signal(how)
     broken.wait(
-        is_named(broken, "episode failed", "faulty_world", "key_room-train-", *words, before=before),
+        is_named(
+            broken, "episode failed", "faulty_world", "key_room-train-", *words, before=before
+        ),
         what="the name of the environment",
         within_s=NAMED_WITHIN_S,
     )
@@ -135,7 +152,10 @@ def test_a_stopped_driver_stops_nobody_else(broken: FaultRun) -> None:
 def test_workers_join_and_leave_a_running_job(broken: FaultRun) -> None:
     assert train("--workers", str(broken.run), "2").returncode == 0
     farewell = "SELECT count(*) FROM events WHERE component = 'worker-1' AND what = 'gone'"
-    broken.wait(lambda: broken.sql("SELECT count(*) FROM components WHERE name = 'worker-1'") == [(1,)], what="worker-1")
+    broken.wait(
+        lambda: broken.sql("SELECT count(*) FROM components WHERE name = 'worker-1'") == [(1,)],
+        what="worker-1",
+    )
     assert train("--workers", str(broken.run), "1").returncode == 0
     broken.wait(lambda: broken.sql(farewell) == [(1,)], what="worker-1's farewell")
     broken.goes_on()
@@ -153,7 +173,10 @@ def test_z_stopped_from_outside_it_ends_in_order_and_leaves_nothing(broken: Faul
     assert "is stopped" in stopped.stdout
     code, last = broken.ended(within_s=10.0)
     assert code == 130, broken.said()
-    assert f"stopped in order, with a checkpoint at learner step {broken.learner_step()}; nothing that" in last, broken.said()
+    assert (
+        f"stopped in order, with a checkpoint at learner step {broken.learner_step()}; nothing that"
+        in last
+    ), broken.said()
     assert broken.sql("SELECT max(learner_step) FROM checkpoints") == [(broken.learner_step(),)]
     assert processes_of(broken.run) == []
     check_nothing_lost(broken, seen)
@@ -174,7 +197,10 @@ def test_without_a_coordinator_the_run_ends_with_the_cause_as_its_last_line(
     tmp_path: Path, model: Path, how: signal.Signals, words: str
 ) -> None:
     with started(tmp_path / "run", model, *SCRIPTED) as run:
-        run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
+        run.wait(
+            lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1,
+            what="a learner step",
+        )
         seen = seen_now(run)
         run.part("coordinator").send_signal(how)
         code, line = run.ended(within_s=60.0)
@@ -185,23 +211,34 @@ def test_without_a_coordinator_the_run_ends_with_the_cause_as_its_last_line(
 
 
 @pytest.mark.faults
-def test_an_environment_that_always_fails_ends_the_run_with_its_error(tmp_path: Path, model: Path) -> None:
+def test_an_environment_that_always_fails_ends_the_run_with_its_error(
+    tmp_path: Path, model: Path
+) -> None:
     with started(tmp_path / "run", model, *SCRIPTED) as run:
         run.tell("always raise")
         code, line = run.ended(within_s=120.0)
     assert code == 2
-    assert "10 groups in a row were abandoned" in line and "the door fell on the agent" in line, run.said()
+    assert "10 groups in a row were abandoned" in line and "the door fell on the agent" in line, (
+        run.said()
+    )
     log = run.run / "logs" / "worker-0.log"
-    found = re.search(r"task train/key_room-train-\d+: .*, at .*/faulty_world.py:\d+ in \w+; log: (\S*)$", line)
+    found = re.search(
+        r"task train/key_room-train-\d+: .*, at .*/faulty_world.py:\d+ in \w+; log: (\S*)$", line
+    )
     assert found and found[1] == str(log), run.said()
     assert "Traceback" in log.read_text() and line.count(str(log)) == 1
     assert processes_of(run.run) == []
 
 
 @pytest.mark.faults
-def test_after_a_killed_driver_the_same_command_finds_nothing_in_its_way(tmp_path: Path, model: Path) -> None:
+def test_after_a_killed_driver_the_same_command_finds_nothing_in_its_way(
+    tmp_path: Path, model: Path
+) -> None:
     with started(tmp_path / "run", model, *SCRIPTED) as run:
-        run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
+        run.wait(
+            lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1,
+            what="a learner step",
+        )
         seen = seen_now(run)
         left = processes_of(run.run)
         os.kill(run.process.pid, signal.SIGKILL)
@@ -217,12 +254,17 @@ def test_after_a_killed_driver_the_same_command_finds_nothing_in_its_way(tmp_pat
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", ["learner", "worker-0"])
-def test_a_full_disk_ends_the_run_with_the_file_it_could_not_write(tmp_path: Path, model: Path, part: str) -> None:
+def test_a_full_disk_ends_the_run_with_the_file_it_could_not_write(
+    tmp_path: Path, model: Path, part: str
+) -> None:
     """Files that may not grow, which is the same error as a disk without room, and needs no disk of
     its own.
     """
     with started(tmp_path / "run", model, *SCRIPTED, "learner.checkpoint_every=3") as run:
-        run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
+        run.wait(
+            lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1,
+            what="a learner step",
+        )
         seen, component = seen_now(run), run.part(part)
         component.rlimit(psutil.RLIMIT_FSIZE, (1024, 1024))
         code, line = run.ended(within_s=90.0)
@@ -239,10 +281,15 @@ def out_of_memory(engine: psutil.Process) -> None:
 
 
 @pytest.mark.faults
-def test_an_engine_that_is_killed_stopped_or_out_of_memory_is_started_again(tmp_path: Path, model: Path) -> None:
+def test_an_engine_that_is_killed_stopped_or_out_of_memory_is_started_again(
+    tmp_path: Path, model: Path
+) -> None:
     """The real engine. Also its weights may vanish: the next version serves."""
     with started(tmp_path / "run", model, "algorithm.signal=advantages") as run:
-        run.wait(lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1, what="a learner step")
+        run.wait(
+            lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1,
+            what="a learner step",
+        )
         for how, words in (
             (signal.SIGKILL, "lost its engine"),
             (signal.SIGSTOP, "has not answered for 3 s"),
@@ -252,7 +299,11 @@ def test_an_engine_that_is_killed_stopped_or_out_of_memory_is_started_again(tmp_
             run.wait(lambda: run.find("worker-0 engine") is not None, what="an engine")
             engine = run.part("worker-0 engine")
             how(engine) if callable(how) else engine.send_signal(how)
-            run.wait(is_named(run, "started again", "worker-0", words, before=before), what=words, within_s=NAMED_WITHIN_S)
+            run.wait(
+                is_named(run, "started again", "worker-0", words, before=before),
+                what=words,
+                within_s=NAMED_WITHIN_S,
+            )
             run.goes_on()
             check_nothing_lost(run, seen)
         newest = sorted((run.run / "weights").iterdir())[-1]

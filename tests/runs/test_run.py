@@ -23,18 +23,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from driver import run_control as runs
 import store
 from cli import train
 from configs import Config
+from driver import run_lock
 from learner.data.micro_batch import micro_batches
-from learner.training.engine import Engine
 from learner.distributed.ray_directory import RAY_DIRECTORY
+from learner.training.engine import Engine
 from store import RunLayout
 from store.reading.query import connect
+from tests.project.test_docs_metrics import documented
 from tests.support.curves_read import in_store, in_tensorboard
 from tests.support.processes import litter, unused_shared_memory
-from tests.project.test_docs_metrics import documented
 
 pytestmark = pytest.mark.run
 
@@ -49,7 +49,9 @@ learner: {steps: 6, groups_per_step: 4, learning_rate: 1.0e-3, checkpoint_every:
 evaluation: {every: 3, final_episodes_per_task: 1}
 """
 START_TIMEOUT_S = 900.0  # only for what hangs
-DOCUMENTED_QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "sql.md").read_text(), re.DOTALL)
+DOCUMENTED_QUERIES = re.findall(
+    r"```sql\n(.*?)```", (ROOT / "docs" / "sql.md").read_text(), re.DOTALL
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,13 @@ def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
     temporary.mkdir(exist_ok=True)
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
@@ -122,7 +130,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 def learner_step(run: Path) -> int:
-    return rows(run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'")[0][0]
+    return rows(
+        run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'"
+    )[0][0]
 
 
 def checkpoint(run: Path) -> int:
@@ -134,8 +144,12 @@ def trained_step(run: Path) -> int:
     """The newest learner step by the catalog itself: what readers are shown may be a second
     older.
     """
-    with contextlib.closing(sqlite3.connect(f"file:{run / 'catalog.sqlite'}?mode=ro", uri=True)) as catalog:
-        ((step,),) = catalog.execute("SELECT max(learner_step) FROM batch WHERE state = 'trained'").fetchall()
+    with contextlib.closing(
+        sqlite3.connect(f"file:{run / 'catalog.sqlite'}?mode=ro", uri=True)
+    ) as catalog:
+        ((step,),) = catalog.execute(
+            "SELECT max(learner_step) FROM batch WHERE state = 'trained'"
+        ).fetchall()
     return int(step)
 
 
@@ -164,14 +178,25 @@ def base(finished: tuple[Finished, list[str]]) -> str:
     return f"model.path={finished[0].run / 'base' / 'policy'}"
 
 
-def test_the_run_says_how_well_it_did_and_where_everything_is(finished: tuple[Finished, list[str]]) -> None:
+def test_the_run_says_how_well_it_did_and_where_everything_is(
+    finished: tuple[Finished, list[str]],
+) -> None:
     output = finished[0].output
     assert "success on training tasks" in output
-    assert re.search(r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)", output)
+    assert re.search(
+        r"held-out tasks: \d\.\d\d  \(95% interval \d\.\d\d to \d\.\d\d, \d+ of 20 episodes\)",
+        output,
+    )
     assert "python -m store sql" in output
-    assert re.search(r"6 learner steps took \d+ (s|min), one of them \d+\.\d\d s \(median\)", output)
+    assert re.search(
+        r"6 learner steps took \d+ (s|min), one of them \d+\.\d\d s \(median\)", output
+    )
     assert "advantages" not in output
-    assert "cloning  step " in output and "training  step " in output and "evaluating  held-out tasks " in output
+    assert (
+        "cloning  step " in output
+        and "training  step " in output
+        and "evaluating  held-out tasks " in output
+    )
     assert "the base policy is cloned: " in output
     assert "Traceback" not in output
 
@@ -184,7 +209,10 @@ def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) ->
         "train/return", "train/episode_steps", "heldout/return", "heldout/episode_steps",
     }  # fmt: skip
     assert names <= set(documented()), "docs/metrics.md has them all"
-    assert rows(finished[0].run, "SELECT count(DISTINCT learner_step) FROM metrics WHERE name = 'train/success'") == [(6,)]
+    assert rows(
+        finished[0].run,
+        "SELECT count(DISTINCT learner_step) FROM metrics WHERE name = 'train/success'",
+    ) == [(6,)]
 
 
 def test_tensorboard_shows_what_the_store_has(finished: tuple[Finished, list[str]]) -> None:
@@ -195,7 +223,9 @@ def test_tensorboard_shows_what_the_store_has(finished: tuple[Finished, list[str
     assert in_tensorboard(run / "base") == in_store(run / "base")
 
 
-def test_nothing_was_too_stale_and_no_task_is_in_both_splits(finished: tuple[Finished, list[str]]) -> None:
+def test_nothing_was_too_stale_and_no_task_is_in_both_splits(
+    finished: tuple[Finished, list[str]],
+) -> None:
     run = finished[0].run
     assert rows(run, "SELECT count(*) FROM staleness_violations") == [(0,)]
     assert rows(run, "SELECT count(*) FROM task_overlap") == [(0,)]
@@ -203,7 +233,9 @@ def test_nothing_was_too_stale_and_no_task_is_in_both_splits(finished: tuple[Fin
 
 
 @pytest.mark.parametrize("query", DOCUMENTED_QUERIES, ids=range(len(DOCUMENTED_QUERIES)))
-def test_a_documented_query_runs(finished: tuple[Finished, list[str]], reader: store.Reader, query: str) -> None:
+def test_a_documented_query_runs(
+    finished: tuple[Finished, list[str]], reader: store.Reader, query: str
+) -> None:
     answer = reader.sql(query)
     # Some tasks are always solved in the end, no state is met often enough in so few episodes,
     # nothing was rolled back.
@@ -221,7 +253,9 @@ def test_fsck_finds_nothing_in_a_finished_run(finished: tuple[Finished, list[str
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(finished: tuple[Finished, list[str]]) -> None:
+def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(
+    finished: tuple[Finished, list[str]],
+) -> None:
     run = finished[0].run
     found = rows(
         run,
@@ -235,7 +269,9 @@ def test_from_a_learner_step_to_the_weights_that_wrote_its_rows(finished: tuple[
     assert shortest >= 1
 
 
-def test_engine_and_learner_give_a_token_the_same_log_probability(finished: tuple[Finished, list[str]]) -> None:
+def test_engine_and_learner_give_a_token_the_same_log_probability(
+    finished: tuple[Finished, list[str]],
+) -> None:
     """Behaviour log-probabilities as recorded by vLLM, against the learner's forward pass on the
     same published weights.
     """
@@ -279,14 +315,24 @@ def test_every_version_was_served_as_published(finished: tuple[Finished, list[st
     )
     assert len(served) == 7 and all(different == 0 for _, _, different in served)
     loaded = {version for version, loads, _ in served if loads}
-    wrote = {version for (version,) in rows(finished[0].run, "SELECT DISTINCT unnest([version_min, version_max]) FROM steps")}
-    assert wrote <= loaded, "every token is of weights whose digest is recorded; others than these may be skipped"
+    wrote = {
+        version
+        for (version,) in rows(
+            finished[0].run, "SELECT DISTINCT unnest([version_min, version_max]) FROM steps"
+        )
+    }
+    assert wrote <= loaded, (
+        "every token is of weights whose digest is recorded; others than these may be skipped"
+    )
     assert {0, 6} <= wrote, "the first version is played, and the last in the held-out evaluation"
 
 
 def test_the_base_policy_came_through_the_same_store(finished: tuple[Finished, list[str]]) -> None:
     base = finished[0].run / "base"
-    (losses,) = zip(*rows(base, "SELECT value FROM metrics WHERE name = 'loss/loss' ORDER BY learner_step"), strict=True)
+    (losses,) = zip(
+        *rows(base, "SELECT value FROM metrics WHERE name = 'loss/loss' ORDER BY learner_step"),
+        strict=True,
+    )
     assert len(losses) == 20
     assert losses[-1] < 0.5 * losses[0]
 
@@ -304,7 +350,9 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Finished, list[str]
     assert learner_step(finished[0].run) == 6
 
 
-def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_path: Path, base: str) -> None:
+def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
+    tmp_path: Path, base: str
+) -> None:
     run, moved = tmp_path / "run", tmp_path / "elsewhere" / "moved"
     process = start(run, base, "learner.steps=500")
     wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 3, process)
@@ -312,16 +360,27 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_pat
     process.communicate()
     committed = trajectory_uids(run)
     assert committed
-    runs.remove_leftovers(run)  # Ray ends them too, some seconds later
+    run_lock.remove_leftovers(run)  # Ray ends them too, some seconds later
     trained_by_then = trained_step(run)
     moved.parent.mkdir()
     shutil.copytree(run, moved)
     shutil.rmtree(run)
     run = moved
     before = Before.now()
-    command = [sys.executable, str(ROOT / "cli/train.py"), "--resume", run.name, "actors.groups_in_flight=2"]
+    command = [
+        sys.executable,
+        str(ROOT / "cli/train.py"),
+        "--resume",
+        run.name,
+        "actors.groups_in_flight=2",
+    ]
     process = subprocess.Popen(
-        command, cwd=run.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=run.parent,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     wait_for(lambda: checkpoint(run) > trained_by_then, process)
     process.send_signal(signal.SIGINT)
@@ -332,20 +391,31 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(tmp_pat
     assert committed <= trajectory_uids(run)
     steps = learner_step(run)
     assert checkpoint(run) == steps  # nothing has to be trained again
-    trained = rows(run, "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' GROUP BY 1 ORDER BY 1")
+    trained = rows(
+        run,
+        "SELECT learner_step, count(*) FROM lineage WHERE batch_state = 'trained' GROUP BY 1 ORDER BY 1",
+    )
     assert trained == [(step, 4) for step in range(1, steps + 1)]
-    assert rows(run, "SELECT count(*) - count(DISTINCT group_uid) FROM lineage WHERE live") == [(0,)]
+    assert rows(run, "SELECT count(*) - count(DISTINCT group_uid) FROM lineage WHERE live") == [
+        (0,)
+    ]
     assert rows(run, "SELECT count(*) FROM staleness_violations") == [(0,)]
     ((versions, newest),) = rows(run, "SELECT count(DISTINCT version), max(version) FROM versions")
     assert versions == newest + 1  # restored weights got a number of their own
     assert left_since(before, again.driver) == []
-    assert in_tensorboard(run) == in_store(run), "also the rows of the kill, of the roll-back, and of the last step"
+    assert in_tensorboard(run) == in_store(run), (
+        "also the rows of the kill, of the roll-back, and of the last step"
+    )
 
 
-def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(tmp_path: Path, base: str) -> None:
+def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(
+    tmp_path: Path, base: str
+) -> None:
     run = tmp_path / "run"
     stop = "prompt.stop=[</action>]"
-    done = finish(start(run, base, "max_staleness=0", "learner.steps=3", "evaluation.every=0", stop), run)
+    done = finish(
+        start(run, base, "max_staleness=0", "learner.steps=3", "evaluation.every=0", stop), run
+    )
     assert done.code == 0, done.output
     tokenizer = AutoTokenizer.from_pretrained(base.removeprefix("model.path="))
     ended = rows(run, "SELECT DISTINCT response_ids[-1] FROM steps WHERE finish_reason = 'stop'")
@@ -371,7 +441,9 @@ def test_a_users_mistake_is_one_line_and_starts_nothing(
     (tmp_path / "key_room.yaml").write_text(CONFIG)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = train.main([str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides])
+        code = train.main(
+            [str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides]
+        )
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -392,7 +464,9 @@ def check_mistake(run: Path, code: int, output: str, words: list[str]) -> None:
     assert not (run / "base").exists()
 
 
-def test_a_run_of_another_config_or_a_newer_format_is_refused(finished: tuple[Finished, list[str]]) -> None:
+def test_a_run_of_another_config_or_a_newer_format_is_refused(
+    finished: tuple[Finished, list[str]],
+) -> None:
     run = finished[0].run
     other = finish(start(run, "algorithm.omega=0.5"), run)
     assert other.code == 2
@@ -401,7 +475,13 @@ def test_a_run_of_another_config_or_a_newer_format_is_refused(finished: tuple[Fi
 
 
 def test_dry_run_starts_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "cli/train.py", "configs/alfworld_qwen2.5_1.5b.yaml", "--dry-run", f"run_dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "cli/train.py",
+        "configs/alfworld_qwen2.5_1.5b.yaml",
+        "--dry-run",
+        f"run_dir={tmp_path / 'run'}",
+    ]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
     assert "1 rank x 1 GPU" in done.stdout
     assert not (tmp_path / "run").exists()

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import configs
-from driver import preflight as opening
 from actors import engine_fault
 from actors.inference import engine_environment
 from actors.inference.vllm_engine import placement
 from configs import ActorsConfig, Config, ConfigError, LearnerConfig
+from driver import preflight
 from learner.distributed import device
 from learner.distributed.device import prepare_device
 
@@ -35,14 +35,20 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool) -> None:
     monkeypatch.setattr(engine_environment.metadata, "version", version)
 
 
-def test_the_cuda_build_has_no_cpu_engine_and_the_cpu_build_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_build_has_no_cpu_engine_and_the_cpu_build_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on_cpu, on_gpu = ActorsConfig(), ActorsConfig(gpus_per_worker=0.5)
     install(monkeypatch, cuda=True)
     assert engine_fault(on_gpu) == ""
-    assert "CUDA build" in engine_fault(on_cpu) and "learner.gpus_per_rank=0.5" in engine_fault(on_cpu)
+    assert "CUDA build" in engine_fault(on_cpu) and "learner.gpus_per_rank=0.5" in engine_fault(
+        on_cpu
+    )
     install(monkeypatch, cuda=False)
     assert engine_fault(on_cpu) == ""
-    assert "actors.gpus_per_worker=0.5" in engine_fault(on_gpu) and "CPU build" in engine_fault(on_gpu)
+    assert "actors.gpus_per_worker=0.5" in engine_fault(on_gpu) and "CPU build" in engine_fault(
+        on_gpu
+    )
 
 
 def test_a_worker_refuses_an_engine_that_would_land_on_a_gpu_nobody_counted(
@@ -59,8 +65,18 @@ def test_a_worker_refuses_an_engine_that_would_land_on_a_gpu_nobody_counted(
         ("{}", True, 1, "asks for a CPU engine"),
         ("{}", False, 0, ""),
         ("{actors: {gpus_per_worker: 0.5}, learner: {gpus_per_rank: 0.5}}", True, 1, ""),
-        ("{actors: {gpus_per_worker: 0.5}, learner: {gpus_per_rank: 0.5}}", True, 0, "asks for 1 GPUs .* Ray has 0"),
-        ("{actors: {gpus_per_worker: 0.6}, learner: {gpus_per_rank: 0.5}}", True, 1, "asks for 2 GPUs .* Ray has 1"),
+        (
+            "{actors: {gpus_per_worker: 0.5}, learner: {gpus_per_rank: 0.5}}",
+            True,
+            0,
+            "asks for 1 GPUs .* Ray has 0",
+        ),
+        (
+            "{actors: {gpus_per_worker: 0.6}, learner: {gpus_per_rank: 0.5}}",
+            True,
+            1,
+            "asks for 2 GPUs .* Ray has 1",
+        ),
         ("{actors: {gpus_per_worker: 0.5}}", False, 1, "asks for an engine on a GPU"),
         ("{source: [runs/a]}", True, 0, ""),  # nothing is played
         ("{endpoint: {url: 'http://h:1/v1', model: m}}", True, 0, ""),
@@ -71,24 +87,31 @@ def test_what_cannot_start_is_refused_before_anything_does(
 ) -> None:
     install(monkeypatch, cuda=cuda)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(opening, "available_gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "available_gpus", lambda: gpus)
     config = configs.from_yaml(yaml)
     if not refused:
-        opening.check_gpus(config, learns=True)
+        preflight.check_gpus(config, learns=True)
         return
     with pytest.raises(ConfigError, match=refused):
-        opening.check_gpus(config, learns=True)
+        preflight.check_gpus(config, learns=True)
 
 
 @pytest.mark.parametrize(
     ("gpus", "parallel", "utilization", "cache"),
     [(1.0, 1, 0.8, None), (2.0, 2, 0.8, None), (0.5, 1, 0.4, 3 * GIB)],
 )
-def test_an_engine_takes_its_part_of_the_gpu(gpus: float, parallel: int, utilization: float, cache: int | None) -> None:
-    arguments = placement(ActorsConfig(gpus_per_worker=gpus, gpu_memory_utilization=0.8, kv_cache_gib=3))
+def test_an_engine_takes_its_part_of_the_gpu(
+    gpus: float, parallel: int, utilization: float, cache: int | None
+) -> None:
+    arguments = placement(
+        ActorsConfig(gpus_per_worker=gpus, gpu_memory_utilization=0.8, kv_cache_gib=3)
+    )
     # a setting of 2 is read as 2.0, which vLLM refuses
     assert isinstance(arguments["tensor_parallel_size"], int)
-    assert (arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")) == (parallel, cache)
+    assert (arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")) == (
+        parallel,
+        cache,
+    )
     assert arguments["gpu_memory_utilization"] == pytest.approx(utilization)
 
 
@@ -111,7 +134,11 @@ def test_a_base_policy_is_cloned_without_a_gpu_for_the_scripted_player() -> None
 @pytest.mark.parametrize(("extra", "given"), [("cuda", True), ("cpu", False)])
 def test_the_quick_start_uses_the_gpu_that_there_is(extra: str, given: bool) -> None:
     shown = subprocess.run(
-        ["make", "-n", "train", f"EXTRA={extra}"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["make", "-n", "train", f"EXTRA={extra}"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     (line,) = [line for line in shown.splitlines() if "configs/quickstart.yaml" in line]
     assert ("actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5" in line) == given

@@ -21,18 +21,18 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 from configs import ConfigError
-from driver import ray_cluster as cluster
+from driver import cluster
+from driver.cluster import AUTHENTICATION_HINT
 from driver.interrupt import REPEAT_S, STOP_SIGNALS, hold_interrupts
-from driver.ray_cluster import AUTHENTICATION_HINT
 from learner.distributed.ray_directory import RAY_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_RAY = """
 import sys
-from driver import interrupt, ray_cluster
+from driver import cluster, interrupt
 interrupt.Interrupt().listen()
 try:
-    with ray_cluster.ray_cluster(sys.argv[1], processes=1):
+    with cluster.ray_cluster(sys.argv[1], processes=1):
         print("Ray is up")
 except KeyboardInterrupt:
     print("stopped")
@@ -55,7 +55,7 @@ PLACES_COORDINATORS = """
 import json, os, sys
 import ray
 import configs
-from driver import coordinator_process, ray_cluster
+from driver import cluster, coordinator_process
 
 class Coordinator:
     def __init__(self, config, *, learns):
@@ -65,7 +65,7 @@ class Coordinator:
 
 coordinator_process.CoordinatorActor = ray.remote(Coordinator)
 config = configs.from_yaml("{run_dir: " + sys.argv[1] + "}")
-with ray_cluster.ray_cluster(sys.argv[1], processes=1):
+with cluster.ray_cluster(sys.argv[1], processes=1):
     calls = [coordinator_process.CoordinatorProcess(config, learns=True) for _ in range(4)]
     places = ray.get([call.handle.place.remote() for call in calls])
     print(json.dumps([ray.get_runtime_context().get_node_id(), len(ray.nodes()), places]))
@@ -165,7 +165,7 @@ def test_a_cluster_that_cannot_be_joined_is_an_error_of_one_line(
         assert os.environ[cluster.JOIN_ATTEMPTS] == cluster.FEW_ATTEMPTS
         raise error
 
-    monkeypatch.setattr("driver.ray_cluster.ray.init", init)
+    monkeypatch.setattr("driver.cluster.ray.init", init)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.delenv(cluster.JOIN_ATTEMPTS, raising=False)
     joined = cluster.ray_cluster(str(tmp_path / "run"), processes=1)
