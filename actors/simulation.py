@@ -218,8 +218,8 @@ class SimulatedWorker:
             form, generation=setup.generation, loading=setup.loading, source=source
         )
         pending = PendingOperations()
-        self.name, self.config, self._handle, self._random = setup.name, config, coordinator, source
-        self.coordinator = CoordinatorClient(coordinator, worker=setup.name)
+        self.name, self.config, self._random = setup.name, config, source
+        self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.committer = KillableCommitter(
             self.coordinator, RunLayout.open(Path(config.run_dir)), pending
         )
@@ -258,18 +258,12 @@ class SimulatedWorker:
             heartbeats.cancel()
 
     async def _send_heartbeats(self) -> None:
-        """Send heartbeats as `Heartbeat` does, but fewer, for thousands of workers.
-
-        Leases and commits count as heartbeats, so none follows soon after one of them.
-        """
+        """Send heartbeats as `Heartbeat` does, but fewer, for thousands of workers."""
         every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
-        sent: str | None = "its own start"
         while True:
             waiting_on, waits_s = self.runner.waiting() or (None, 0.0)
-            if sent != waiting_on or self.coordinator.quiet_s() > every_s / 2:
-                sent = waiting_on
-                await self._handle.heartbeat.remote(self.name, waiting_on, waits_s)
-            await asyncio.sleep(every_s / 2 * self._random.uniform(0.5, 1.5))
+            await self.coordinator.heartbeat(waiting_on, waits_s)
+            await asyncio.sleep(every_s * self._random.uniform(0.5, 1.5))
 
 
 class SimulatedLearner:
@@ -280,7 +274,8 @@ class SimulatedLearner:
     """
 
     def __init__(self, config: Config, coordinator: Any, *, step_time: Delay, seed: int) -> None:
-        self.config, self.coordinator = config, coordinator
+        self.config = config
+        self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.step = self.version = 0
         self.idle_s: list[float] = []
         self.step_ends_s: list[float] = []
@@ -288,9 +283,9 @@ class SimulatedLearner:
 
     async def start(self) -> None:
         """Begin from the newest checkpoint; publish its weights under an unused number."""
-        checkpoints = await self.coordinator.checkpoints.remote()
+        checkpoints = await self.coordinator.checkpoints()
         self.step = checkpoints[0].learner_step if checkpoints else 0
-        point = await self.coordinator.resume.remote(self.step)
+        point = await self.coordinator.resume(self.step)
         await self._publish(0 if point.latest_version is None else point.latest_version + 1)
 
     async def run(self) -> int:
@@ -313,7 +308,7 @@ class SimulatedLearner:
         return self.step
 
     async def _claim(self, version: int) -> Batch:
-        while (batch := await self.coordinator.claim.remote(version)) is None:
+        while (batch := await self.coordinator.claim(version)) is None:
             await asyncio.sleep(CLAIM_POLL_S)
         return batch
 
@@ -321,9 +316,11 @@ class SimulatedLearner:
         self.step += 1
         trained_at = self.version
         await self._publish(trained_at + 1)
-        await self.coordinator.settle.remote(batch.batch_id, self.step, {}, trained_at, {})
+        await self.coordinator.settle(
+            batch.batch_id, learner_step=self.step, filtered={}, version_in=trained_at, metrics={}
+        )
         if self.step % self.config.learner.checkpoint_every == 0:
-            await self.coordinator.checkpoint.remote(
+            await self.coordinator.checkpoint(
                 self.step, f"checkpoints/step{self.step}", self.version
             )
 
@@ -331,5 +328,5 @@ class SimulatedLearner:
         record = VersionRecord(
             version=version, path=f"weights/v{version}", digest="simulated", learner_step=self.step
         )
-        await self.coordinator.publish.remote(record)
+        await self.coordinator.publish(record)
         self.version = version

@@ -36,7 +36,7 @@ from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from configs import Config
-from coordinator import BatchedHandle, CoordinatorClient, Heartbeat, capture_output
+from coordinator import CoordinatorClient, Heartbeat, capture_output
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout
 
@@ -63,14 +63,10 @@ class Worker:
         log = layout.logs / f"{setup.name}.log"
         capture_output(log)
         self.name, self.config = setup.name, config
-        self.coordinator = CoordinatorClient(BatchedHandle(coordinator), worker=setup.name)
+        self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.pending = PendingOperations()
         concurrency = Concurrency.of(config)
-        self.heart = Heartbeat(
-            lambda waiting_on, waits_s: coordinator.heartbeat.remote(
-                setup.name, waiting_on, waits_s
-            )
-        )
+        self.heart = Heartbeat(self.coordinator.heartbeat)
         self.engine: VLLMPolicy | None = None  # set below if this worker has one
         self.server: ChatPolicy | None = None  # set below if the model is behind a URL
         policy: Policy
@@ -197,7 +193,7 @@ class Worker:
             layout,
             newest=self.coordinator.newest_version,
             record=self.coordinator.record,
-            update_lock=self.coordinator.turn if is_async else nullcontext,
+            update_lock=self.coordinator.weight_update if is_async else nullcontext,
             rendezvous=self.coordinator.rendezvous if is_broadcast else None,
             max_staleness=self.config.max_staleness,
         )

@@ -17,11 +17,10 @@ from analysis.audit import (
 )
 from analysis.evaluation_stats import show_evaluation, show_evaluation_comparison
 from analysis.report import is_finished, show_report, trained_to
-from analysis.run_status import CONFIG_FILE, duration, progress_lines
+from analysis.run_status import duration, progress_lines
 from analysis.setting_comparison import plot_settings
 
 __all__ = [
-    "CONFIG_FILE",
     "Setting",
     "audit_rows",
     "changed_setting",

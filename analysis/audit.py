@@ -116,7 +116,9 @@ def changed_setting(setting: Setting, assignments: Sequence[str]) -> Setting:
             raise ConfigError(f"{name}={text!r} is not a {type(known[name]).__name__}") from error
     group_filter = values.pop("group_filter", setting.group_filter)
     if group_filter not in GROUP_FILTERS:
-        raise ConfigError(f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}")
+        raise ConfigError(
+            f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
+        )
     try:
         advantages = dataclasses.replace(setting.advantages, **values)
     except ValueError as error:
@@ -184,7 +186,9 @@ def _compute(steps: pa.Table, setting: Setting) -> pa.Table:
     """Return the advantages of the steps, with passes_filter."""
     computed = compute_advantages(steps, setting.advantages)
     silent = filtered_groups(computed, group_filter=setting.group_filter)
-    return computed.append_column("passes_filter", pc.invert(is_one_of(computed["group_uid"], silent)))
+    return computed.append_column(
+        "passes_filter", pc.invert(is_one_of(computed["group_uid"], silent))
+    )
 
 
 def _compute_by_batch(steps: pa.Table, setting: Setting) -> pa.Table:

@@ -10,9 +10,8 @@ from pathlib import Path
 import configs
 import store
 from configs import Config, ConfigError, is_offline
-from store import RunLayout, read_run_file
+from store import CONFIG_FILE, RunLayout, read_run_file
 
-CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
 RECENT_STEPS = 5  # learner steps that the shown success is averaged over
 # the median over their intervals is the time of a learner step: a stop in between is one interval
 TIMED_STEPS = 11

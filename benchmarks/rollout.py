@@ -35,7 +35,7 @@ import configs
 from actors import sample_chats
 from actors.simulation import Delay
 from configs import Config
-from driver.ray_cluster import ray_cluster
+from driver.cluster import ray_cluster
 from learner import make_tiny_model, train_tokenizer
 
 QUICK_START = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"

@@ -1,20 +1,22 @@
-"""The coordinator owns the catalog: it leases groups to workers and claims batches for the learner.
+"""The coordinator: the Ray actor that owns the catalog of a run, and its client.
 
-`coordinator.py` is the Ray actor. `admission.py` says how many groups may be in flight,
-`task_queue.py` which task is next, `leases.py` who plays which group. `heartbeats.py` keeps when
-each process was last heard from; `heartbeat_sender.py` runs in those processes. `client.py` and
-`batched_calls.py` are how workers call the coordinator.
+`coordinator.py` is the actor; its docstring says what it consumes, produces and waits for
+`client.py` is how workers, the learner and the driver call it
+`admission.py` bounds the number of outstanding groups by the staleness allowed
+`task_queue.py` says which task is played next, and when evaluation rounds are due
+`leases.py` keeps which worker plays which group, and which tasks lose workers
+`heartbeats.py` sends and keeps heartbeats
+`export_schedule.py` exports for outside readers, and starts the maintainer thread
+`logs.py` sends the output of a process to its log
 """
 
-from coordinator.admission import free_groups, task_index
-from coordinator.batched_calls import BatchedHandle
-from coordinator.client import CoordinatorClient, CoordinatorSilent
-from coordinator.coordinator import Coordinator, CoordinatorActor
-from coordinator.heartbeat_sender import Heartbeat
-from coordinator.heartbeats import Component, Status
+from coordinator.admission import free_groups
+from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
+from coordinator.coordinator import Coordinator, CoordinatorActor, ResumePoint, Status
+from coordinator.heartbeats import Component, Heartbeat
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
-from coordinator.resume import ResumePoint
+from coordinator.task_queue import task_index
 
 __all__ = [
     "Component",
@@ -24,8 +26,8 @@ __all__ = [
     "CoordinatorSilent",
     "Heartbeat",
     "Lease",
+    "Reply",
     "ResumePoint",
-    "BatchedHandle",
     "Status",
     "capture_output",
     "free_groups",

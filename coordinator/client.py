@@ -1,94 +1,203 @@
-"""What a worker asks the coordinator, each question with a deadline: it answers in milliseconds, or
-it is gone.
+"""The one client of the coordinator, for workers, the learner and the driver.
+
+    coordinator = CoordinatorClient(handle, component="worker-0")
+    lease = await coordinator.lease()            # in an event loop
+    batch = coordinator.claim(version).get()     # in a thread
+
+Every method sends its call at once and returns a `Reply`. The coordinator answers in milliseconds,
+so a call without a reply by the deadline raises CoordinatorSilent. An error that the coordinator
+raised, or its death, is raised as Ray passes it on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from coordinator.leases import TURN_S, Lease
-from store import SegmentMeta, Unfinished, VersionRecord
+import ray
+from ray.exceptions import GetTimeoutError
+
+from coordinator.coordinator import Coordinator, ResumePoint, Status
+from coordinator.leases import WEIGHT_UPDATE_S, Lease
+from store import Batch, CheckpointRecord, CommitResult, SegmentMeta, Unfinished, VersionRecord
 
 ANSWER_TIMEOUT_S = 60.0
-HEARTBEATS = ("lease", "commit")  # questions that say as much
-TURN_POLL_S = 0.05
+LOCK_POLL_S = 0.05
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CoordinatorSilent(RuntimeError):
     """The coordinator did not answer; without it nothing can be leased or committed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    """The reply to a call that is under way: `await reply`, or `reply.get()` in a thread."""
+
+    reference: Any  # Ray's
+    call: str
+    timeout_s: float
+
+    def get(self, *, timeout_s: float | None = None) -> T:
+        """Block until the reply is there. Raises CoordinatorSilent."""
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            result: T = ray.get(self.reference, timeout=deadline_s)
+        except GetTimeoutError:
+            raise self._silent(deadline_s) from None
+        return result
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                result: T = await self.reference
+        except TimeoutError:
+            raise self._silent(self.timeout_s) from None
+        return result
+
+    def _silent(self, waited_s: float) -> CoordinatorSilent:
+        return CoordinatorSilent(
+            f"the coordinator has not answered {self.call} for {waited_s:g} s: its process is "
+            "stopped, or its disk hangs"
+        )
+
+
 class CoordinatorClient:
-    """`handle` is the coordinator's, of Ray or a `LocalHandle`. Every method raises
-    CoordinatorSilent.
-    """
+    """Calls of `Coordinator`, which documents each, under the name of one component."""
 
-    def __init__(self, handle: Any, *, worker: str) -> None:
-        self.worker, self._handle = worker, handle
-        self._asked_s = float("-inf")
+    def __init__(self, handle: Any, *, component: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Take Ray's handle of a `CoordinatorActor`, or any object with the same methods."""
+        self.component = component
+        self._handle, self._timeout_s = handle, timeout_s
 
-    def quiet_s(self) -> float:
-        """For how long nothing was asked that the coordinator takes for a heartbeat, by the event
-        loop's clock.
-        """
-        return asyncio.get_running_loop().time() - self._asked_s
+    def _call(
+        self,
+        method: Callable[Concatenate[Coordinator, P], T],
+        *given: P.args,
+        **named: P.kwargs,
+    ) -> Reply[T]:
+        # The method is named by reference, so that mypy checks arguments and result.
+        name = method.__name__
+        reference = getattr(self._handle, name).remote(*given, **named)
+        return Reply(reference, f"{self.component}'s {name!r}", self._timeout_s)
 
-    async def lease(self) -> Lease | None:
-        lease: Lease | None = await self._ask("lease", self.worker)
-        return lease
+    # every component
 
-    async def commit(self, segment: SegmentMeta, epoch: int) -> None:
-        await self._ask("commit", segment, epoch)
+    def heartbeat(self, waiting_on: str | None, waits_s: float) -> Reply[None]:
+        return self._call(Coordinator.heartbeat, self.component, waiting_on, waits_s)
 
-    async def keep_extra(self, lease: Lease, segment: SegmentMeta) -> None:
-        await self._ask("keep_extra", lease.group.group_uid, lease.task.id, segment, lease.epoch)
+    def record(self, what: str, detail: str) -> Reply[None]:
+        return self._call(Coordinator.record_event, self.component, what, detail)
 
-    async def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> None:
-        await self._ask("record_unfinished", self.worker, episodes, lease.epoch)
+    def notice(self, what: str, detail: str) -> Reply[None]:
+        return self._call(Coordinator.notice, self.component, what, detail)
 
-    async def give_up(self, lease: Lease, why: str) -> None:
-        await self._ask("give_up", self.worker, lease.group.group_uid, why)
+    def status(self) -> Reply[Status]:
+        return self._call(Coordinator.status)
 
-    async def abandon(self, lease: Lease, why: str) -> None:
-        await self._ask("abandon", self.worker, lease.group.group_uid, why)
+    def publish(self, version: VersionRecord) -> Reply[None]:
+        return self._call(Coordinator.publish, version)
 
-    async def newest_version(self) -> VersionRecord | None:
-        newest: VersionRecord | None = await self._ask("newest_version")
-        return newest
+    def newest_version(self) -> Reply[VersionRecord | None]:
+        return self._call(Coordinator.newest_version)
 
-    async def rendezvous(self) -> str | None:
-        """Where the learner sends its weights from, if it does."""
-        address: str | None = await self._ask("rendezvous")
-        return address
+    def checkpoints(self) -> Reply[tuple[CheckpointRecord, ...]]:
+        return self._call(Coordinator.checkpoints)
 
-    async def record(self, what: str, detail: str) -> None:
-        await self._ask("record_event", self.worker, what, detail)
+    # workers
+
+    def lease(self) -> Reply[Lease | None]:
+        return self._call(Coordinator.lease, self.component)
+
+    def commit(self, segment: SegmentMeta, epoch: int) -> Reply[CommitResult]:
+        return self._call(Coordinator.commit, segment, epoch)
+
+    def keep_extra(self, lease: Lease, segment: SegmentMeta) -> Reply[None]:
+        group_uid, task_id = lease.group.group_uid, lease.task.id
+        return self._call(Coordinator.keep_extra, group_uid, task_id, segment, lease.epoch)
+
+    def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> Reply[None]:
+        return self._call(Coordinator.record_unfinished, self.component, episodes, lease.epoch)
+
+    def give_up(self, lease: Lease, why: str) -> Reply[None]:
+        return self._call(Coordinator.give_up, self.component, lease.group.group_uid, why)
+
+    def abandon(self, lease: Lease, why: str) -> Reply[None]:
+        return self._call(Coordinator.abandon, self.component, lease.group.group_uid, why)
+
+    def rendezvous(self) -> Reply[str | None]:
+        return self._call(Coordinator.rendezvous)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Engines change their weights one after the other; who has waited for as long as a turn
-        may last goes out of turn.
-        """
-        deadline_s = time.monotonic() + TURN_S
-        while not await self._ask("take_turn", self.worker) and time.monotonic() < deadline_s:
-            await asyncio.sleep(TURN_POLL_S)
+    async def weight_update(self) -> AsyncIterator[None]:
+        """Hold the lock on weight updates, or go on without it after WEIGHT_UPDATE_S."""
+        deadline_s = time.monotonic() + WEIGHT_UPDATE_S
+        while not await self._call(Coordinator.begin_weight_update, self.component):
+            if time.monotonic() >= deadline_s:
+                break
+            await asyncio.sleep(LOCK_POLL_S)
         try:
             yield
         finally:
-            await self._ask("end_turn", self.worker)
+            await self._call(Coordinator.end_weight_update, self.component)
 
-    async def _ask(self, question: str, *given: object) -> Any:
-        if question in HEARTBEATS:
-            self._asked_s = asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await getattr(self._handle, question).remote(*given)
-        except TimeoutError:
-            raise CoordinatorSilent(
-                f"the coordinator has not answered {self.worker}'s {question!r} for "
-                f"{ANSWER_TIMEOUT_S:g} s"
-            ) from None
+    # the learner
+
+    def resume(self, learner_step: int) -> Reply[ResumePoint]:
+        return self._call(Coordinator.resume, learner_step)
+
+    def set_rendezvous(self, address: str) -> Reply[None]:
+        return self._call(Coordinator.set_rendezvous, address)
+
+    def claim(self, current_version: int) -> Reply[Batch | None]:
+        return self._call(Coordinator.claim, current_version)
+
+    def release_claims(self, learner_step: int) -> Reply[int]:
+        return self._call(Coordinator.release_claims, learner_step)
+
+    def settle(
+        self,
+        batch_id: int,
+        *,
+        learner_step: int,
+        filtered: Mapping[bytes, str],
+        version_in: int,
+        metrics: Mapping[str, float],
+    ) -> Reply[None]:
+        return self._call(
+            Coordinator.settle,
+            batch_id,
+            learner_step=learner_step,
+            filtered=filtered,
+            version_in=version_in,
+            metrics=metrics,
+        )
+
+    def export_now(self) -> Reply[int]:
+        return self._call(Coordinator.export_now)
+
+    def checkpoint(self, learner_step: int, path: str, version: int) -> Reply[None]:
+        return self._call(Coordinator.checkpoint, learner_step, path, version)
+
+    # the driver
+
+    def capture_output(self) -> Reply[None]:
+        return self._call(Coordinator.capture_output)
+
+    def evaluate(self, version: int, episodes_per_task: int) -> Reply[None]:
+        return self._call(Coordinator.evaluate, version, episodes_per_task)
+
+    def remove(self, component: str, why: str) -> Reply[None]:
+        return self._call(Coordinator.remove, component, why)
+
+    def close(self) -> Reply[None]:
+        return self._call(Coordinator.close)

@@ -1,6 +1,4 @@
-"""What the coordinator does beside answering: its maintainer's settings, and how often outside
-readers see what is new.
-"""
+"""Background work of the coordinator: exports for outside readers, and the maintainer thread."""
 
 from __future__ import annotations
 
@@ -11,18 +9,19 @@ from configs import StoreConfig
 from store import COMPACTION_POLICY, Catalog, Maintainer, MaintainerSettings, RunLayout, export
 
 MAINTENANCE_PAUSE_S = 5.0
-EXPORT_INTERVAL_S = 1.0  # how far outside readers lag behind the catalog ...
-# ... or this many times what an export takes, as nobody is answered meanwhile ...
+# Between two exports pass at least EXPORT_INTERVAL_S, and EXPORT_PAUSE times the last export's
+# duration, because no call is answered during an export.
+EXPORT_INTERVAL_S = 1.0
 EXPORT_PAUSE = 20.0
 LONGEST_EXPORT_PAUSE_S = 60.0
 
-
-# How long the maintainer's thread may keep the interpreter once an answer is wanted. SQLite lets go
-# of it with every statement, and at Python's 5 ms every group would wait dozens of times so long.
+# Longest time that the maintainer's thread keeps the interpreter while a call waits. SQLite
+# releases the lock at every statement: with Python's 5 ms, a call would wait dozens of such times.
 SWITCH_S = 0.0002
 
 
 def start_maintainer(catalog: Catalog, layout: RunLayout, config: StoreConfig) -> Maintainer:
+    """Start the thread that compacts and removes files."""
     sys.setswitchinterval(SWITCH_S)
     maintainer = Maintainer(catalog, layout, maintainer_settings(config))
     maintainer.start()
@@ -30,7 +29,7 @@ def start_maintainer(catalog: Catalog, layout: RunLayout, config: StoreConfig) -
 
 
 def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
-    """What a config says, with None for its "for ever"."""
+    """Return the maintainer's settings; 0 days or versions in the config keep files for ever."""
     return MaintainerSettings(
         snapshot_window_s=config.snapshot_window_s,
         keep_days=config.keep_days or None,
@@ -41,15 +40,14 @@ def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
 
 
 class Exporter:
-    """Shows outside readers what the catalog has; `when_due` is called with everything that changes
-    it.
-    """
+    """Exports the catalog for outside readers. Call `when_due` after every change."""
 
     def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
         self._catalog, self._layout = catalog, layout
         self._due_s = 0.0
 
     def when_due(self) -> None:
+        """Export if the last one is long enough ago."""
         began_s = time.monotonic()
         if began_s >= self._due_s:
             self.now()
@@ -58,10 +56,10 @@ class Exporter:
             self._due_s = max(began_s + EXPORT_INTERVAL_S, ended_s + pause_s)
 
     def now(self) -> int:
-        """The catalog's lsn, which outside readers see from now on."""
+        """Export, and return the catalog's lsn that outside readers see from now on."""
         return export(self._catalog, self._layout)
 
     def last(self) -> None:
-        """Once more, and then never again, as the catalog is closed next."""
+        """Export a last time, because the catalog is closed next."""
         self.now()
         self._due_s = float("inf")

@@ -1,92 +1,126 @@
-"""Who was heard of when, and what everybody waits for: what the supervisor looks at. Pure, but for
-the clock.
+"""Heartbeats: `Heartbeat` sends them from a component, `HeartbeatTracker` keeps them.
+
+    heart = Heartbeat(coordinator.heartbeat)
+    # It has waited for groups for 3 s, and calls again within 15 s.
+    heart.promise("groups", waits_s=3.0, within_s=15.0)
+    # It works, and calls again within 30 minutes.
+    heart.promise(None, waits_s=0.0, within_s=1800.0)
+    heart.close()
+
+A thread sends the heartbeats, so that a long computation does not look like a dead process. The
+thread stops while the last promise is broken, so that a loop that hangs looks dead. The loop states
+how long each wait has lasted: two waits in a row may have the same reason.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from store import Counts
-
-# what the view `components` shows of one that left, or was lost, until it beats again
-GONE = "gone"
-WRITE_EVERY_S = 1.0  # beats of all components together are one transaction
+GONE = "gone"  # shown by the view `components` for a removed component
+SEND_EVERY_S = 0.5
+WRITE_EVERY_S = 1.0  # one transaction writes the heartbeats of all components
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """Of a worker or the learner, at its newest beat."""
+    """State of the driver, a worker or the learner, by its newest heartbeat."""
 
     waiting_on: str | None  # None: it works
-    waits_s: float  # for how long it has waited for that
-    silent_s: float  # for how long nothing was heard of it
+    waits_s: float  # how long it has waited for that
+    silent_s: float  # since the coordinator last heard of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """What the terminal shows."""
+class _Promise:
+    waiting_on: str | None
+    since_s: float  # time.monotonic() when this wait began
+    due_at_s: float  # time.monotonic() by which the loop promises again
 
-    counts: Counts
-    version: int
-    learner_step: int
-    metrics: Mapping[str, float]  # newest value of each name
-    components: Mapping[str, Component]  # by name: what each waits for, and when it was heard of
-    heldout_open: int  # held-out groups still to be played
-    # the newest ones of the learner, numbered from 1: alarms and the like
-    notices: Mapping[int, str]
+
+class Heartbeat:
+    """Call `send(waiting_on, waits_s)` twice a second, and at once when the reason changes."""
+
+    def __init__(self, send: Callable[[str | None, float], object]) -> None:
+        self._send = send
+        self._promise = _Promise(
+            waiting_on="its own start", since_s=time.monotonic(), due_at_s=float("inf")
+        )
+        self._changed, self._closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
+        """State what the loop waits for, since when, and that it calls again `within_s`."""
+        now_s, before = time.monotonic(), self._promise
+        self._promise = _Promise(
+            waiting_on=waiting_on, since_s=now_s - waits_s, due_at_s=now_s + within_s
+        )
+        if waiting_on != before.waiting_on:
+            self._changed.set()
+
+    def close(self) -> None:
+        """Stop sending. Idempotent."""
+        self._closed = True
+        self._changed.set()
+        self._thread.join()
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless the last promise is broken."""
+        now_s, promise = time.monotonic(), self._promise  # read once: the loop replaces it
+        if now_s < promise.due_at_s:
+            self._send(promise.waiting_on, max(0.0, now_s - promise.since_s))
+
+    def _run(self) -> None:
+        while not self._closed:
+            self.beat()
+            self._changed.wait(SEND_EVERY_S)
+            self._changed.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Beat:
+class _Received:
     waiting_on: str | None
     since_s: float
     at_s: float
 
 
 class HeartbeatTracker:
-    """Consumes beats. `components()` is what they say by now; `to_be_written()` those the catalog
-    has to be told of.
-    """
+    """Newest heartbeat of every component, by name."""
 
     def __init__(self) -> None:
-        self._beats: dict[str, _Beat] = {}
-        self._unwritten: dict[str, _Beat] = {}
+        self._newest: dict[str, _Received] = {}
+        self._unwritten: dict[str, str | None] = {}  # what each waits for
         self._written_at_s = 0.0
         self._is_closed = False
 
     def close(self) -> None:
-        """The catalog is closed: beats of who has not ended yet are still heard, and nobody has to
-        be told of them.
-        """
+        """Give nothing to write from now on, because the catalog is closed."""
         self._is_closed = True
 
-    def beat(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
-        """Note a heartbeat: `name` has waited for `waiting_on` (None: it works) for `waits_s`."""
+    def record(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
+        """Record a heartbeat: `name` has waited for `waiting_on` for `waits_s`."""
         now_s = time.monotonic()
-        beat = _Beat(waiting_on=waiting_on, since_s=now_s - waits_s, at_s=now_s)
-        self._beats[name] = self._unwritten[name] = beat
+        self._newest[name] = _Received(waiting_on=waiting_on, since_s=now_s - waits_s, at_s=now_s)
+        self._unwritten[name] = waiting_on
 
-    def heard(self, name: str) -> None:
-        """Note that a component asked something, so it is alive. What it waits for, and since when,
-        stays.
-        """
-        last = self._beats.get(name)
+    def touch(self, name: str) -> None:
+        """Record that a component made a call. Its reason to wait stays."""
+        last = self._newest.get(name)
         if last is None:
-            self.beat(name, None, waits_s=0.0)
+            self.record(name, None, waits_s=0.0)
         else:
-            self.beat(name, last.waiting_on, waits_s=time.monotonic() - last.since_s)
+            self.record(name, last.waiting_on, waits_s=time.monotonic() - last.since_s)
 
-    def forget(self, name: str) -> None:
-        now_s = time.monotonic()
-        self._beats.pop(name, None)
-        self._unwritten[name] = _Beat(waiting_on=GONE, since_s=now_s, at_s=now_s)
+    def remove(self, name: str) -> None:
+        """Remove a component that left or was lost."""
+        self._newest.pop(name, None)
+        self._unwritten[name] = GONE
 
-    def to_be_written(self) -> Mapping[str, _Beat]:
-        """Those heard of, or forgotten, since the last time, once a second; else nothing, as once
-        it is closed.
-        """
+    def take_unwritten(self) -> Mapping[str, str | None]:
+        """Return, once a second, the components with news since the last time."""
         now_s = time.monotonic()
         if self._is_closed or now_s - self._written_at_s < WRITE_EVERY_S:
             return {}
@@ -95,10 +129,13 @@ class HeartbeatTracker:
         return due
 
     def components(self) -> Mapping[str, Component]:
+        """Return the state of every component, sorted by name."""
         now_s = time.monotonic()
         return {
             name: Component(
-                waiting_on=beat.waiting_on, waits_s=now_s - beat.since_s, silent_s=now_s - beat.at_s
+                waiting_on=newest.waiting_on,
+                waits_s=now_s - newest.since_s,
+                silent_s=now_s - newest.at_s,
             )
-            for name, beat in sorted(self._beats.items())
+            for name, newest in sorted(self._newest.items())
         }

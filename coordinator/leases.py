@@ -1,5 +1,6 @@
-"""What the coordinator remembers of groups while they are played: it is lost with the processes
-that play them.
+"""Leases of groups, tasks that lose workers, and the lock on weight updates.
+
+All of it is in memory: it is about processes that are lost together with the coordinator.
 """
 
 from __future__ import annotations
@@ -12,19 +13,15 @@ from dataclasses import dataclass
 from envs import Task
 from store import Group, SegmentMeta, Unfinished, VersionRecord, now_us
 
-# times that a group is played again because it became too old; it then counts as stale
-MAX_GIVEN_UP = 3
-# workers that were lost with a task in play; from then on it is played alone, after all others
-SUSPECT_LOSSES = 2
+MAX_REQUEUES = 3  # times that a group is played again because it became too old
+SUSPECT_LOSSES = 2  # workers lost with a task in play; it is then played alone, after all others
 MAX_LOSSES = 3  # the last one while the task was played alone; it is then abandoned
-TURN_S = 60.0  # how long a worker may take to change its weights before the next one may
+WEIGHT_UPDATE_S = 60.0  # longest time that a worker holds the lock on weight updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """One group to play: its task, the uids of its trajectories, and the weights it has to be
-    started on or newer.
-    """
+    """A group to play: its task, the uids of its trajectories, and its oldest allowed weights."""
 
     group: Group
     task: Task
@@ -35,105 +32,102 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Play:
-    """A lease, and the numbers of its episodes that have not been committed."""
-
+class _InPlay:
     lease: Lease
     begun_us: int
-    numbers: set[int]
+    numbers: set[int]  # of the episodes that have not been committed
 
 
 class LeaseTable:
-    """Groups that are leased, by uid, until they are whole or nobody plays them."""
+    """Leased groups by uid, until they are whole or their worker stopped playing them."""
 
-    def __init__(self, *, spare_members: int) -> None:
-        self._spare_members = spare_members
-        self._plays: dict[bytes, Play] = {}
-        self._given_up: Counter[bytes] = Counter()
+    def __init__(self, *, extra_members: int) -> None:
+        self._extra_members = extra_members
+        self._in_play: dict[bytes, _InPlay] = {}
+        self._n_requeued: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
+        """Enter a lease."""
         size = lease.group.size
-        spares = range(size, size + self._spare_members if lease.group.split == "train" else size)
-        numbers = {*lease.group.missing, *spares}
-        self._plays[lease.group.group_uid] = Play(lease=lease, begun_us=now_us(), numbers=numbers)
+        extra = range(size, size + self._extra_members if lease.group.split == "train" else size)
+        self._in_play[lease.group.group_uid] = _InPlay(
+            lease=lease, begun_us=now_us(), numbers={*lease.group.missing, *extra}
+        )
 
     def of(self, worker: str) -> list[Lease]:
         """Return the leases that `worker` plays."""
-        return [play.lease for play in self._plays.values() if play.lease.worker == worker]
+        return [entry.lease for entry in self._in_play.values() if entry.lease.worker == worker]
 
     def task_id(self, group_uid: bytes) -> str | None:
-        """Return the task of a group that is being played; None for one that nobody plays."""
-        play = self._plays.get(group_uid)
-        return None if play is None else play.lease.task.id
+        """Return the task of a group in play, None for any other group."""
+        entry = self._in_play.get(group_uid)
+        return None if entry is None else entry.lease.task.id
 
     def committed(self, segment: SegmentMeta) -> None:
-        """Note the episodes that ended as trajectories.
+        """Cross off the episodes that were committed.
 
-        A spare that took a member's number leaves its own behind. The count of the others is right.
+        An extra episode that took a member's number leaves its own behind. The count stays right.
         """
         for trajectory in segment.trajectories:
-            if trajectory.group_uid in self._plays:
-                self._plays[trajectory.group_uid].numbers.discard(trajectory.member)
+            if trajectory.group_uid in self._in_play:
+                self._in_play[trajectory.group_uid].numbers.discard(trajectory.member)
 
     def end(self, group_uid: bytes) -> None:
-        self._plays.pop(group_uid, None)
+        """Remove the lease of a group."""
+        self._in_play.pop(group_uid, None)
 
-    def reported(self, worker: str, episodes: Sequence[Unfinished]) -> Sequence[Unfinished]:
-        """Note that `worker` plays the groups of these episodes no longer; return the episodes."""
+    def end_reported(self, worker: str, episodes: Sequence[Unfinished]) -> None:
+        """Remove the leases of `worker` on the groups of these episodes."""
         for group_uid in {episode.group_uid for episode in episodes}:
-            play = self._plays.get(group_uid)
-            if play is not None and play.lease.worker == worker:
+            entry = self._in_play.get(group_uid)
+            if entry is not None and entry.lease.worker == worker:
                 self.end(group_uid)
-        return episodes
 
     def lose(self, worker: str) -> list[Unfinished]:
-        """End all groups of a worker that is gone. Return the episodes that it played and did not
-        report.
-        """
-        lost = [play for play in self._plays.values() if play.lease.worker == worker]
-        for play in lost:
-            self.end(play.lease.group.group_uid)
+        """Remove all leases of a lost worker. Return the episodes that it did not report."""
+        lost = [entry for entry in self._in_play.values() if entry.lease.worker == worker]
+        for entry in lost:
+            self.end(entry.lease.group.group_uid)
         ended_us = now_us()
         return [
             Unfinished(
-                group_uid=play.lease.group.group_uid,
+                group_uid=entry.lease.group.group_uid,
                 number=number,
-                version=play.lease.version.version,
-                begun_us=play.begun_us,
+                version=entry.lease.version.version,
+                begun_us=entry.begun_us,
                 ended_us=ended_us,
                 n_steps=None,
                 n_response_tokens=None,
                 why="worker_lost",
             )
-            for play in lost
-            for number in sorted(play.numbers)
+            for entry in lost
+            for number in sorted(entry.numbers)
         ]
 
     def may_requeue(self, group_uid: bytes) -> bool:
-        """The group became too old while it was played. Whether it is worth another try."""
+        """End a group that became too old in play. Return whether it may be played again."""
         self.end(group_uid)
-        self._given_up[group_uid] += 1
-        return self._given_up[group_uid] <= MAX_GIVEN_UP
+        self._n_requeued[group_uid] += 1
+        return self._n_requeued[group_uid] <= MAX_REQUEUES
 
     def begun_at(self, version: int) -> bool:
-        """Whether a training group is being played that began at `version`."""
-        leases = (play.lease for play in self._plays.values())
+        """Return whether a training group in play began at `version`."""
+        leases = (entry.lease for entry in self._in_play.values())
         return any(
-            lease.version.version == version for lease in leases if lease.group.split == "train"
+            lease.group.split == "train" and lease.version.version == version for lease in leases
         )
 
 
 class Suspects:
-    """Count the workers that were lost while they played a task, and find the task that is to
-    blame.
+    """Find the tasks that kill workers.
 
-    A worker plays several groups at once, and all of them are lost with it. A task that was in play
-    twice is a suspect: it is played after all others, by a worker that plays nothing else. If that
-    worker is lost too, the task is condemned.
+    A worker plays several groups at once, and loses all of them together. A task in play at
+    SUSPECT_LOSSES losses is a suspect: it is played after all others, by a worker that plays
+    nothing else. If that worker is lost too, the task is condemned.
     """
 
     def __init__(self, losses: Mapping[str, int]) -> None:
-        """`losses` is what earlier sessions of the run have counted, by task id."""
+        """Begin with the losses that earlier starts of the run counted, by task id."""
         self._losses = Counter(losses)
         self._reported: dict[str, list[Lease]] = {}
         self._drained = ""
@@ -141,7 +135,7 @@ class Suspects:
 
     @property
     def task_ids(self) -> set[str]:
-        """The tasks that are played alone, or not any more."""
+        """Return the suspects and the condemned."""
         return {task_id for task_id, n in self._losses.items() if n >= SUSPECT_LOSSES}
 
     def report(self, worker: str, leases: Sequence[Lease]) -> None:
@@ -149,8 +143,9 @@ class Suspects:
         self._reported.setdefault(worker, []).extend(leases)
 
     def lose(self, worker: str, leases: Sequence[Lease], why: str) -> Lease | None:
-        """Count the loss of `worker` with `leases` in play. Return the one that is to blame, if
-        that is known now.
+        """Count the loss of `worker` with `leases` in play. Return a lease whose task is to blame.
+
+        Only a task that was played alone can be condemned.
         """
         in_play = [*self._reported.pop(worker, []), *leases]
         self.release(worker)
@@ -164,14 +159,14 @@ class Suspects:
         )
         return in_play[0]
 
-    def played(self, task_id: str) -> None:
-        """Clear a task of suspicion: a whole group of it has been played."""
+    def clear(self, task_id: str) -> None:
+        """Clear a task of suspicion, because a whole group of it was played."""
         self._losses.pop(task_id, None)
 
     def drains(self, worker: str) -> bool:
-        """Return whether `worker` gets no new group until it plays nothing, to play a suspect then.
+        """Return whether `worker` gets no new group until it can play a suspect alone.
 
-        One worker does so at a time.
+        One worker at a time drains.
         """
         self._drained = self._drained or worker
         return self._drained == worker
@@ -183,21 +178,20 @@ class Suspects:
 
 
 class WeightUpdateLock:
-    """Whose turn it is to change weights: one worker at a time, so that generation never stops
-    everywhere.
-    """
+    """One worker at a time updates its weights, so that generation never stops everywhere."""
 
     def __init__(self) -> None:
         self._holder, self._until_s = "", 0.0
 
-    def take(self, worker: str) -> bool:
-        """Whether it is `worker`'s turn now. Who does not end it in TURN_S loses it."""
+    def acquire(self, worker: str) -> bool:
+        """Return whether `worker` holds the lock now, for up to WEIGHT_UPDATE_S."""
         now_s = time.monotonic()
         if self._holder not in ("", worker) and now_s < self._until_s:
             return False
-        self._holder, self._until_s = worker, now_s + TURN_S
+        self._holder, self._until_s = worker, now_s + WEIGHT_UPDATE_S
         return True
 
-    def end(self, worker: str) -> None:
+    def release(self, worker: str) -> None:
+        """Release the lock, if `worker` holds it."""
         if self._holder == worker:
             self._holder = ""

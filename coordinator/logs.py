@@ -1,4 +1,4 @@
-"""Where a component's prints go."""
+"""Redirection of a process's output to its log file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from store import make_directory, open_file
 
 
 def capture_output(path: Path) -> None:
-    """Append everything that this process and its children print from now on to `path`,
-    RUN/logs/NAME.
-    """
+    """Append the output of this process and its children to `path`, which is RUN/logs/NAME."""
     run = path.parent.parent
     make_directory(path.parent, beneath=run)
     sys.stdout.flush()

@@ -1,25 +1,34 @@
-"""The tasks of a run, as its coordinator hands them out: training tasks by ordinal, held-out ones
-all at once.
-
-`round_due` and `training_is_due` say when the one and the other are played.
-"""
+"""The tasks of a run: training tasks one by one, held-out tasks in evaluation rounds."""
 
 from __future__ import annotations
 
+import random
+from functools import lru_cache
+
 from configs import Config, is_offline
-from coordinator.admission import task_index
 from envs import Task, list_tasks
 from store import Catalog, VersionRecord
 
-FIRST_ROUND = 0  # the evaluation before training: of the base model, under its first number
+FIRST_ROUND = 0  # the evaluation of the base model before training, under version 0
+
+
+def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:
+    """Return the task of the `ordinal`-th group. Each pass over all tasks is shuffled anew."""
+    return _order(n_tasks, f"{seed}/{ordinal // n_tasks}")[ordinal % n_tasks]
+
+
+@lru_cache(maxsize=2)  # called once per group, and there may be 100,000 tasks
+def _order(n_tasks: int, seed: str) -> tuple[int, ...]:
+    order = list(range(n_tasks))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
 
 
 def round_due(config: Config, version: VersionRecord, *, last_step: int) -> int | None:
-    """Return the version whose evaluation round is to be played now that `version` is published, or
-    None.
+    """Return the version to evaluate now that `version` is published, None if none is due.
 
-    Until the first checkpoint a run that goes on begins again with the base model, under a new
-    number. The round of version 0 is then the same one: opened once, finished if it was not.
+    A run that goes on before its first checkpoint publishes the base model again, under a new
+    number. Its round is still that of version 0: opened once, finished if it was not.
     """
     step, evaluation = version.learner_step, config.evaluation
     if step is None or is_offline(config):
@@ -31,20 +40,18 @@ def round_due(config: Config, version: VersionRecord, *, last_step: int) -> int 
 
 
 def training_is_due(config: Config, catalog: Catalog, *, last_step: int) -> bool:
-    """Return whether training groups may be played: until the last learner step, and after the
-    evaluation at the start.
-
-    Training groups beside that evaluation would let the learner publish version 1 into it.
-    """
+    """Return whether training groups may be leased."""
     learner_step = catalog.learner_step()
+    # Training groups beside the first evaluation would let the learner publish version 1 into it.
     if config.evaluation.at_start and learner_step == 0 and catalog.open_heldout():
         return False
     return learner_step < last_step
 
 
-class Tasks:
-    """What the environment has; nothing where nothing is played, as then the environment need not
-    even be installed.
+class TaskQueue:
+    """The tasks of the environment, by split and by id.
+
+    A run that plays nothing has none: its environment need not be installed.
     """
 
     def __init__(self, config: Config, *, learns: bool) -> None:
@@ -58,7 +65,7 @@ class Tasks:
         return self._by_id[task_id]
 
     def open_next_group(self, catalog: Catalog) -> None:
-        """Enters the next training group, of the task whose turn it is."""
+        """Enter the next training group in the catalog."""
         ordinal, train = catalog.next_ordinal("train", purpose_version=None), self._splits["train"]
         task = train[task_index(ordinal, len(train), seed=self._config.seed)]
         size = self._config.algorithm.group_size
@@ -67,8 +74,9 @@ class Tasks:
         )
 
     def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:
-        """Puts every held-out task into the queue, `episodes_per_task` episodes each, before any
-        train task.
+        """Enter a group of `episodes_per_task` episodes for every held-out task.
+
+        They are leased before any training group.
         """
         task_ids = [task.id for task in self._splits["heldout"]]
         catalog.open_round(task_ids, episodes_per_task=episodes_per_task, version=version)

@@ -1,7 +1,28 @@
-"""Starts, watches, restarts and stops the processes of a run.
+"""The driver: the process that a person starts. It starts, watches, restarts and stops the others.
 
-`train_run.py` and `evaluate_run.py` are the two things that a driver does. `run_control.py` is for
-everybody else: the status of a run, how to stop it, and its number of workers.
+Four loops run at the same time, each in processes of its own:
+
+worker       consumes leases, produces committed trajectories; waits for admission (the learner
+             unblocks it by publishing weights)
+learner      consumes batches of complete groups, produces numbered weights; waits for groups (the
+             workers unblock it by committing)
+coordinator  consumes calls, produces leases and batches; never waits
+supervisor   consumes heartbeats and ended calls, produces restarts and notices; waits for any call
+             to end, half a second at most
+
+`supervisor.py` is the loop of the driver itself
+`processes.py` starts and kills one process, `coordinator_process.py` the coordinator's
+`health.py` decides when a process is lost, and how often it is started again
+`shutdown.py` stops all processes in order, `interrupt.py` handles Ctrl-C and SIGTERM
+`errors.py` has the errors that end a run, and finds the cause in another process's error
+`cluster.py` starts or joins the Ray cluster
+`preflight.py` checks the run directory, GPUs and disk before a start
+`environment_check.py` lists the tasks and starts the environment once
+`model_download.py` finds or downloads the model, with `hub_process.py`
+`offline_sources.py` checks and imports `source=RUN[@where]`
+`resume.py` has the settings of a run that goes on, and of a fork
+`run_lock.py` keeps a run to one driver, `run_control.py` steers it from another process
+`progress.py` shows a run on the screen, `tensorboard_writer.py` in TensorBoard
 """
 
 import lazy_loader

@@ -1,33 +1,29 @@
-"""What an error that came out of another process says to a person: its bottom cause, in one
-line.
-"""
+"""Errors that end a run, and the one-line cause of an error from another process."""
 
 from __future__ import annotations
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from printable import UserError
-
 DIED = "died: its process was killed, ran out of memory, or crashed"
-CAUSE_CHARACTERS = 1000  # of a cause; the log has all of it
+CAUSE_CHARACTERS = 1000  # of a cause that is shown; the log has all of it
 
 
-class ComponentFailed(UserError, RuntimeError):
-    """A part of the run failed; the message is its name, its own error and where its log is."""
+class ComponentFailed(RuntimeError):
+    """A process of the run failed; the message names it, its error and its log."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody asked the run to stop; the message says how it ended."""
+    """The run was stopped by Ctrl-C or a signal; the message says how it ended."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised at the bottom: Ray wraps it, once for each process it came through, and so do
-    task groups.
+    """Return the error at the bottom of Ray's wrappers and of exception groups.
+
+    Ray wraps an error once for each process that it passes through.
     """
     while True:
-        # of a worker's loops: the first one is why the others ended
         if isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+            error = error.exceptions[0]  # the first task to fail is why the others ended
         elif isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
             error = error.cause
         else:
@@ -35,15 +31,13 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def describe_cause(error: BaseException) -> str:
-    """Return the type and the whole message of the bottom cause, in one line.
-
-    Ray passes on only the traceback of an actor that could not be made.
-    """
+    """Return the type and the message of the bottom cause, in one line."""
     cause = cause_of(error)
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return DIED
     if isinstance(cause, RayTaskError | RayActorError):
-        text = _raised_at_the_end(str(cause))
+        # Ray passes on only the traceback of an actor whose constructor failed.
+        text = _last_error(str(cause))
     else:
         text = f"{type(cause).__name__}: {cause}"
     text = " ".join(text.split())
@@ -51,14 +45,12 @@ def describe_cause(error: BaseException) -> str:
     return text if len(text) <= CAUSE_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
-def _raised_at_the_end(traceback: str) -> str:
-    """What stands behind the last frame, whose own lines are indented; the type without its
-    module.
-    """
+def _last_error(traceback: str) -> str:
+    """Return the error after the last frame of a traceback, its type without the module."""
     lines = traceback.splitlines()
-    frames = [place for place, line in enumerate(lines) if line.lstrip().startswith('File "')]
-    behind = lines[frames[-1] + 1 :] if frames else lines
-    while len(behind) > 1 and behind[0].startswith(" "):
-        behind = behind[1:]
-    name, colon, message = "\n".join(behind).partition(": ")
+    frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    while len(after) > 1 and after[0].startswith(" "):  # source lines of the frame
+        after = after[1:]
+    name, colon, message = "\n".join(after).partition(": ")
     return name.rpartition(".")[2] + colon + message

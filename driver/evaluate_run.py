@@ -23,23 +23,21 @@ from actors import ChatPolicy, weight_files
 from analysis import show_evaluation
 from configs import Config, ConfigError
 from coordinator import Status
-from driver import resume, run_control
+from driver import resume, run_control, run_lock
+from driver.cluster import ray_cluster
+from driver.environment_check import check_tasks, try_tasks
+from driver.model_download import try_model, with_model
 from driver.preflight import (
     check_gpus,
     check_run_dir,
     check_same_run,
-    check_tasks,
     check_writable,
     disk_faults,
     open_run,
     show_missing,
-    try_model,
-    try_tasks,
-    with_model,
 )
 from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
-from driver.ray_cluster import ray_cluster
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest, trust
@@ -90,7 +88,7 @@ def own_run_settings(run: str) -> Config:
             f"{run} is evaluated in a store of its own; give its directory: run_dir=..."
         )
     layout = RunLayout.open(Path(run))
-    run_control.check_idle(
+    run_lock.check_idle(
         layout.root,
         instead=f"evaluate its newest weights beside it: gigpo evaluate {run} run_dir=NEW",
     )
@@ -239,7 +237,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
     say = partial(console.print, markup=False)
     # Without model.path a server plays, and no process reads this directory.
     model_path = config.model.path or str(run / "base" / "policy")
-    with run_control.driving(run), ExitStack() as ray:
+    with run_lock.driving(run), ExitStack() as ray:
         with said_while(lambda: "starting Ray", say):
             processes = n_processes(config, learns=False)
             ray.enter_context(ray_cluster(config.run_dir, processes=processes))

@@ -1,6 +1,4 @@
-"""When a component counts as lost, and how often it is started again. Decides only;
-`driver/supervisor.py` acts.
-"""
+"""Rules of supervision: when a component is lost, and how often it is started again."""
 
 from __future__ import annotations
 
@@ -12,7 +10,8 @@ from configs import SupervisionConfig
 from coordinator import Component
 from learner import LEARNER_STEP
 
-# in a row; a coordinator that was busy for long hears everybody's beats at once, after it was asked
+# Silent looks in a row. After a busy spell the coordinator receives all heartbeats at once, but
+# possibly after it answered the driver.
 LOOKS = 2
 FIRST_PAUSE_S = 1.0  # before a component is started again; doubles each time
 LONGEST_PAUSE_S = 30.0
@@ -21,28 +20,24 @@ STARVING_S = 30.0  # a process that waits longer is named, with what it waits fo
 DRIVER = "driver"  # it asks, so it is alive
 
 
-class Watch:
-    """Consumes what the coordinator heard; says who is silent, and once for each wait who has
-    waited for long.
-    """
+class HealthMonitor:
+    """Reads the components' heartbeats. Names the silent ones, and each long wait once."""
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config
-        self._silent: defaultdict[str, int] = defaultdict(int)  # looks in a row
-        # (component, what it waits for) that were said
-        self._named: set[tuple[str, str | None]] = set()
-        self._longest_step_s = 0.0  # that was named; long steps are no news where all are long
+        self._silent_looks: defaultdict[str, int] = defaultdict(int)
+        self._named: set[tuple[str, str | None]] = set()  # (component, reason of the wait)
+        self._longest_step_s = 0.0  # that was named
 
     def silent(self, components: Mapping[str, Component]) -> dict[str, str]:
-        """Components nobody has heard of for too long, and what to say of each."""
+        """Return the components that have been silent for too long, with a description."""
         found = {}
         for name, component in components.items():
             is_silent = name != DRIVER and component.silent_s > self._config.silent_s
-            self._silent[name] = self._silent[name] + 1 if is_silent else 0
-            if self._silent[name] >= LOOKS:
-                last = (
-                    f"waited for {component.waiting_on}" if component.waiting_on else "was working"
-                )
+            self._silent_looks[name] = self._silent_looks[name] + 1 if is_silent else 0
+            if self._silent_looks[name] >= LOOKS:
+                waited = component.waiting_on
+                last = f"waited for {waited}" if waited else "was working"
                 found[name] = (
                     f"gave no sign of life for {component.silent_s:.0f} s (it {last} then): "
                     "stopped, or hung"
@@ -50,10 +45,10 @@ class Watch:
         return found
 
     def starving(self, components: Mapping[str, Component]) -> dict[str, str]:
-        """Who has waited for longer than STARVING_S and was not named yet for this wait.
-        Admission is no trouble.
+        """Return the components that newly wait for longer than `starving_s`.
 
-        Of learner steps only one that takes twice as long as the longest that was named.
+        Waiting for admission is no trouble. A learner step is named only if it takes twice as long
+        as the longest one named before.
         """
         now = {
             (name, component.waiting_on): component
@@ -73,16 +68,14 @@ class Watch:
 
 
 class Restarts:
-    """A limit and a growing pause for each component."""
+    """Limits the restarts of each component, with a growing pause before each."""
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config
         self._at_s: defaultdict[str, list[float]] = defaultdict(list)
 
     def pause_s(self, name: str) -> float | None:
-        """How long to wait before `name` is started again, which is then counted; None: it was done
-        too often.
-        """
+        """Count a restart. Return the pause before it, None if there were too many."""
         now = time.monotonic()
         recent = [at for at in self._at_s[name] if now - at < RESTART_WINDOW_S]
         if len(recent) >= self._config.max_restarts:

@@ -1,6 +1,4 @@
-"""The runs that a run trains from, `source=RUN[@where]`: their groups, their base policy, and
-whether their tokens are its.
-"""
+"""The sources of offline training, `source=RUN[@where]`: their checks, groups and base policy."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from configs import Config, ConfigError
 from store import RunLayout, check_trusted, find_sources, is_trusted, parse_source, take_sources
 
 TOKENIZER_FILE = "tokenizer_config.json"
-OWN_BASE = Path("base", "policy")  # in a run without model.path
+OWN_BASE = Path("base", "policy")  # of a run that began without model.path
 
 
 def check_sources(config: Config, console: Console) -> None:
-    """What could be mistyped, before there is a run: whether they are there, select anything, and
-    have an order.
+    """Check that the sources exist, select groups and fit the model, before a run is made.
 
     Raises ConfigError, StoreError.
     """
-    from learner import check_train_on
+    from learner import check_train_on  # here: it loads torch
 
     check_train_on(config.offline.train_on)
     for text in config.source:
@@ -32,25 +29,15 @@ def check_sources(config: Config, console: Console) -> None:
         if theirs is not None and (url := _setting(theirs, "endpoint.url")):
             raise ConfigError(
                 f"source={text} was played by {_setting(theirs, 'endpoint.model')} at {url}, whose "
-                "tokens and "
-                "log-probabilities nobody has, so nothing can be trained from it; leave it out"
+                "tokens and log-probabilities nobody has, so nothing can be trained from it; leave "
+                "it out"
             )
     find_sources([parse_source(text) for text in config.source], order=config.offline.order)
     model_path = Path(config.model.path or _first_base(config))
     for text in config.source:
         base, theirs = _base_of(text), _config_of(text)
-        missing = (
-            []
-            if base is None
-            else [str(path) for path in (base, model_path) if not (path / TOKENIZER_FILE).is_file()]
-        )
-        if base is None or missing:
-            if missing:
-                why = f"no {TOKENIZER_FILE} in {' and '.join(missing)}"
-            elif _chooses_unasked(text):
-                why = "it was not made by you, so the model that its settings name is not read without --trust"
-            else:
-                why = "it has no base policy"
+        why = _why_not_compared(text, base, model_path)
+        if base is None or why:
             console.print(f"tokens of {text} were not compared: {why}", markup=False)
         else:
             check_same_tokens(base, model_path, source=text)
@@ -58,36 +45,47 @@ def check_sources(config: Config, console: Console) -> None:
         if scripted and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
                 f"source={text} was played by a script, which has no log-probabilities to learn "
-                "from with "
-                f"loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
+                f"from with loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
             )
 
 
-def runs(config: Config) -> list[Path]:
-    """Return the sources that are runs: --trust counts for them too."""
+def _why_not_compared(text: str, base: Path | None, model_path: Path) -> str:
+    """Return why a source's tokens cannot be compared with the model's, "" if they can."""
+    if base is not None:
+        paths = [path for path in (base, model_path) if not (path / TOKENIZER_FILE).is_file()]
+        return f"no {TOKENIZER_FILE} in {' and '.join(map(str, paths))}" if paths else ""
+    if _chooses_untrusted(text):
+        return (
+            "it was not made by you, so the model that its settings name is not read without "
+            "--trust"
+        )
+    return "it has no base policy"
+
+
+def source_runs(config: Config) -> list[Path]:
+    """Return the sources that are runs, for which --trust counts too."""
     places = [Path(parse_source(text).place) for text in config.source]
     return [place for place in places if RunLayout.exists(place)]
 
 
-def base_policy(config: Config, directory: Path) -> Path:
+def copy_base_policy(config: Config, directory: Path) -> Path:
     """Copy the base policy of the first source that has one to `directory`.
 
-    Raises ConfigError if none has; StoreError if only a stranger's settings say where it is.
+    Raises ConfigError if no source has one; StoreError if only a stranger's settings name it.
     """
     if directory.is_dir():
         return directory
-    # here, as torch comes with it: who only asks about a run needs none of it
-    from learner import copy_weights
+    from learner import copy_weights  # here: it loads torch
 
     base = _first_base(config)
-    own = [run / OWN_BASE for run in runs(config)]
+    own = [run / OWN_BASE for run in source_runs(config)]
     copy_weights(base, directory, follow_links=base not in own)
     return directory
 
 
-def take(config: Config, console: Console) -> None:
-    """Their groups into the run, once. Raises StoreError."""
-    with console.status("taking in offline groups"):
+def import_sources(config: Config, console: Console) -> None:
+    """Import the groups of the sources into the run, once. Raises StoreError."""
+    with console.status("importing offline groups"):
         taken = take_sources(
             Path(config.run_dir),
             [parse_source(text) for text in config.source],
@@ -98,9 +96,7 @@ def take(config: Config, console: Console) -> None:
 
 
 def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
-    """Stored tokens are ids. Raises ConfigError unless both vocabularies give each the same
-    meaning.
-    """
+    """Raise ConfigError unless both models' vocabularies are equal: stored tokens are ids."""
     from transformers import AutoTokenizer
 
     def vocabulary(path: Path) -> dict[str, int]:
@@ -116,9 +112,8 @@ def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
         n = len(theirs.items() ^ ours.items())
         raise ConfigError(
             f"source={source} was played with the tokenizer of {base}, and that of {model_path} "
-            f"differs in {n} entries, so its "
-            "token ids would mean something else; use a model with the same tokenizer, or leave "
-            "model.path out"
+            f"differs in {n} entries, so its token ids would mean something else; use a model with "
+            "the same tokenizer, or leave model.path out"
         )
 
 
@@ -126,7 +121,7 @@ def _first_base(config: Config) -> Path:
     found = [path for text in config.source if (path := _base_of(text)) is not None]
     if not found:
         for text in config.source:
-            if _chooses_unasked(text):
+            if _chooses_untrusted(text):
                 check_trusted(Path(parse_source(text).place))
         raise ConfigError(
             f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR"
@@ -135,8 +130,9 @@ def _first_base(config: Config) -> Path:
 
 
 def _base_of(text: str) -> Path | None:
-    """Return where the base policy of a source is. Return None if it is no run, has none, or must
-    not choose the place.
+    """Return the base policy of a source.
+
+    Returns None if it is no run, has none, or is a stranger's run that names one.
     """
     theirs = _config_of(text)
     if theirs is None:
@@ -144,15 +140,16 @@ def _base_of(text: str) -> Path | None:
     run = Path(parse_source(text).place)
     # its files are read by transformers, which would follow a link out of the run
     RunLayout.open(run).check_no_links()
-    if _chooses_unasked(text):
+    if _chooses_untrusted(text):
         return None
     path = Path(str(_setting(theirs, "model.path") or run / OWN_BASE))
     return path if (path / "config.json").is_file() else None
 
 
-def _chooses_unasked(text: str) -> bool:
-    """Return whether the source is a stranger's run whose settings name a model: any directory of
-    this user.
+def _chooses_untrusted(text: str) -> bool:
+    """Return whether the source is a stranger's run whose settings name a model.
+
+    They could name any directory of this user.
     """
     theirs = _config_of(text)
     if theirs is None or not _setting(theirs, "model.path"):
@@ -161,7 +158,7 @@ def _chooses_unasked(text: str) -> bool:
 
 
 def _config_of(text: str) -> DictConfig | None:
-    """The stored config of a source, of whatever version of the code; None for a dataset."""
+    """Return the stored config of a source, None for a dataset."""
     place = Path(parse_source(text).place)
     if not RunLayout.exists(place):
         return None
@@ -171,9 +168,7 @@ def _config_of(text: str) -> DictConfig | None:
 
 
 def _setting(config: DictConfig, key: str) -> object:
-    """Return a setting of a source, None if it is not there. Raises ConfigError: the source may be
-    a stranger's.
-    """
+    """Return a setting of a source, None if there is none. Raises ConfigError for a broken one."""
     try:
         return OmegaConf.select(config, key, default=None)
     except OmegaConfBaseException as error:

@@ -1,6 +1,4 @@
-"""One process of a run as its driver knows it: how it is started, whether it has a place, how it is
-killed.
-"""
+"""The Ray processes of workers and the learner: starting and killing one."""
 
 from __future__ import annotations
 
@@ -25,78 +23,79 @@ RAY_KILLS_WITHIN_S = 2.0
 
 @dataclass(kw_only=True, slots=True)
 class ManagedProcess:
-    """A worker or the learner."""
+    """A worker or the learner that Ray was asked to start."""
 
     name: str
-    due_at_s: float  # when it is started (again)
-    handle: Any = None  # None: waits to be started
-    where: Any = None  # reference to (host, pid)
-    call: Any = None  # reference to what it is at: `start`, then `run`
-    asked_at_s: float = 0.0  # when Ray was asked for its process
-    placed: bool = False  # known to have a process
-    named_unplaced: bool = False
-    started: bool = False
-    leaving: bool = False
+    handle: Any  # Ray's
+    where: Any  # reference to (host, pid)
+    call: Any  # reference to its `start` or `run`; None while it is idle
+    asked_at_s: float
+    is_placed: bool = False  # Ray has found a place for it
+    is_named_unplaced: bool = False  # the missing place was reported
+    has_started: bool = False
+    is_leaving: bool = False  # it was told to stop, because fewer workers are wanted
 
 
-def start(part: ManagedProcess, *, config: Config, model_path: str, coordinator: Any) -> None:
-    """Asks Ray for its process, and that for its start; returns at once."""
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus(part, config)}
-    if part.name == LEARNER:
+def start(name: str, *, config: Config, model_path: str, coordinator: Any) -> ManagedProcess:
+    """Ask Ray for a process and for its `start`; return at once."""
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus(name, config)}
+    if name == LEARNER:
         setup = LearnerSetup(config=config, model_path=model_path)
-        part.handle = LearnerActor.options(max_concurrency=2, **options).remote(setup, coordinator)
+        # Two calls at a time: `stop` comes beside `run`.
+        handle = LearnerActor.options(max_concurrency=2, **options).remote(setup, coordinator)
     else:
-        worker = WorkerSetup(name=part.name, config=config, model_path=model_path)
-        part.handle = WorkerActor.options(**options).remote(worker, coordinator)
-    part.asked_at_s = time.monotonic()
-    part.where = part.handle.where.remote()
-    part.call = part.handle.start.remote()
+        worker = WorkerSetup(name=name, config=config, model_path=model_path)
+        handle = WorkerActor.options(**options).remote(worker, coordinator)
+    return ManagedProcess(
+        name=name,
+        handle=handle,
+        asked_at_s=time.monotonic(),
+        where=handle.where.remote(),
+        call=handle.start.remote(),
+    )
 
 
 def n_processes(config: Config, *, learns: bool) -> int:
-    """That Ray is asked for at the start: the coordinator's, and those of the workers and of the
-    learner's ranks.
-    """
+    """Return how many processes a run starts: coordinator, workers and the learner's ranks."""
     return 1 + (n_workers(config) + config.learner.ranks if learns else config.actors.workers)
 
 
-def gpus(part: ManagedProcess, config: Config) -> float:
-    return config.learner.gpus_per_rank if part.name == LEARNER else config.actors.gpus_per_worker
+def gpus(name: str, config: Config) -> float:
+    """Return how many GPUs a process asks for."""
+    return config.learner.gpus_per_rank if name == LEARNER else config.actors.gpus_per_worker
 
 
-def has_process(part: ManagedProcess) -> bool:
-    """Whether Ray has found a place for it: it then has a process, even one that is still being
-    made.
-    """
+def has_process(process: ManagedProcess) -> bool:
+    """Return whether Ray has found a place for it, even if it is still being made."""
     # the public call needs Ray's dashboard
-    state = ray._private.state.actors(part.handle._actor_id.hex())
+    state = ray._private.state.actors(process.handle._actor_id.hex())
     return bool(state.get("Pid"))
 
 
-def why_unplaced(part: ManagedProcess, config: Config) -> str:
-    """What it asks for, against what is free now."""
-    wanted = gpus(part, config)
+def why_unplaced(name: str, config: Config) -> str:
+    """Return the GPUs that a process asks for and the GPUs that are free, in one line."""
+    wanted = gpus(name, config)
     if not wanted:
         return "Ray has not started a process for it; is the machine out of memory or processes?"
-    free, there = (
-        count.get("GPU", 0) for count in (ray.available_resources(), ray.cluster_resources())
-    )
-    knob = "learner.gpus_per_rank" if part.name == LEARNER else "actors.gpus_per_worker"
+    free = ray.available_resources().get("GPU", 0)
+    total = ray.cluster_resources().get("GPU", 0)
+    setting = "learner.gpus_per_rank" if name == LEARNER else "actors.gpus_per_worker"
     return (
-        f"it asks for {wanted:g} GPUs on one node ({knob}), and of the {there:g} of the cluster "
-        f"{free:g} are free; "
-        "free some, add a node, or ask for fewer actors.workers or learner.ranks"
+        f"it asks for {wanted:g} GPUs on one node ({setting}), and of the {total:g} of the cluster "
+        f"{free:g} are free; free some, add a node, or ask for fewer actors.workers or "
+        "learner.ranks"
     )
 
 
-def kill(part: ManagedProcess) -> None:
-    """Also a process of this machine that is stopped, which does not hear Ray."""
-    ray.kill(part.handle)
-    with suppress(RayError, psutil.Error):  # it died before it could say where it was, or is gone
-        host, pid = ray.get(part.where, timeout=1.0)
+def kill(process: ManagedProcess) -> None:
+    """Kill a process. A stopped process ignores Ray, so one of this machine is killed directly."""
+    ray.kill(process.handle)
+    # It died before it could say where it is, or it is gone already.
+    with suppress(RayError, psutil.Error):
+        host, pid = ray.get(process.where, timeout=1.0)
         if host == socket.gethostname():
-            process = psutil.Process(pid)
+            stuck = psutil.Process(pid)
             try:
-                process.wait(timeout=RAY_KILLS_WITHIN_S)
+                stuck.wait(timeout=RAY_KILLS_WITHIN_S)
             except psutil.TimeoutExpired:
-                process.kill()
+                stuck.kill()

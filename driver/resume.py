@@ -1,11 +1,17 @@
-"""A run goes on: gigpo train --resume RUN [key=value ...]
+"""Settings of a run that goes on, and of a fork; making the fork.
 
-    RUN/config.yaml     the settings of the run's newest start; run.json keeps those of its first
-    RUN/outside.json    what the run uses that is not in its directory, so that it is known again elsewhere
+    gigpo train --resume RUN [key=value ...]
+    gigpo train --fork RUN@STEP run_dir=NEW [key=value ...]
 
-Nothing in a run's directory names a place, so it may be moved or copied. What lies outside, a model
-or a template file, is looked for where it was; where that is another place, say so:
-`model.path=...`. It has to be the same.
+    RUN/config.yaml     the settings of the newest start; run.json keeps those of the first
+    RUN/outside.json    digests of the files that the run uses outside its directory
+
+No file of a run names its directory, so a run may be moved or copied. A model or a template file
+outside is looked for at its old path; for another path give `model.path=...`. It must be the same.
+
+A fork is a new run from a kept checkpoint of another. It has the other's settings but for those
+given, and its rollouts and lineage up to that learner step. The other run is only read, and may be
+training. The same command again goes on with the fork.
 """
 
 from __future__ import annotations
@@ -18,28 +24,34 @@ from hashlib import blake2b
 from pathlib import Path
 
 import configs
-from analysis import CONFIG_FILE
+import store
 from configs import Config, ConfigError
 from store import (
+    CONFIG_FILE,
+    OUTSIDE_FILE,
     READ_WRITE,
+    Catalog,
     RunLayout,
+    StoreError,
     check_trusted,
     made_by_this_user,
     parse_object,
+    parse_run_step,
     read_run_file,
     sign_run,
     write_atomically,
 )
 
-OUTSIDE_FILE = "outside.json"
-OUTSIDE = ("model.path", "prompt.template")
-END_BYTES = 2**20  # of each file of a model: two models of one shape have other numbers there
+OUTSIDE = ("model.path", "prompt.template")  # settings that may name a path outside the run
+END_BYTES = 2**20  # of each model file; models of the same shape have different numbers there
+# Settings that a fork shares with its run: the tasks of its groups, and the shape of its weights.
+FORK_KEEPS = ("env.name", "env.options", "model.")
 
 
 def load(run: Path, overrides: Sequence[str]) -> Config:
-    """The settings of the run's newest start, with `overrides` on top.
+    """Return the settings of the run's newest start, with `overrides` on top.
 
-    Raises ConfigError, FormatError for what is no run, StoreError for a stranger's run that is not
+    Raises ConfigError, FormatError if there is no run, StoreError for a stranger's run that is not
     trusted.
     """
     layout = RunLayout.open(run)
@@ -51,60 +63,64 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
         )
     try:
         text, name = read_run_file(run, CONFIG_FILE), str(run / CONFIG_FILE)
-    except FileNotFoundError:  # of a run that an older gigpo train made
+    except FileNotFoundError:  # the first start was killed before it wrote the file
         text, name = layout.info.config_yaml, f"the config in {layout.run_json}"
     return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 
 
 def remember(config: Config) -> None:
-    """Write for the next `load` what the run is started with. Paths become absolute ones. Raises
-    StoreError: a full disk.
+    """Write the settings of this start for the next `load`, with absolute paths.
+
+    Raises StoreError: a full disk.
     """
-    run = Path(config.run_dir)
+    run, paths = Path(config.run_dir), outside(config)
     if not (run / OUTSIDE_FILE).is_file():
-        marks = json.dumps({key: _mark(path) for key, path in outside(config).items()}, indent=1)
-        write_atomically(run / OUTSIDE_FILE, marks.encode(), mode=READ_WRITE, beneath=run)
-    there = {key: str(path.absolute()) for key, path in outside(config).items()}
-    model = replace(config.model, path=there.get("model.path", config.model.path))
-    prompt = replace(config.prompt, template=there.get("prompt.template", config.prompt.template))
+        digests = json.dumps({key: _digest(path) for key, path in paths.items()}, indent=1)
+        write_atomically(run / OUTSIDE_FILE, digests.encode(), mode=READ_WRITE, beneath=run)
+    absolute = {key: str(path.absolute()) for key, path in paths.items()}
+    model = replace(config.model, path=absolute.get("model.path", config.model.path))
+    template = absolute.get("prompt.template", config.prompt.template)
+    prompt = replace(config.prompt, template=template)
     text = configs.as_yaml(replace(config, model=model, prompt=prompt))
     if made_by_this_user(run):
-        # first: killed in between, the run still has a signed config.yaml
+        # Signed before it is written: killed in between, the run still has a signed config.yaml.
         sign_run(run, config=text.encode())
     write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
 
 
 def differences(config: Config, recorded: Config) -> list[str]:
-    """`key: old -> new` for every setting of `config` that is another run's than `recorded`, that
-    of run.json.
+    """Return `key: old -> new` for every setting that makes it another run than `recorded`.
 
-    What lies outside may be at another path if it is the same.
+    A path outside the run may change if the files are the same.
     """
     changed = configs.forbidden_changes(recorded, config)
     path = Path(config.run_dir) / OUTSIDE_FILE
     try:
-        marks = parse_object(read_run_file(path.parent, OUTSIDE_FILE))
+        digests = parse_object(read_run_file(path.parent, OUTSIDE_FILE))
     except (FileNotFoundError, NotADirectoryError):
-        marks = {}
+        digests = {}
     except ValueError as error:
         raise ConfigError(
             f"{path} is not readable ({error}); remove it, and give the paths the run was made with"
         ) from None
     moved = {
-        key for key, place in outside(config).items() if key in marks and marks[key] == _mark(place)
+        key
+        for key, place in outside(config).items()
+        if key in digests and digests[key] == _digest(place)
     }
     return [line for line in changed if line.partition(":")[0] not in moved]
 
 
 def outside(config: Config) -> Mapping[str, Path]:
-    """Those of OUTSIDE that are files or directories."""
+    """Return the settings of OUTSIDE that name an existing file or directory."""
     paths = dict(zip(OUTSIDE, (config.model.path, config.prompt.template), strict=True))
     return {key: Path(path) for key, path in paths.items() if path and Path(path).exists()}
 
 
-def _mark(path: Path) -> str:
-    """128 bits of a file's bytes; of a directory, of its files' names, sizes and ends: a model may
-    be large.
+def _digest(path: Path) -> str:
+    """Return 128 bits of a file's content; of a directory, of its files' names, sizes and ends.
+
+    A model may be too large to be read whole.
     """
     digest = blake2b(digest_size=16)
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
@@ -117,3 +133,90 @@ def _mark(path: Path) -> str:
                 content.seek(start)
                 digest.update(content.read(END_BYTES if path.is_dir() else -1))
     return digest.hexdigest()
+
+
+def load_fork(source: str, overrides: Sequence[str]) -> Config:
+    """Return the settings of the fork of `source`, RUN@STEP. Raises ConfigError, StoreError."""
+    run, _ = parse_fork(source)
+    given = [override for override in overrides if override.startswith("run_dir=")]
+    if not given:
+        raise ConfigError(f"--fork {source} makes a new run; give its directory: run_dir=...")
+    root = Path(given[-1].removeprefix("run_dir="))
+    others = [override for override in overrides if override not in given]
+    if RunLayout.exists(root):
+        _check_is_the_fork(RunLayout.open(root), source)
+        return load(root, others)
+    recorded = load(run, [])
+    config = replace(load(run, others), run_dir=str(root))
+    changed = [
+        line for line in configs.forbidden_changes(recorded, config) if line.startswith(FORK_KEEPS)
+    ]
+    if changed:
+        raise ConfigError(
+            f"--fork {source} goes on with that run's model and tasks ({'; '.join(changed)}); "
+            "leave these as they are"
+        )
+    return config
+
+
+def make_fork(source: str, config: Config) -> None:
+    """Make the fork in `config.run_dir`, unless it exists. Raises StoreError.
+
+    If the other run has removed the weights that workers begin with, they are made from its
+    checkpoint.
+    """
+    run, learner_step = parse_fork(source)
+    root = Path(config.run_dir)
+    if not RunLayout.exists(root):
+        store.fork(
+            RunLayout.open(run),
+            root,
+            learner_step=learner_step,
+            config_yaml=configs.as_yaml(config),
+        )
+    layout = RunLayout.open(root)
+    with Catalog.open(layout) as catalog:
+        newest, checkpoint = catalog.latest_version(), catalog.live_checkpoints()[-1]
+        store.export(catalog, layout)
+    assert newest is not None, "a checkpoint has weights"
+    directory = layout.root / newest.path
+    if newest.version != checkpoint.version or directory.is_dir():
+        return
+    from learner import export_checkpoint  # here: it loads torch
+
+    try:
+        digest = export_checkpoint(layout, checkpoint.learner_step, directory)
+    # a damaged checkpoint, or the base model is gone
+    except (ValueError, FileNotFoundError) as error:
+        raise StoreError(
+            f"the weights of learner step {checkpoint.learner_step} cannot be made: {error}"
+        ) from error
+    if digest != newest.digest:
+        raise StoreError(
+            f"{directory} has digest {digest}, published was {newest.digest}; fork another "
+            "learner step"
+        )
+
+
+def parse_fork(source: str) -> tuple[Path, int]:
+    """Split RUN@STEP, whose step is at least 1. Raises ConfigError."""
+    try:
+        run, step = parse_run_step(source)
+    except StoreError:
+        step = None
+    if not step:
+        raise ConfigError(
+            f"--fork {source}: give a run and one of its learner steps, e.g. runs/a@40"
+        )
+    return run, step
+
+
+def _check_is_the_fork(layout: RunLayout, source: str) -> None:
+    """Raise ConfigError if the run in the fork's directory is another one."""
+    run, step = parse_fork(source)
+    wanted, found = f"{RunLayout.open(run).info.run_id}@{step}", layout.info.forked_from
+    if found != wanted:
+        made = f"is a fork of run {found}" if found else "is no fork"
+        raise ConfigError(
+            f"{layout.root} {made}, not of {source}, which is run {wanted}; choose another run_dir"
+        )

@@ -1,28 +1,29 @@
-"""The processes of a run: starts them, watches them, starts them again, stops them. Shared by
-gigpo train and gigpo evaluate only.
+"""The supervisor starts, watches, restarts and stops the processes of a run.
 
-    with Supervisor(config, model_path, learns=True, say=print, say_stopping=print) as session:
-        session.train(progress.show)
-        session.evaluate(episodes_per_task, progress.show)
+    with Supervisor(config, model_path, learns=True, say=print, say_stopping=print) as supervisor:
+        supervisor.train(progress.show)
+        supervisor.evaluate(episodes_per_task, progress.show)
 
-Every process writes what it prints to `<run>/logs/<component>.log`. A worker or the learner whose
-process dies, is stopped or hangs is killed and started again, a limited number of times; so is a
-worker whose engine is lost, and a learner that lost one of its ranks. What a component reports as
-an error ends the run: it is raised here, by name, and leaving the `with` block stops the others. So
-does the coordinator's death: the same command goes on from what it had committed.
+Consumes  the results of the workers' and the learner's calls, and the coordinator's status
+Produces  processes, restarts, notices
+Waits for a call that ends, POLL_S at most; every wait of another process is limited by its
+          heartbeats (`health.py`)
 
-`driver/processes.py` starts and kills one process, `driver/coordinator_client.py` asks the
-coordinator, `driver/health.py` decides who is lost, `driver/shutdown.py` ends all in order,
-`driver/errors.py` says what an error was.
+Each process writes its output to `<run>/logs/<component>.log`. A worker or a learner that dies,
+hangs, loses its engine or loses a rank is killed and started again, a limited number of times. Any
+other error of a component is raised here and ends the run; leaving the `with` block stops the other
+processes. The death of the coordinator ends the run too: the same command continues from the last
+commit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -30,21 +31,22 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptStuckError
 from configs import Config, is_offline, n_workers
 from coordinator import Component, Status
-from driver import processes as parts
-from driver.coordinator_client import CoordinatorClient
+from driver import processes
+from driver.coordinator_process import CoordinatorProcess
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
-from driver.health import Restarts, Watch
+from driver.health import HealthMonitor, Restarts
+from driver.interrupt import hold_interrupts
 from driver.processes import LEARNER, ManagedProcess
 from driver.progress import said_while
 from driver.run_control import wanted_workers
-from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_held_back, stop_in_order
+from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
 from envs import log_hint
 from learner import RankError
 from store import VersionRecord
 
 POLL_S = 0.5
-UNPLACED_S = 20.0  # a process that Ray has not begun for so long is named
-PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all, at the start
+UNPLACED_S = 20.0  # a process that Ray has not begun by then is reported
+PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all processes at the start
 MAX_NAMED = 4  # processes in one line
 STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 
@@ -52,67 +54,49 @@ Show = Callable[[Status], None]
 
 
 class Supervisor:
+    """The processes of one run, as a context manager."""
+
     def __init__(
         self, config: Config, model_path: str, *, learns: bool, say: Say, say_stopping: Say
     ) -> None:
-        """`say` is the screen before progress is shown; `say_stopping` tells who waits for the end
-        from outside.
+        """Start the coordinator.
+
+        `say` writes to the screen before progress is shown. `say_stopping` tells a waiting
+        `gigpo stop` how far the stop is.
         """
         self.config, self.model_path, self.learns = config, model_path, learns
         self.say, self.say_stopping = say, say_stopping
         self.logs = Path(config.run_dir) / "logs"
-        self.restored = ""
-        self.parts: dict[str, ManagedProcess] = {}
-        self.watch, self.restarts = Watch(config.supervision), Restarts(config.supervision)
+        self.restored = ""  # the learner's line on the checkpoint it started from
+        self.due: dict[str, float] = {}  # time.monotonic() at which to start each process
+        self.processes: dict[str, ManagedProcess] = {}
+        self.monitor, self.restarts = (
+            HealthMonitor(config.supervision),
+            Restarts(config.supervision),
+        )
         self.is_up = False  # everything has been started once
-        # while they start: what each was last heard to wait for
-        self.components: Mapping[str, Component] = {}
-        self.training = False
-        self.learner_step: int | None = None  # at which the learner ended
+        self.components: Mapping[str, Component] = {}  # while they start
+        self.is_training = False
+        self.results: dict[str, Any] = {}  # of processes whose `run` ended
+        self.coordinator = CoordinatorProcess(config, learns=learns)
 
     def __enter__(self) -> Supervisor:
-        self.coordinator = CoordinatorClient(self.config, learns=self.learns)
         try:
             wanted = n_workers(self.config) if self.learns else self.config.actors.workers
-            self._add([LEARNER] * self.learns)
+            if self.learns:
+                self._add([LEARNER])
             self._add([f"worker-{number}" for number in range(wanted)])
             with said_while(self._starting, self.say):
-                # beside the coordinator: they import for seconds before they ask it anything
+                # Beside the coordinator: they import for seconds before they call it.
                 self._start_due()
                 self.coordinator.wait_until_up()
-                while not all(part.started for part in self.parts.values()):
+                while self._n_starting():
                     self.components = self._look(lambda status: None).components
         except BaseException as error:  # also Ctrl-C: what was started is stopped
             self._stop(error)
             raise
         self.is_up = True
         return self
-
-    def train(self, show: Show) -> int:
-        """Runs the learner to its last step; returns it."""
-        self.training = True
-        learner = self.parts[LEARNER]
-        learner.call = learner.handle.run.remote()
-        while self.learner_step is None:
-            self._look(show)
-        self.training = False
-        return self.learner_step
-
-    def publish(self, version: VersionRecord) -> None:
-        """Weights that no learner of this session has made."""
-        self.coordinator.publish(version)
-
-    def evaluate(self, episodes_per_task: int, show: Show) -> None:
-        """Plays every held-out task `episodes_per_task` times with the newest weights."""
-        version = self.status().version
-        if version < 0:
-            raise ComponentFailed(f"{self.config.run_dir} has no weights yet; train it first")
-        self.coordinator.evaluate(version, episodes_per_task)
-        while self._look(show).heldout_open:
-            pass
-
-    def status(self) -> Status:
-        return self.coordinator.status()
 
     def __exit__(
         self,
@@ -122,52 +106,40 @@ class Supervisor:
     ) -> None:
         self._stop(error)
 
-    def _stop(self, error: BaseException | None) -> None:
-        """Stops everything in order, closes it, the coordinator last, as the others still commit,
-        and kills what is left.
+    def train(self, show: Show) -> int:
+        """Run the learner to its last step, and return that step."""
+        self.is_training = True
+        learner = self.processes[LEARNER]
+        learner.call = learner.handle.run.remote()
+        while LEARNER not in self.results:
+            self._look(show)
+        self.is_training = False
+        return int(self.results[LEARNER])
 
-        Raises Stopped, with what came of it, if `error` is a Ctrl-C, or one comes now.
-        """
-        interrupted = isinstance(error, KeyboardInterrupt)
-        self.say_stopping(f"stopping {self.config.run_dir}")
-        if isinstance(error, ComponentFailed) and not self.coordinator.lost:
-            self.say(f"stopping the others, as {error}")
-        how = AT_ONCE
-        try:
-            # A first Ctrl-C during an end that came by itself asks for what happens anyway.
-            with nullcontext() if interrupted else stop_held_back():
-                how = self._stopped_in_order()
-        except ComponentFailed as failure:  # the coordinator: there is nobody to stop for
-            how = f"not stopped in order, as the {failure}"
-        except KeyboardInterrupt:
-            interrupted = True
-        for part in self.parts.values():
-            if part.handle is not None:
-                parts.kill(part)
-        self.coordinator.kill()
-        if interrupted:
-            raise Stopped(f"{self.config.run_dir}: {how}") from None
-        if error is not None and not self.coordinator.lost:
-            self.say(f"{self.config.run_dir}: {how}")
+    def publish(self, version: VersionRecord) -> None:
+        """Publish weights that no learner of this run has made."""
+        self.coordinator.answer(self.coordinator.calls.publish(version))
 
-    def _stopped_in_order(self) -> str:
-        """What came of it."""
-        if self.coordinator.lost:
-            return "not stopped in order, as the coordinator is lost; nothing that was committed is"
-        alive = [part for part in self.parts.values() if part.handle is not None]
-        unstopped = stop_in_order(
-            alive, status=self.status, config=self.config, say=self._say_waiting
-        )
-        learner_step, checkpoint = self.status().learner_step, self.coordinator.newest_checkpoint()
-        with said_while(lambda: "closing the coordinator", self._say_waiting):
-            self.coordinator.close()
-        return outcome(unstopped, learner_step=learner_step, checkpoint=checkpoint)
+    def evaluate(self, episodes_per_task: int, show: Show) -> None:
+        """Play every held-out task `episodes_per_task` times with the newest weights."""
+        version = self.status().version
+        if version < 0:
+            raise ComponentFailed(f"{self.config.run_dir} has no weights yet; train it first")
+        self.coordinator.answer(self.coordinator.calls.evaluate(version, episodes_per_task))
+        while self._look(show).heldout_open:
+            pass
+
+    def status(self) -> Status:
+        """Return the coordinator's status."""
+        return self.coordinator.answer(self.coordinator.calls.status())
+
+    # watching
 
     def _look(self, show: Show) -> Status:
-        """One look at everything: who ended, who is silent, who has to be started. Raises what ends
-        the run.
-        """
-        calls = {part.call: part for part in self.parts.values() if part.call is not None}
+        """Handle ended calls, lost processes and due starts once. Raises what ends the run."""
+        calls = {
+            process.call: process for process in self.processes.values() if process.call is not None
+        }
         if calls:
             done, _ = ray.wait(list(calls), timeout=POLL_S)
             for call in done:
@@ -175,12 +147,13 @@ class Supervisor:
         else:
             time.sleep(POLL_S)
         status = self.status()
-        for name, why in self.watch.silent(status.components).items():
-            if name not in self.parts:
-                self.coordinator.forget(name, "a last sign of life came after it was gone")
-            elif self.parts[name].call is not None:  # nothing is asked of an idle learner
-                self._lost(self.parts[name], why)
-        for name, why in self.watch.starving(status.components).items():
+        for name, why in self.monitor.silent(status.components).items():
+            process = self.processes.get(name)
+            if process is not None and process.call is not None:  # an idle learner may be silent
+                self._lost(process, why)
+            elif process is None and name not in self.due:
+                self._remove(name, "a last sign of life came after it was gone")
+        for name, why in self.monitor.starving(status.components).items():
             counts = status.counts
             self._notice(
                 "starving",
@@ -188,108 +161,65 @@ class Supervisor:
                 "played",
             )
         self._follow_wanted_workers()
-        for part in self.parts.values():
-            if part.handle is not None and not part.placed:
-                self._look_for_place(part)
+        for process in self.processes.values():
+            if not process.is_placed:
+                self._look_for_place(process)
         self._start_due()
         show(status)
         return status
 
-    def _starting(self) -> str:
-        """Name the processes that are still starting, and what each waits for."""
-        coming = [part.name for part in list(self.parts.values()) if not part.started]
-        at = [
-            self.components[name].waiting_on if name in self.components else None for name in coming
-        ]
-        named = [
-            f"{name} ({what or 'loading libraries'})" for name, what in zip(coming, at, strict=True)
-        ]
-        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-        return f"starting {', '.join(named[:MAX_NAMED]) or 'the coordinator'}{more}"
-
-    def _start_due(self) -> None:
-        for part in self.parts.values():
-            if part.handle is None and time.monotonic() >= part.due_at_s:
-                parts.start(
-                    part,
-                    config=self.config,
-                    model_path=self.model_path,
-                    coordinator=self.coordinator.handle,
-                )
-
-    def _look_for_place(self, part: ManagedProcess) -> None:
-        """Names a process that Ray cannot begin; while the run starts, also a limit to waiting for
-        it.
-        """
-        waited_s = time.monotonic() - part.asked_at_s
-        if waited_s < UNPLACED_S:
-            return
-        part.placed = parts.has_process(part)
-        if part.placed:
-            return
-        why = f"{part.name} has had no place for {waited_s:.0f} s: {parts.why_unplaced(part, self.config)}"
-        if not self.is_up and waited_s > PLACES_TIMEOUT_S:
-            raise ComponentFailed(why)
-        if not part.named_unplaced:
-            part.named_unplaced = True
-            self._notice("no place", why)
-
-    def _ended(self, part: ManagedProcess) -> None:
-        """What `part` was at has ended: `start` leads to `run`; `run` of the learner is the end;
-        anything else is an error.
-        """
+    def _ended(self, process: ManagedProcess) -> None:
+        """Handle the end of a call: `run` follows `start`, and only the learner's `run` may end."""
         try:
-            result = ray.get(part.call)
+            result = ray.get(process.call)
         except RayError as error:
-            self._failed(part, error)
+            self._failed(process, error)
             return
-        part.call = None
-        if not part.started:
-            part.started = part.placed = True
-            if part.name == LEARNER:
+        process.call = None
+        if not process.has_started:
+            process.has_started = process.is_placed = True
+            if process.name == LEARNER:
                 self.restored = self.restored or str(result)
-            if part.name != LEARNER or self.training:
-                part.call = part.handle.run.remote()
-        elif part.name == LEARNER:
-            self.learner_step = int(result)
-        elif part.leaving:
-            ray.wait([part.handle.close.remote()], timeout=STOP_TIMEOUT_S)
-            parts.kill(part)
-            self.coordinator.forget(part.name, "left, as it was asked to")
-            del self.parts[part.name]
+            if process.name != LEARNER or self.is_training:
+                process.call = process.handle.run.remote()
+        elif process.name == LEARNER:
+            self.results[LEARNER] = result
+        elif process.is_leaving:
+            ray.wait([process.handle.close.remote()], timeout=STOP_TIMEOUT_S)
+            processes.kill(process)
+            self._remove(process.name, "left, as it was asked to")
+            del self.processes[process.name]
         else:
             raise ComponentFailed(
-                f"{part.name} ended although nobody stopped it{self._log(part.name)}"
+                f"{process.name} ended although nobody stopped it{self._log(process.name)}"
             )
 
-    def _failed(self, part: ManagedProcess, error: RayError) -> None:
-        """What a part's error means. Asks the coordinator first: without it all parts fail, and
-        none of them is to blame.
-        """
+    def _failed(self, process: ManagedProcess, error: RayError) -> None:
+        """Restart a process after an error that a restart may mend; otherwise end the run."""
+        # Without a coordinator every process fails, and none of them is to blame.
         self.status()
         cause = cause_of(error)
         if isinstance(cause, RayActorError) and not cause.actor_init_failed:
-            self._lost(
-                part, "lost touch with the coordinator" if isinstance(error, RayTaskError) else DIED
-            )
+            is_the_coordinators = isinstance(error, RayTaskError)
+            why = "lost touch with the coordinator" if is_the_coordinators else DIED
+            self._lost(process, why)
         elif isinstance(cause, EngineLostError) and not self._will_never_start(cause):
-            self._lost(part, f"lost its engine: {cause}")
+            self._lost(process, f"lost its engine: {cause}")
         elif isinstance(cause, PromptStuckError):
-            self._lost(part, f"hangs: {cause}")
-        elif isinstance(cause, RankError):  # as if the learner itself had died
-            self._lost(part, f"lost a rank: {cause}")
+            self._lost(process, f"hangs: {cause}")
+        elif isinstance(cause, RankError):
+            self._lost(process, f"lost a rank: {cause}")
         else:
-            message = f"{part.name} failed: {describe_cause(error)}"
-            log = self.logs / f"{part.name}.log"
+            message = f"{process.name} failed: {describe_cause(error)}"
+            log = self.logs / f"{process.name}.log"
             if str(log) not in message:  # an environment's error names it already
                 message += log_hint(log)
             raise ComponentFailed(message) from error
 
     def _will_never_start(self, cause: EngineLostError) -> bool:
-        """Return whether an engine that did not start is to blame on the config: engines have not
-        been up before.
+        """Return whether the config is to blame: no engine has started with it before.
 
-        Too little free memory is a matter of time also then, after a driver that was killed.
+        Too little free memory may be a driver that was just killed, so it passes.
         """
         return (
             isinstance(cause, EngineStartError)
@@ -297,62 +227,147 @@ class Supervisor:
             and not self.is_up
         )
 
-    def _lost(self, part: ManagedProcess, why: str) -> None:
-        """Kills what is left of `part`, lets others have its groups, and has it started again after
-        a pause.
-        """
-        parts.kill(part)
-        if part.leaving:
-            del self.parts[part.name]
-            self.coordinator.forget(part.name, why)
+    def _lost(self, process: ManagedProcess, why: str) -> None:
+        """Kill a process, free its groups for others, and plan its restart after a pause."""
+        processes.kill(process)
+        self.processes.pop(process.name, None)
+        if process.is_leaving:
+            self._remove(process.name, why)
             return
-        pause_s = self.restarts.pause_s(part.name)
-        self.coordinator.forget(part.name, why)
+        pause_s = self.restarts.pause_s(process.name)
+        self._remove(process.name, why)
         if pause_s is None:
             limit = self.config.supervision.max_restarts
             raise ComponentFailed(
-                f"{part.name} {why}, more than {limit} times{self._log(part.name)}. "
+                f"{process.name} {why}, more than {limit} times{self._log(process.name)}. "
                 "Nothing that was committed is lost; the same command goes on"
             )
-        self._notice("started again", f"{part.name} {why}; it is started again in {pause_s:g} s")
-        self.parts[part.name] = ManagedProcess(name=part.name, due_at_s=time.monotonic() + pause_s)
+        self._notice("started again", f"{process.name} {why}; it is started again in {pause_s:g} s")
+        self.due[process.name] = time.monotonic() + pause_s
 
-    def _add(self, names: list[str]) -> None:
-        """They are started, one after the other."""
+    # starting
+
+    def _add(self, names: Sequence[str]) -> None:
+        """Plan the start of processes, one after the other."""
         now = time.monotonic()
-        self.parts |= {
-            name: ManagedProcess(name=name, due_at_s=now + STAGGER_S * place)
-            for place, name in enumerate(names)
-        }
+        self.due |= {name: now + STAGGER_S * place for place, name in enumerate(names)}
+
+    def _start_due(self) -> None:
+        for name, due_at_s in list(self.due.items()):
+            if time.monotonic() >= due_at_s:
+                del self.due[name]
+                self.processes[name] = processes.start(
+                    name,
+                    config=self.config,
+                    model_path=self.model_path,
+                    coordinator=self.coordinator.handle,
+                )
+
+    def _n_starting(self) -> int:
+        started = sum(process.has_started for process in self.processes.values())
+        return len(self.due) + len(self.processes) - started
+
+    def _starting(self) -> str:
+        """Return a line on the processes that are still starting, and what each waits for."""
+        known = list(self.processes.values())  # read by another thread than the one that starts
+        names = [process.name for process in known if not process.has_started] + list(self.due)
+        named = []
+        for name in names[:MAX_NAMED]:
+            component = self.components.get(name)
+            waiting_on = component.waiting_on if component is not None else None
+            named.append(f"{name} ({waiting_on or 'loading libraries'})")
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return f"starting {', '.join(named) or 'the coordinator'}{more}"
+
+    def _look_for_place(self, process: ManagedProcess) -> None:
+        """Report a process that Ray cannot place. While the run starts, end it at the deadline."""
+        waited_s = time.monotonic() - process.asked_at_s
+        if waited_s < UNPLACED_S:
+            return
+        process.is_placed = processes.has_process(process)
+        if process.is_placed:
+            return
+        reason = processes.why_unplaced(process.name, self.config)
+        why = f"{process.name} has had no place for {waited_s:.0f} s: {reason}"
+        if not self.is_up and waited_s > PLACES_TIMEOUT_S:
+            raise ComponentFailed(why)
+        if not process.is_named_unplaced:
+            process.is_named_unplaced = True
+            self._notice("no place", why)
 
     def _follow_wanted_workers(self) -> None:
-        """Somebody may have asked for more workers, or fewer: `gigpo workers RUN
-        N`.
-        """
+        """Start or stop workers until there are as many as `gigpo workers RUN N` asked for."""
         wanted = wanted_workers(Path(self.config.run_dir))
         if wanted is None or not self.is_up or (self.learns and is_offline(self.config)):
             return
         names = [f"worker-{number}" for number in range(wanted)]
-        self._add([name for name in names if name not in self.parts])
-        for name, part in list(self.parts.items()):
-            if name == LEARNER or name in names or part.leaving:
-                continue
-            if part.handle is None:
-                del self.parts[name]
-            elif part.started:
-                part.leaving = True
-                part.handle.stop.remote()
+        self._add([name for name in names if name not in self.processes and name not in self.due])
+        for name in [name for name in self.due if name != LEARNER and name not in names]:
+            del self.due[name]
+        for name, process in self.processes.items():
+            is_wanted = name == LEARNER or name in names
+            if not is_wanted and process.has_started and not process.is_leaving:
+                process.is_leaving = True
+                process.handle.stop.remote()
 
-    def _say_waiting(self, text: str) -> None:
-        self.say(text)
-        self.say_stopping(text)
+    # stopping
 
-    def _log(self, name: str) -> str:
-        return log_hint(self.logs / f"{name}.log")
+    def _stop(self, error: BaseException | None) -> None:
+        """Stop all processes in order, the coordinator last, and kill what is left.
+
+        Raises Stopped, which says how the run ended, if `error` is a Ctrl-C or one comes now.
+        """
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self.say_stopping(f"stopping {self.config.run_dir}")
+        if isinstance(error, ComponentFailed) and not self.coordinator.is_lost:
+            self.say(f"stopping the others, as {error}")
+        how = AT_ONCE
+        try:
+            # Where the run ends by itself, a first Ctrl-C asks for what happens anyway.
+            with nullcontext() if interrupted else hold_interrupts():
+                how = self._stop_in_order()
+        except ComponentFailed as failure:  # the coordinator: nothing can be committed
+            how = f"not stopped in order, as the {failure}"
+        except KeyboardInterrupt:
+            interrupted = True
+        for process in self.processes.values():
+            processes.kill(process)
+        self.coordinator.kill()
+        if interrupted:
+            raise Stopped(f"{self.config.run_dir}: {how}") from None
+        if error is not None and not self.coordinator.is_lost:
+            self.say(f"{self.config.run_dir}: {how}")
+
+    def _stop_in_order(self) -> str:
+        """Stop and close all processes. Return how the run ended."""
+        if self.coordinator.is_lost:
+            return "not stopped in order, as the coordinator is lost; nothing that was committed is"
+
+        def say(text: str) -> None:
+            self.say(text)
+            self.say_stopping(text)
+
+        unstopped = stop_in_order(
+            list(self.processes.values()), status=self.status, config=self.config, say=say
+        )
+        learner_step = self.status().learner_step
+        checkpoints = self.coordinator.answer(self.coordinator.calls.checkpoints())
+        newest = checkpoints[0].learner_step if checkpoints else None
+        with said_while(lambda: "closing the coordinator", say):
+            self.coordinator.close()
+        return outcome(unstopped, learner_step=learner_step, checkpoint=newest)
+
+    # telling
+
+    def _remove(self, name: str, why: str) -> None:
+        self.coordinator.answer(self.coordinator.calls.remove(name, why))
 
     def _notice(self, what: str, detail: str) -> None:
         if self.is_up:
-            self.coordinator.notice(what, detail)
-        else:  # nobody shows notices yet, and what is said now is not to be shown again then
+            self.coordinator.answer(self.coordinator.calls.notice(what, detail))
+        else:  # progress is not shown yet, and a notice would be shown a second time then
             self.say(f"{what}: {detail}")
-            self.coordinator.record(what, detail)
+            self.coordinator.answer(self.coordinator.calls.record(what, detail))
+
+    def _log(self, name: str) -> str:
+        return log_hint(self.logs / f"{name}.log")

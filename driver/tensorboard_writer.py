@@ -1,12 +1,11 @@
-"""Writes a run's metrics as TensorBoard files: each row of the metrics table once, at its learner
-step.
+"""TensorBoard files of a run: each row of the metrics table once, at its learner step.
 
     with tensorboard_files(layout, say) as curves:
-        session.train(curves.beside(progress.show))      # at every look writes what is new
+        supervisor.train(curves.beside(progress.show))      # writes the new rows at every look
 
-The table is the truth, the files are a picture of it. A start writes them anew, and so does a
-roll-back: then they show what the table shows, whatever was killed when. Files that cannot be
-written never end a run. Only the `tensorboard` package is imported, and not before the first row.
+The files are a copy of the table. A start writes them anew, and so does a roll-back: they equal the
+table again, whatever was killed when. Files that cannot be written never end a run. Only the
+`tensorboard` package is imported, and not before the first row.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ _number = itertools.count()
 
 @contextmanager
 def tensorboard_files(layout: RunLayout, say: Callable[[str], None]) -> Iterator[Curves]:
-    """Give the curves of a run. At the end, add the metrics that its processes recorded while they
-    stopped.
+    """Yield the curves of a run.
+
+    At the end, add the metrics that the processes recorded while they stopped.
     """
     curves = Curves(layout, say)
     try:
@@ -80,9 +80,7 @@ class Curves:
         self._lsn = changes.lsn
 
     def follow_a_last_time(self) -> None:
-        """Write the new metrics beside an error that ends the run. That error is the one to
-        show.
-        """
+        """Write the new metrics while another error ends the run; that error is raised."""
         if not self.follows:
             return
         try:
@@ -116,15 +114,13 @@ class Curves:
         self._failed = True
         self.say(
             f"{self.directory} cannot be written: {error.strerror or error}; no more curves are "
-            "written in this start. "
-            "The store has all metrics, and the next start writes the files anew"
+            "written in this start. The store has all metrics, and the next start writes the files "
+            "anew"
         )
         self.close()
 
     def _begin_anew(self, rows: Sequence[Metric]) -> None:
-        """Put one file with these rows in the place of all files. A kill at any moment leaves the
-        old or the new.
-        """
+        """Replace all files by one with these rows. A kill leaves the old ones or the new one."""
         self.close()
         self.directory.mkdir(exist_ok=True)
         old = list(self.directory.glob(EVENT_FILES))
@@ -136,8 +132,8 @@ class Curves:
         name = EVENT_FILES.replace("*", f"{now_s:010d}.{host}.{os.getpid()}.{number:06d}")
         unfinished.rename(self.directory / name)
         for path in old:
-            # Emptied first and removed at the next such moment: an open TensorBoard never goes on
-            # behind a missing file.
+            # Emptied now and removed at the next replacement: an open TensorBoard never reads past
+            # a missing file.
             if path.stat().st_size:
                 os.truncate(path, 0)
             else:
@@ -145,21 +141,20 @@ class Curves:
 
 
 def _write_head(file: BinaryIO) -> None:
-    """Write what an event file begins with, and that whatever was shown before it is void."""
-    # here: it takes 0.2 s, and a run that fails has no use
+    """Write the version record, and a session start that voids the values shown before."""
+    # here: it takes 0.2 s, and a run that fails early has no use for it
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     now_s = time.time()
     _write(file, Event(wall_time=now_s, file_version="brain.Event:2").SerializeToString())
-    # A TensorBoard that is open forgets values of the files that were here: those from learner step
-    # 0 on.
+    # At a START event with step 0, an open TensorBoard drops all values of the replaced files.
     start = SessionLog(status=SessionLog.START)
     _write(file, Event(wall_time=now_s, step=0, session_log=start).SerializeToString())
     file.flush()
 
 
 def _write_metrics(file: BinaryIO, rows: Sequence[Metric]) -> None:
-    """Write one event for each learner step. `rows` are ordered by learner step."""
+    """Write one event per learner step. `rows` are ordered by learner step."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 

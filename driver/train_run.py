@@ -20,26 +20,24 @@ import configs
 from actors import sample_chats
 from analysis import is_finished, show_report, trained_to
 from configs import Config, ConfigError
-from driver import fork, offline_sources, resume, run_control
+from driver import offline_sources, resume, run_control, run_lock
+from driver.cluster import ray_cluster
+from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
+from driver.model_download import try_model, with_model
 from driver.preflight import (
-    FAILURE_LOG,
     check_gpus,
+    check_loss,
     check_run_dir,
     check_same_run,
-    check_tasks,
     check_writable,
     disk_faults,
     missing_gpus,
     open_run,
     run_need,
     show_missing,
-    try_model,
-    try_tasks,
-    with_model,
 )
 from driver.processes import n_processes
 from driver.progress import Progress, said_while
-from driver.ray_cluster import ray_cluster
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
 from envs import is_program, list_tasks
@@ -56,7 +54,7 @@ def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: boo
     if trusts:
         run = Path(config.run_dir)
         there = [run] if RunLayout.exists(run) else []
-        for trusted in [*there, *offline_sources.runs(config)] or [run]:
+        for trusted in [*there, *offline_sources.source_runs(config)] or [run]:
             trust(trusted)
     return _checked(config)
 
@@ -71,8 +69,8 @@ def settings_to_resume(run: Path, overrides: Sequence[str], *, trusts: bool) -> 
 def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> Config:
     """Return the settings of the fork `source`, RUN@STEP. Raises as `settings_to_train`."""
     if trusts:
-        trust(fork.parsed(source)[0])
-    return _checked(fork.load(source, overrides))
+        trust(resume.parse_fork(source)[0])
+    return _checked(resume.load_fork(source, overrides))
 
 
 def _checked(config: Config) -> Config:
@@ -82,6 +80,7 @@ def _checked(config: Config) -> Config:
             f"endpoint.url={config.endpoint.url} is for gigpo evaluate: a server gives neither its "
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
+    check_loss(config)
     check_run_dir(config)
     return config
 
@@ -108,11 +107,11 @@ def train(config: Config, console: Console, *, fork_of: str = "") -> None:
     """
     config = with_model(config, console)
     if fork_of:
-        fork.make(fork_of, config)
+        resume.make_fork(fork_of, config)
     configs.check_model_path(config)
     check_writable(config)
     run = Path(config.run_dir)
-    with run_control.driving(run) as n_leftovers:
+    with run_lock.driving(run) as n_leftovers:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {run} left")
         check_same_run(config)
@@ -148,7 +147,7 @@ def _train_to_the_end(config: Config, console: Console) -> None:
     resume.remember(config)
     model_path = config.model.path or str(_make_base_policy(config, console))
     if config.source:
-        offline_sources.take(config, console)
+        offline_sources.import_sources(config, console)
     with (
         tensorboard_files(layout, partial(console.print, markup=False)) as curves,
         _supervisor(config, model_path, config, console) as supervisor,
@@ -158,7 +157,7 @@ def _train_to_the_end(config: Config, console: Console) -> None:
         learner_step = supervisor.train(curves.beside(progress.show))
         if learner_step < config.learner.steps:
             console.print(
-                f"stored rollouts are used up after learner step {learner_step}; raise offline.uses "
+                f"offline rollouts are used up after learner step {learner_step}; raise offline.uses "
                 "to go on"
             )
         if not configs.is_offline(config):
@@ -178,7 +177,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     directory = Path(config.run_dir) / "base"
     policy = directory / "policy"
     if config.source:
-        return offline_sources.base_policy(config, policy)
+        return offline_sources.copy_base_policy(config, policy)
     if policy.is_dir():
         return policy
     if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
@@ -217,7 +216,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     ):
         supervisor.train(curves.beside(progress.show))
         version = supervisor.status().version
-    run_control.goes_on(Path(config.run_dir))
+    run_control.clear_stopping(Path(config.run_dir))
     copy_weights(layout.weights_dir(version), policy, follow_links=False)
     console.print(f"the base policy is cloned: {policy}. Next comes the training", markup=False)
     return policy

@@ -7,13 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 
 from configs import is_offline
-from coordinator import Heartbeat
+from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
@@ -65,12 +63,11 @@ class Learner:
 
         `stopping` ends `run` after the current learner step. `restored` says where the run goes on.
         """
-        self.config, self.coordinator, self.stopping = setup.config, coordinator, stopping
+        self.config, self.stopping = setup.config, stopping
+        self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.layout = RunLayout.open(Path(self.config.run_dir))
         self.loader = make_loader(self.config, self.layout, claim=self._claim)
-        self.heart = Heartbeat(
-            lambda waiting_on, waits_s: coordinator.heartbeat.remote("learner", waiting_on, waits_s)
-        )
+        self.heart = Heartbeat(self.coordinator.heartbeat)
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)
             self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
@@ -105,7 +102,7 @@ class Learner:
                     break
             self._promise(self.config.learner.step_timeout_s)  # to read, and to save a checkpoint
         if prefetch.under_way:
-            self._ask(self.coordinator.give_back.remote(self.step))
+            self.coordinator.release_claims(self.step).get()
         if self.step != self.saved_step:
             self._save_checkpoint()
         self._promise(NO_DEADLINE)  # only `close` is left
@@ -127,13 +124,12 @@ class Learner:
         Return a description. Sets the position in the run: step, version, last step and health.
         """
         if self.ranks.broadcast is not None:
-            self._ask(
-                self.coordinator.set_rendezvous.remote(self.ranks.broadcast.address),
-                timeout_s=START_TIMEOUT_S,  # the coordinator starts meanwhile
+            self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
+                timeout_s=START_TIMEOUT_S  # the coordinator starts meanwhile
             )
         checkpoint, faults = self._load_newest_checkpoint()
         self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
-        point = self._ask(self.coordinator.resume.remote(self.step))
+        point = self.coordinator.resume(self.step).get()
         self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
         self.health = RunHealth(self.config, figures=point.metrics)
         if point.latest_version is None:
@@ -162,9 +158,7 @@ class Learner:
         Raises CheckpointError if there are checkpoints but none is whole.
         """
         faults: list[CheckpointError] = []
-        for checkpoint in self._ask(
-            self.coordinator.checkpoints.remote(), timeout_s=START_TIMEOUT_S
-        ):
+        for checkpoint in self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S):
             try:
                 self.ranks.load_checkpoint(self.layout.root / checkpoint.path)
             except CheckpointError as error:
@@ -176,7 +170,8 @@ class Learner:
         return None, []
 
     def _newest_weights_are_whole(self) -> bool:
-        newest: VersionRecord = self._ask(self.coordinator.newest_version.remote())
+        newest = self.coordinator.newest_version().get()
+        assert newest is not None, "a checkpoint follows a version"
         return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
@@ -220,7 +215,7 @@ class Learner:
     def _check_starvation(self, deadline: StarvationDeadline) -> None:
         if not deadline.check_is_due():
             return
-        status = self._ask(self.coordinator.status.remote())
+        status = self.coordinator.status().get()
         if deadline.has_passed(status.heldout_open):
             components = status.components.items()
             waiting = {name: one.waiting_on for name, one in components if one.waiting_on}
@@ -260,7 +255,7 @@ class Learner:
             digest=digest,
             learner_step=self.step,
         )
-        self._ask(self.coordinator.publish.remote(record))
+        self.coordinator.publish(record).get()
         self.version = version
         prune_versions(self.layout.weights, keep=keep)
 
@@ -271,15 +266,13 @@ class Learner:
         figures, alarms = self.health.judge(
             step_metrics(batch, updates, times), learner_step=self.step
         )
-        self._ask(
-            self.coordinator.settle.remote(
-                batch.batch.batch_id,
-                learner_step=self.step,
-                version_in=batch.version,
-                filtered=batch.filtered,
-                metrics=figures,
-            )
-        )
+        self.coordinator.settle(
+            batch.batch.batch_id,
+            learner_step=self.step,
+            version_in=batch.version,
+            filtered=batch.filtered,
+            metrics=figures,
+        ).get()
         for line in alarms.began:
             self._notice(ALARM, line)
         for line in alarms.ended:
@@ -289,12 +282,12 @@ class Learner:
     def _save_checkpoint(self) -> None:
         """Write a checkpoint, announce it, and remove the ones that no rule keeps."""
         directory = self.layout.checkpoint_dir(self.step)
-        lsn = self._ask(self.coordinator.export_now.remote())
+        lsn = self.coordinator.export_now().get()
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
         path = self.layout.relative(directory)
-        self._ask(self.coordinator.checkpoint.remote(self.step, path, self.version))
+        self.coordinator.checkpoint(self.step, path, self.version).get()
         self.saved_step = self.step
-        announced = self._ask(self.coordinator.checkpoints.remote())
+        announced = self.coordinator.checkpoints().get()
         prune_checkpoints(
             self.layout.checkpoints,
             live={Path(record.path).name for record in announced},
@@ -307,14 +300,10 @@ class Learner:
         self.heart.promise(None, waits_s=0.0, within_s=within_s)
 
     def _claim(self, version: int) -> Batch | None:
-        return self._ask(self.coordinator.claim.remote(version))
+        return self.coordinator.claim(version).get()
 
     def _notice(self, what: str, detail: str) -> None:
-        self._ask(self.coordinator.notice.remote(what, detail))
-
-    def _ask(self, call: Any, *, timeout_s: float = COORDINATOR_TIMEOUT_S) -> Any:
-        """Return the coordinator's answer. Raises Ray's GetTimeoutError."""
-        return ray.get(call, timeout=timeout_s)
+        self.coordinator.notice(what, detail).get()
 
 
 def restored_lines(

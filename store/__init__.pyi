@@ -37,8 +37,15 @@ from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid
 from .hashing import whole_text as whole_text
+from .layout import CONFIG_FILE as CONFIG_FILE
+from .layout import DRIVER_FILE as DRIVER_FILE
 from .layout import FORMAT as FORMAT
+from .layout import MADE_BEFORE_RUN_JSON as MADE_BEFORE_RUN_JSON
+from .layout import OUTSIDE_FILE as OUTSIDE_FILE
+from .layout import STOPPING_FILE as STOPPING_FILE
+from .layout import WANTED_WORKERS_FILE as WANTED_WORKERS_FILE
 from .layout import RunLayout as RunLayout
+from .layout import parse_run_step as parse_run_step
 from .layout import read_run_file as read_run_file
 from .maintenance.compact import COMPACTION_POLICY as COMPACTION_POLICY
 from .maintenance.compact import CompactionPolicy as CompactionPolicy

@@ -54,6 +54,12 @@ def read_run_file(run: Path, name: str) -> str:
         ) from error
 
 
+CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
+OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside its directory
+DRIVER_FILE = "driver.json"  # the process that drives the run
+WANTED_WORKERS_FILE = "workers.wanted"  # the number of workers that was asked for
+STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
+
 # Every name at the top of a run's directory. `base` holds another run.
 DIRECTORIES_OF_A_RUN = (
     "segments",
@@ -70,17 +76,39 @@ DIRECTORIES_OF_A_RUN = (
 FILES_OF_A_RUN = (
     "run.json",
     "signed.json",
-    "config.yaml",
+    CONFIG_FILE,
     "manifest.json",
     "published.json",
     "open.sql",
     "mirror.lock",
-    "outside.json",
-    "driver.json",
-    "workers.wanted",
-    "stopping",
+    OUTSIDE_FILE,
+    DRIVER_FILE,
+    WANTED_WORKERS_FILE,
+    STOPPING_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
+# Names in a run's directory whose first start was killed before it wrote run.json, or that is the
+# root of a new file system.
+MADE_BEFORE_RUN_JSON = (
+    *("run.json", "signed.json", "segments", "export", "weights", "checkpoints", "logs", "backup"),
+    *(DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE, "lost+found"),
+)
+
+
+def parse_run_step(text: str) -> tuple[Path, int | None]:
+    """Split RUN@STEP: `runs/a@40` is runs/a and 40, `runs/a` is runs/a and None.
+
+    Raises StoreError.
+    """
+    run, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not run or not step.isdecimal():
+        raise StoreError(
+            f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. "
+            "runs/a@40"
+        )
+    return Path(run), int(step)
 
 
 def check_format(content: Mapping[str, object], *, name: str) -> None:

@@ -47,7 +47,7 @@ class Committer:
             await self._coordinator.record_unfinished(lease, episodes)
 
     async def _write(self, lease: Lease, trajectories: Sequence[Trajectory]) -> SegmentMeta:
-        worker = self._coordinator.worker
+        worker = self._coordinator.component
         with self._pending.on("the storage, to write a segment"):
             writing = asyncio.to_thread(
                 write_segment, self._layout, trajectories, worker=worker, epoch=lease.epoch

@@ -58,7 +58,7 @@ class RolloutRunner:
         # A lease names the newest version, so that it need not be asked for again at once.
         self._leased_lately = False
         self._changed = asyncio.Event()  # a group ended, more may be played, or `stop` was called
-        self._random = random.Random(coordinator.worker)
+        self._random = random.Random(coordinator.component)
 
     async def run(self) -> None:
         """Lease groups and start one task for each; the task plays and commits its group.

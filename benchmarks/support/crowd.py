@@ -28,7 +28,6 @@ from actors.simulation import (
 )
 from configs import Config
 from coordinator import CoordinatorActor
-from coordinator.batched_calls import BatchedHandle
 from envs import environment_class
 from store import RunLayout, write_open_sql
 
@@ -79,11 +78,7 @@ class Crowd:
     """Some of the workers, as tasks of one process."""
 
     def __init__(self, load: Load, numbers: range, coordinator: Any) -> None:
-        self.load, self.numbers, self.handle = (
-            load,
-            numbers,
-            TimedHandle(BatchedHandle(coordinator)),
-        )
+        self.load, self.numbers, self.handle = load, numbers, TimedHandle(coordinator)
         self.workers: list[SimulatedWorker] = []
 
     async def run(self) -> None:

@@ -63,7 +63,7 @@ def test_a_group_that_becomes_too_old_is_recorded_before_it_is_played_again(tmp_
         await asyncio.sleep(1.0)
         assert stage.sql(SHOWN) == [("too_old", 0, 0, 0), ("too_old", 1, 1, TOKENS)]
         # it plays the group again: that is what is lost now
-        stage.coordinator.forget("w", "it died")
+        stage.coordinator.remove("w", "it died")
         assert stage.sql(
             "SELECT why, number, n_steps FROM unfinished WHERE n_steps IS NULL ORDER BY ALL"
         ) == [
@@ -80,7 +80,7 @@ def test_what_a_stopped_worker_gives_up_is_recorded_once(tmp_path: Path) -> None
         await asyncio.sleep(0.0)
         stage.runner.stop()
         await asyncio.sleep(1.0)
-        stage.coordinator.forget("w", "left, as it was asked to")
+        stage.coordinator.remove("w", "left, as it was asked to")
         assert stage.sql(SHOWN) == [("stopped", 1, 1, TOKENS)]
 
     check(tmp_path, body)
@@ -140,7 +140,7 @@ def test_of_a_lost_worker_nobody_knows_how_far_its_episodes_got(tmp_path: Path) 
     config = replace(config, actors=replace(config.actors, extra_members=1))
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     coordinator.config = config
-    coordinator._plays._spare_members = 1
+    coordinator._leases._spare_members = 1
     publish(coordinator, 0, 0)
     lease = coordinator.lease("w")
     assert lease is not None
@@ -148,8 +148,8 @@ def test_of_a_lost_worker_nobody_knows_how_far_its_episodes_got(tmp_path: Path) 
         coordinator.layout, [make_trajectory(lease.group, 1)], worker="w", epoch=lease.epoch
     )
     coordinator.commit(segment, lease.epoch)
-    coordinator.forget("w", "died")
-    coordinator.forget("w", "a last sign of life came after it was gone")
+    coordinator.remove("w", "died")
+    coordinator.remove("w", "a last sign of life came after it was gone")
     stage = SimpleNamespace(coordinator=coordinator)
     rows = Stage.sql(stage, "SELECT why, number, n_steps, worker FROM unfinished ORDER BY ALL")  # type: ignore[arg-type]
     assert rows == [("worker_lost", 0, None, "w"), ("worker_lost", 2, None, "w")]

@@ -88,7 +88,7 @@ def on_stage(
     config = replace(config, actors=actors)
 
     async def run() -> None:
-        client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), worker="w")
+        client = CoordinatorClient(LocalHandle(coordinator, delay=None, seed=0), component="w")
         stage: Stage = Stage(coordinator, None)  # type: ignore[arg-type]
         pending = PendingOperations()
         stage.runner = RolloutRunner(
@@ -145,7 +145,7 @@ def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for
         stage.runner.stop()
         await asyncio.sleep(1.0)
         assert stage.sql("SELECT member FROM trajectories") == [(1,)]
-        stage.coordinator.forget("w", "stopped")
+        stage.coordinator.remove("w", "stopped")
         lease = stage.coordinator.lease("v")
         assert lease is not None and lease.group.missing == (0,)
 

@@ -37,10 +37,8 @@ from actors.simulation import (
     SimulatedWorker,
 )
 from configs import Config
-from coordinator import Coordinator, task_index
+from coordinator import Coordinator, heartbeats, task_index
 from coordinator import export_schedule as maintenance
-from coordinator import heartbeats as pulse
-from coordinator.batched_calls import BatchedHandle
 from envs import environment_class, list_tasks
 from store import (
     Batch,
@@ -145,7 +143,7 @@ class World:
             loading=self.loading,
         )
         # as a real one: what it asks at once goes together
-        worker = SimulatedWorker(setup, BatchedHandle(self.handle))
+        worker = SimulatedWorker(setup, self.handle)
         self.workers[worker] = asyncio.create_task(worker.run())
 
     def make_environment(self, source: random.Random) -> AsyncEnvironment:
@@ -182,7 +180,7 @@ class World:
         await task
         if self.random.random() < 0.5:
             await asyncio.sleep(RESTART_S)
-            await self.handle.forget.remote(worker.name, "killed")
+            await self.handle.remove.remote(worker.name, "killed")
 
     async def kill_learner(self) -> None:
         if not self.learner.done():
@@ -272,7 +270,7 @@ def simulated(
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             clock = runner.get_loop().time
             monkeypatch.setattr("store.catalog.database.now_us", lambda: 1 + round(clock() * 1e6))
-            for module in (maintenance, pulse):
+            for module in (maintenance, heartbeats):
                 monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
             runner.run(asyncio.wait_for(world.play(), timeout=LONGEST_S))
         for statement in statements:

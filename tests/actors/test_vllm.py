@@ -33,7 +33,7 @@ from actors.inference.weight_files import RECEIVED, WeightFileError, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from actors.policy import Completion, EngineLostError, Prompt
 from configs import ActorsConfig
-from driver.run_control import has_ended
+from driver.run_lock import has_ended
 from learner import write_weights
 from learner.distributed.deepspeed_setup import LOOPBACK
 from learner.files.atomic_directory import BackgroundFsync

@@ -186,9 +186,7 @@ def test_a_writer_that_fails_is_followed_by_one_that_does_not(
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"), sender.round() as send:
-        write_shards(
-            failing(), tmp_path, stem="model", shard_bytes=10_000, send=send
-        )
+        write_shards(failing(), tmp_path, stem="model", shard_bytes=10_000, send=send)
     assert soon(lambda: not engine.is_busy) and engine._received is None
     joined(sender, 2)  # again
     digest = publish(sender, tmp_path / "v1", seed=1)

@@ -12,7 +12,7 @@ from rich.console import Console
 import driver
 from analysis import report
 from configs import Config, EnvConfig, ModelConfig, to_yaml
-from driver.preflight import published
+from driver.preflight import with_defaults
 from store import Catalog, RunLayout, export, write_open_sql
 from store.reading.query import connect
 from tests.support.store_samples import play
@@ -51,7 +51,7 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
 
 def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
     key_room = EnvConfig(name="key_room", options={})
-    config = published(
+    config = with_defaults(
         replace(
             Config(run_dir=str(tmp_path / "run"), env=key_room),
             model=ModelConfig(path=str(tmp_path)),

@@ -304,7 +304,9 @@ def test_another_filter_says_which_groups_it_would_have_trained_on(
     """
     rows = rows_of(run, tmp_path, "group_filter=returns", "--against", "group_filter=advantages")
     silent = stored(run, "split = 'train' AND ordinal = 0")["group_uid"].unique().to_pylist()
-    assert {row["group_uid"] for row in rows.to_pylist() if not row["passes_filter_a"]} == set(silent)
+    assert {row["group_uid"] for row in rows.to_pylist() if not row["passes_filter_a"]} == set(
+        silent
+    )
     assert all(rows["passes_filter_b"].to_pylist()) and rows["advantage_a"] == rows["advantage_b"]
     printed = capsys.readouterr().out
     assert "another sign in" not in printed, (
@@ -353,7 +355,10 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(
         # before any work
         (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),
         (["--where", "false"], "no step"),
-        (["group_filter=loud"], "group_filter='loud' is unknown; it is one of advantages, rewards, returns"),
+        (
+            ["group_filter=loud"],
+            "group_filter='loud' is unknown; it is one of advantages, rewards, returns",
+        ),
         (["--plot", "plot.svg"], "--plot plot.svg shows two settings; add --against"),
         (
             ["--plot", "plot.png", "--against"],

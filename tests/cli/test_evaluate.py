@@ -32,7 +32,6 @@ from analysis.evaluation_stats import (
 from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
-from driver import run_control as runs
 from driver.evaluate_run import model_as_version_zero, new_run_settings, own_run_settings
 from driver.preflight import check_same_run
 from learner import fill_defaults
@@ -201,13 +200,15 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalog's lock names the coordinator instead, which is no process of the user's."""
-    monkeypatch.setattr(runs, "writes", lambda pid, path: True)  # as if it had the file open
+    monkeypatch.setattr(run_lock, "_writes", lambda pid, path: True)  # as if it had the file open
     run, other = tmp_path / "run", os.getppid()
     config = replace(configs.load(ROOT / "configs/key_room.yaml"), run_dir=str(run))
-    ticks = runs.started_ticks(other)
+    ticks = run_lock.started_ticks(other)
     assert ticks is not None
     layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
-    driver = runs.Driver(pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run))
+    driver = run_lock.Driver(
+        pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run)
+    )
     (run / "driver.json").write_text(json.dumps(asdict(driver)))
     with Catalog.open(layout):
         assert main(["evaluate", str(run)]) == 2

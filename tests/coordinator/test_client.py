@@ -1,45 +1,58 @@
-"""What a worker asks the coordinator: with a deadline, and given up when it is told to stop."""
+"""The client of the coordinator: each call has a deadline, and can be cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import ray
 
-from coordinator import client as client_module
-from coordinator.client import CoordinatorClient, CoordinatorSilent
+from coordinator import CoordinatorClient, CoordinatorSilent
 
 
-def client_of(answer: asyncio.Future[Any]) -> CoordinatorClient:
+def client_of(answer: object, *, timeout_s: float = 60.0) -> CoordinatorClient:
+    newest_version = SimpleNamespace(remote=lambda: answer)
     return CoordinatorClient(
-        SimpleNamespace(newest_version=SimpleNamespace(remote=lambda: answer)), worker="w"
+        SimpleNamespace(newest_version=newest_version), component="w", timeout_s=timeout_s
     )
 
 
-def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
-    """asyncio.wait_for of Python 3.11 returns the answer instead: a loop that asks would go on for
-    ever, and a stop hang.
-    """
+def test_a_task_cancelled_as_the_reply_comes_is_cancelled() -> None:
+    """asyncio.wait_for of Python 3.11 returns the reply instead: a stop would hang."""
 
     async def cancelled_at_once() -> None:
         answer = asyncio.get_running_loop().create_future()
-        asking = asyncio.ensure_future(client_of(answer).newest_version())
+        calling = asyncio.ensure_future(client_of(answer).newest_version())
         await asyncio.sleep(0)
         answer.set_result(None)
-        asking.cancel()
+        calling.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asking
+            await calling
 
     asyncio.run(cancelled_at_once())
 
 
-def test_a_coordinator_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.01)
+SILENT = "has not answered w's 'newest_version' for 0.01 s"
 
-    async def ask() -> None:
-        await client_of(asyncio.get_running_loop().create_future()).newest_version()
 
-    with pytest.raises(CoordinatorSilent, match="has not answered w's 'newest_version' for 0.01 s"):
-        asyncio.run(ask())
+def test_a_coordinator_that_does_not_answer_a_task_is_named() -> None:
+    async def call() -> None:
+        await client_of(asyncio.get_running_loop().create_future(), timeout_s=0.01).newest_version()
+
+    with pytest.raises(CoordinatorSilent, match=SILENT):
+        asyncio.run(call())
+
+
+def test_a_coordinator_that_does_not_answer_a_thread_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def get(reference: threading.Event, *, timeout: float) -> None:
+        if not reference.wait(timeout):
+            raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    reply = client_of(threading.Event(), timeout_s=60.0).newest_version()
+    with pytest.raises(CoordinatorSilent, match=SILENT):
+        reply.get(timeout_s=0.01)

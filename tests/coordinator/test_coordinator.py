@@ -17,7 +17,6 @@ import configs
 from configs import Config
 from coordinator import Coordinator, Lease, free_groups, task_index
 from coordinator import export_schedule as maintenance
-from coordinator.batched_calls import Call, CallError
 from coordinator.export_schedule import maintainer_settings
 from store import (
     RunLayout,
@@ -177,18 +176,17 @@ def test_whatever_the_order_nothing_is_trained_on_beyond_the_bound(
         assert connection.sql("FROM staleness_violations").fetchall() == []
 
 
-def test_what_is_asked_together_is_answered_in_order_and_renews_leases(
+def test_a_heartbeat_of_any_component_renews_the_leases_of_all_that_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.heartbeats.WRITE_EVERY_S", 0.0)
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
-    lease, refused = coordinator.ask_all([Call("lease", ("w",)), Call("abandon", ("w", b"none"))])
-    assert isinstance(lease, Lease) and isinstance(refused, CallError)
+    assert coordinator.lease("w") is not None
     until = "SELECT lease_until_us FROM grp WHERE lease_worker = 'w'"
     with coordinator.catalog._database.transaction() as tx:
         ((before,),) = tx.rows(until)
-    coordinator.ask_all([Call("newest_version", ())])
+    coordinator.heartbeat("v", None, 0.0)
     with coordinator.catalog._database.transaction() as tx:
         ((after,),) = tx.rows(until)
     assert after > before
@@ -323,4 +321,4 @@ def test_a_heartbeat_after_the_end_is_heard_and_not_written(tmp_path: Path) -> N
     coordinator.close()
     # the first beat in a second, which would be written
     coordinator.heartbeat("worker-0", None, 0.0)
-    assert "worker-0" in coordinator._pulse.components()
+    assert "worker-0" in coordinator._heartbeats.components()

@@ -12,7 +12,13 @@ import pytest
 
 from coordinator import Coordinator, Lease
 from coordinator.coordinator import MAX_ABANDONED
-from coordinator.leases import MAX_GIVEN_UP, MAX_LOSSES, SUSPECT_LOSSES, TURN_S, WeightUpdateLock
+from coordinator.leases import (
+    MAX_LOSSES,
+    MAX_REQUEUES,
+    SUSPECT_LOSSES,
+    WEIGHT_UPDATE_S,
+    WeightUpdateLock,
+)
 from envs import EnvironmentFailed
 from store import Unfinished, export
 from store.reading.query import connect
@@ -60,7 +66,7 @@ def test_a_group_that_became_too_old_is_played_again_from_the_start(
 def test_it_is_stale_after_too_many_tries(coordinator: Coordinator) -> None:
     lease = leased(coordinator)
     uid = lease.group.group_uid
-    for _ in range(MAX_GIVEN_UP + 1):
+    for _ in range(MAX_REQUEUES + 1):
         assert lease.group.group_uid == uid
         coordinator.give_up("w", uid, "too old")
         lease = leased(coordinator)
@@ -81,7 +87,7 @@ def test_it_is_stale_at_once_if_some_of_it_is_committed_which_stays(
 
 def test_who_lost_its_lease_can_give_up_nothing(coordinator: Coordinator) -> None:
     lease = leased(coordinator, "slow")
-    coordinator.forget("slow", "died")
+    coordinator.remove("slow", "died")
     assert leased(coordinator, "quick").group.group_uid == lease.group.group_uid
     coordinator.give_up("slow", lease.group.group_uid, "too old")
     assert states(coordinator)[lease.group.group_uid][0] == "open"
@@ -95,7 +101,7 @@ def test_a_lost_workers_groups_are_free_at_once_with_what_is_missing_of_them(
 ) -> None:
     lease = leased(coordinator, "w0")
     play(coordinator, member_of(lease, 0))
-    coordinator.forget("w0", "its process was killed")
+    coordinator.remove("w0", "its process was killed")
     again = leased(coordinator, "w1")
     assert (again.group.group_uid, again.group.missing) == (lease.group.group_uid, (1,))
     play(coordinator, again)
@@ -173,16 +179,16 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
 def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    turn = WeightUpdateLock()
-    assert turn.take("a")
-    assert turn.take("a")
-    assert not turn.take("b")
-    turn.end("b")  # it is not b's to end
-    assert not turn.take("b")
-    turn.end("a")
-    assert turn.take("b")
-    now[0] += TURN_S
-    assert turn.take("a"), "who takes too long loses it"
+    lock = WeightUpdateLock()
+    assert lock.acquire("a")
+    assert lock.acquire("a")
+    assert not lock.acquire("b")
+    lock.release("b")  # it does not hold it
+    assert not lock.acquire("b")
+    lock.release("a")
+    assert lock.acquire("b")
+    now[0] += WEIGHT_UPDATE_S
+    assert lock.acquire("a"), "who takes too long loses it"
 
 
 def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
@@ -199,7 +205,7 @@ def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
             why="worker_failed",
         )
         coordinator.record_unfinished("w", [row], lease.epoch)
-    coordinator.forget("w", "gave no sign of life")
+    coordinator.remove("w", "gave no sign of life")
 
 
 @pytest.mark.parametrize("reports", [False, True], ids=["died", "lost its engine"])
@@ -251,10 +257,10 @@ def test_a_task_that_killed_workers_is_leased_last_also_after_a_restart(tmp_path
     first = leased(coordinator)
     other = leased(coordinator, "v")
     for _ in range(SUSPECT_LOSSES - 1):
-        coordinator.forget("w", "died")
+        coordinator.remove("w", "died")
         assert leased(coordinator).group.group_uid == first.group.group_uid
-    coordinator.forget("w", "died")
-    coordinator.forget("v", "was stopped")
+    coordinator.remove("w", "died")
+    coordinator.remove("v", "was stopped")
     coordinator.close()
     again = make_coordinator(tmp_path / "run", max_staleness=1)
     assert leased(again).group.group_uid == other.group.group_uid
@@ -275,7 +281,7 @@ def test_groups_that_were_lost_together_are_not_all_to_blame(coordinator: Coordi
         assert together
         if len(together) == 1:
             break
-        coordinator.forget("w", "died")
+        coordinator.remove("w", "died")
     assert not [state for state, _ in states(coordinator).values() if state == "abandoned"]
     play(coordinator, together[0])
     rest = leased(coordinator)

@@ -10,7 +10,6 @@ import pytest
 
 import configs
 from configs import ConfigError
-from driver import fork as forking
 from driver import resume
 from store import RunLayout
 from tests.runs.test_run import rows
@@ -36,7 +35,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_fork_has_the_other_runs_settings_but_for_those_given(
     source: Path, tmp_path: Path
 ) -> None:
-    config = forking.load(
+    config = resume.load_fork(
         f"{source}@4",
         [f"run_dir={tmp_path / 'b'}", "algorithm.omega=0.5", "learner.learning_rate=0.5"],
     )
@@ -59,7 +58,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     names = {"a": source, "b": tmp_path / "b"}
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
-        forking.load(text.format(**names), [override.format(**names) for override in overrides])
+        resume.load_fork(text.format(**names), [override.format(**names) for override in overrides])
     assert not (tmp_path / "b").exists()
 
 

@@ -14,7 +14,7 @@ import configs
 from configs import SupervisionConfig
 from coordinator import Component
 from coordinator.heartbeats import GONE, HeartbeatTracker
-from driver.health import Watch
+from driver.health import HealthMonitor
 from driver.progress import Progress
 from learner import LEARNER_STEP
 
@@ -26,24 +26,24 @@ def waiting(reason: str, waits_s: float) -> Component:
 
 
 def test_a_hung_environment_is_named_with_its_task_before_it_is_killed() -> None:
-    watch = Watch(CONFIG)
+    monitor = HealthMonitor(CONFIG)
     reason = "environment: key_room-train-3"
-    assert watch.starving({"worker-0": waiting(reason, 29.0)}) == {}
-    assert watch.starving({"worker-0": waiting(reason, 31.0)}) == {
+    assert monitor.starving({"worker-0": waiting(reason, 29.0)}) == {}
+    assert monitor.starving({"worker-0": waiting(reason, 31.0)}) == {
         "worker-0": f"has waited 31 s for {reason}"
     }
-    assert watch.starving({"worker-0": waiting(reason, 32.0)}) == {}
-    assert watch.starving({"worker-0": waiting("environment: key_room-train-4", 31.0)}) != {}, (
+    assert monitor.starving({"worker-0": waiting(reason, 32.0)}) == {}
+    assert monitor.starving({"worker-0": waiting("environment: key_room-train-4", 31.0)}) != {}, (
         "another wait"
     )
 
 
 def test_a_long_learner_step_is_named_but_not_each_where_all_are_long() -> None:
-    watch = Watch(CONFIG)
+    monitor = HealthMonitor(CONFIG)
     named = []
     for step_s in (29.0, 31.0, 45.0, 45.0, 45.0, 63.0, 100.0, 130.0):
-        named += watch.starving({"learner": waiting(LEARNER_STEP, step_s)}).values()
-        watch.starving({"learner": waiting("groups", 0.0)})
+        named += monitor.starving({"learner": waiting(LEARNER_STEP, step_s)}).values()
+        monitor.starving({"learner": waiting("groups", 0.0)})
     assert named == [f"has been at one learner step for {step_s} s" for step_s in (31, 63, 130)]
 
 
@@ -53,7 +53,7 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
     def shown(**components: Component) -> str:
         output = StringIO()
         Console(file=output, width=200).print(
-            Progress.table(table_of, SimpleNamespace(components=components), [])
+            Progress._table(table_of, SimpleNamespace(components=components), [])
         )
         return output.getvalue()
 
@@ -65,13 +65,9 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
 def test_who_left_is_written_as_gone_until_it_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.heartbeats.WRITE_EVERY_S", 0.0)
     beats = HeartbeatTracker()
-    beats.beat("worker-1", "admission", waits_s=0.0)
-    beats.forget("worker-1")
-    assert {name: beat.waiting_on for name, beat in beats.to_be_written().items()} == {
-        "worker-1": GONE
-    }
+    beats.record("worker-1", "admission", waits_s=0.0)
+    beats.remove("worker-1")
+    assert dict(beats.take_unwritten()) == {"worker-1": GONE}
     assert beats.components() == {}
-    beats.beat("worker-1", None, waits_s=0.0)
-    assert {name: beat.waiting_on for name, beat in beats.to_be_written().items()} == {
-        "worker-1": None
-    }
+    beats.record("worker-1", None, waits_s=0.0)
+    assert dict(beats.take_unwritten()) == {"worker-1": None}

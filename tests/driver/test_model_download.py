@@ -27,8 +27,9 @@ import configs
 from cli.__main__ import main
 from configs import Config, ConfigError, ModelConfig
 from driver import model_download as hub
-from driver import preflight as opening
+from driver.environment_check import try_tasks
 from driver.model_download import Repository
+from driver.preflight import open_run, with_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
@@ -138,7 +139,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def with_model(config: Config) -> tuple[Config, str]:
     """The config with its model's directory, and what was shown."""
     out = io.StringIO()
-    return opening.with_model(config, Console(file=out, width=500, markup=False)), out.getvalue()
+    return hub.with_model(config, Console(file=out, width=500, markup=False)), out.getvalue()
 
 
 def asking(**model: Any) -> Config:
@@ -216,10 +217,11 @@ def test_a_download_that_waited_for_another_goes_on_behind_its_bytes(
     again.
     """
     waits = f"""
-import fcntl, hub, pathlib
+import fcntl, pathlib
+from driver import hub_process, model_download as hub
 partial = pathlib.Path({str(tmp_path)!r}, "cache/models--org--Tiny-1B/blobs/{oid(WEIGHTS)}.partial")
 fcntl.flock = lambda *_: partial.write_bytes(pathlib.Path({str(tmp_path)!r}, "first").read_bytes())
-hub._fetch("model.safetensors", hub._asked(hub.Repository(name={NAME!r}, commit={OLD!r})))
+hub_process.fetch("model.safetensors", hub._request(hub.Repository(name={NAME!r}, commit={OLD!r})))
 """
     (tmp_path / "first").write_bytes(WEIGHTS[:1000])
     subprocess.run([sys.executable, "-c", waits], cwd=ROOT, check=True)
@@ -300,7 +302,7 @@ def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> Non
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:
     begun, _ = with_model(asking())
-    layout = opening.open_run(opening.published(begun))
+    layout = open_run(with_defaults(begun))
     server.commit = NEW
     shutil.rmtree(tmp_path / "cache")
     again, _ = with_model(asking())
@@ -423,7 +425,7 @@ def test_a_disk_that_is_too_small_is_named_before_the_download(
     server: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr("opening.shutil.disk_usage", lambda path: full)
+    monkeypatch.setattr("driver.preflight.shutil.disk_usage", lambda path: full)
     with pytest.raises(
         ConfigError, match=r"the download of the model needs 0\.0 GiB; .* set HF_HUB_CACHE"
     ):
@@ -444,10 +446,10 @@ def test_a_download_and_a_run_that_fit_one_disk_only_one_by_one_are_named(
     config = configs.load(KEY_ROOM, [f"model.path={NAME}"])
     run_bytes = int(configs.disk_bytes(config))
     enough = shutil.disk_usage("/")._replace(free=run_bytes + len(WEIGHTS) // 2)
-    monkeypatch.setattr("opening.shutil.disk_usage", lambda path: enough)
+    monkeypatch.setattr("driver.preflight.shutil.disk_usage", lambda path: enough)
     if disks_differ:
-        monkeypatch.setattr("opening._device", lambda path: hash(path))
-    assert main(["train", KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
+        monkeypatch.setattr("driver.preflight._device", lambda path: hash(path))
+    assert train.main([KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
     missing = capsys.readouterr().out.partition("missing here:")[2]
     fault = re.search(
         r"the disk of run_dir=run and .* has .* GiB free and the run needs .*", missing
@@ -470,7 +472,7 @@ def test_a_shipped_config_names_a_repository_or_no_model(path: Path) -> None:
 def test_a_package_that_is_not_installed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envs.registry.find_spec", lambda name: None)
     config = configs.load(ROOT / "configs" / "alfworld_cpu.yaml")
-    missing = opening.try_tasks(config, Console(file=io.StringIO()))
+    missing = try_tasks(config, Console(file=io.StringIO()))
     assert (
         "env.name=alfworld needs alfworld and fast_downward: pip install -e '.[alfworld]'"
         in missing

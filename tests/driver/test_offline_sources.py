@@ -54,11 +54,11 @@ def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> N
     assert not (tmp_path / "new").exists(), "what is mistyped leaves no run behind"
     layout = RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=1)
-    copied = sources.base_policy(config, tmp_path / "new" / "base" / "policy")
+    copied = sources.copy_base_policy(config, tmp_path / "new" / "base" / "policy")
     files = {path.name: path.read_bytes() for path in (played / "base" / "policy").iterdir()}
     assert {path.name: path.read_bytes() for path in copied.iterdir()} == files
     out = io.StringIO()
-    sources.take(config, Console(file=out, width=400))
+    sources.import_sources(config, Console(file=out, width=400))
     assert f"1 groups of {played} where won" in out.getvalue()
 
 
@@ -143,7 +143,7 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
     policy = tmp_path / "new" / "base" / "policy"
     for attack in (
         lambda: sources.check_sources(config, Console(quiet=True)),
-        lambda: sources.base_policy(config, policy),
+        lambda: sources.copy_base_policy(config, policy),
     ):
         with pytest.raises(StoreError, match=rf"{played} was not made by you.*--trust"):
             attack()
@@ -158,9 +158,9 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
     ]
     assert main(["train", *command]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert main(["train", *command, "--trust"]) == 0, capsys.readouterr().err
-    assert main(["train", *command]) == 0  # it was said once
-    assert (sources.base_policy(config, policy) / "token").is_file()
+    assert train.main([*command, "--trust"]) == 0, capsys.readouterr().err
+    assert train.main(command) == 0  # it was said once
+    assert (sources.copy_base_policy(config, policy) / "token").is_file()
 
 
 def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
@@ -190,7 +190,7 @@ def test_a_base_policy_in_a_strangers_run_is_its_own_and_has_no_links(
 
     monkeypatch.setattr(RunLayout, "check_no_links", linked_since)
     with pytest.raises(StoreError, match="planted is a symbolic link"):
-        sources.base_policy(config, policy)
+        sources.copy_base_policy(config, policy)
     assert not policy.exists()
 
 
@@ -207,7 +207,7 @@ def test_ones_own_model_may_be_made_of_links(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for blob in blobs.iterdir():
         (tmp_path / "model" / blob.name).symlink_to(blob)
-    copied = sources.base_policy(
+    copied = sources.copy_base_policy(
         from_source(tmp_path, str(played)), tmp_path / "new" / "base" / "policy"
     )
     assert {path.name: path.read_bytes() for path in copied.iterdir()} == {

@@ -16,8 +16,9 @@ import configs
 from cli.__main__ import main
 from configs import Config, ConfigError, EnvConfig
 from coordinator import Status
-from driver import preflight as opening
-from driver.preflight import show_missing, try_tasks
+from driver import preflight
+from driver.environment_check import try_tasks
+from driver.preflight import show_missing, with_defaults
 from driver.progress import Progress, said_with_spinner
 from envs.textworld.games import ensure_compiled
 from store import Counts
@@ -191,8 +192,8 @@ def test_every_config_has_an_environment_with_its_options(path: Path) -> None:
 
 
 def test_who_waits_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("progress.FIRST_LINE_S", 0.01)
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("driver.progress.FIRST_LINE_S", 0.01)
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.01)
     out = io.StringIO()
     with said_with_spinner("listing the tasks of [a] world", Console(file=out, width=200)):
         while out.getvalue().count("so far") < 2:  # again, as long as it lasts
@@ -225,7 +226,7 @@ def test_making_games_says_how_many(
 def test_an_evaluation_shows_its_own_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.0)
     config = replace(
         Config(run_dir=str(tmp_path)),
         endpoint=configs.EndpointConfig(url="http://h/v1", model="m-7b"),
@@ -249,8 +250,8 @@ def test_the_time_left_is_that_of_this_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = [100.0]
-    monkeypatch.setattr("progress.time.monotonic", lambda: clock_s[0])
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("driver.progress.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.0)
     config = replace(Config(run_dir=str(tmp_path)), learner=replace(Config().learner, steps=80))
     out = io.StringIO()
     with Progress(config, "training", Console(file=out, width=400)) as progress:
@@ -292,8 +293,8 @@ def test_a_directory_of_other_things_does_not_become_a_run(
     # of a run that was killed before it was one
     for name in (".hidden", "driver.json", "segments", "lost+found"):
         (tmp_path / "young" / name).touch()
-    opening.check_run_dir(replace(Config(), run_dir="young"))
-    opening.check_run_dir(replace(Config(), run_dir="not/yet"))
+    preflight.check_run_dir(replace(Config(), run_dir="young"))
+    preflight.check_run_dir(replace(Config(), run_dir="not/yet"))
     for given, words in {
         "": "it is empty",
         ".": r"other things in it \(notes.txt, young\)",
@@ -303,7 +304,7 @@ def test_a_directory_of_other_things_does_not_become_a_run(
         with pytest.raises(
             ConfigError, match=rf"run_dir='{re.escape(given)}'.*{words}.*e.g. run_dir=runs/mine"
         ):
-            opening.check_run_dir(replace(Config(), run_dir=given))
+            preflight.check_run_dir(replace(Config(), run_dir=given))
         assert (
             main(["train", KEY_ROOM, f"run_dir={given}"])
             == main(["train", KEY_ROOM, f"run_dir={given}", "--dry-run"])
@@ -316,9 +317,9 @@ def test_a_dry_run_looks_at_the_run_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
-    opening.open_run(opening.published(config))
-    assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
-    assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
+    preflight.open_run(with_defaults(config))
+    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
+    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err
 
 
@@ -340,16 +341,16 @@ def test_a_dry_run_says_which_gpus_are_missing_here(
 ) -> None:
     shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"]
     command = [KEY_ROOM, "--dry-run", *shared]
-    monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 0)
-    assert main(["train", *command]) == 0
+    monkeypatch.setattr(preflight, "gpus_of_this_machine", lambda: 0)
+    assert train.main(command) == 0
     assert (
         "missing here:\n  GPUs: the config asks for 1, this machine has 0"
         in capsys.readouterr().out
     )
-    monkeypatch.setattr(opening, "gpus_of_this_machine", lambda: 1)
-    assert main(["train", *command]) == 0
+    monkeypatch.setattr(preflight, "gpus_of_this_machine", lambda: 1)
+    assert train.main(command) == 0
     assert "GPUs:" not in capsys.readouterr().out
     monkeypatch.undo()
-    assert opening.missing_gpus(Config()) == [] and opening.gpus_of_this_machine() == 0, (
+    assert preflight.missing_gpus(Config()) == [] and preflight.gpus_of_this_machine() == 0, (
         "tests see no GPU"
     )

@@ -21,18 +21,12 @@ from rich.console import Console
 import configs
 from cli.__main__ import main
 from driver import run_control as runs
-from driver.run_control import (
-    DRIVER_FILE,
-    RUN_MARK,
-    driver_of,
-    driving,
-    remove_leftovers,
-    started_ticks,
-)
-from driver.shutdown import REPEAT_S, Interrupt
-from learner import make_ray_directory, replay
-from learner.distributed import private_ray
-from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from driver import run_lock
+from driver.interrupt import REPEAT_S, Interrupt
+from driver.run_lock import RUN_MARK, driver_of, driving, remove_leftovers
+from learner import make_ray_directory, started_ticks
+from learner.replay import replay
+from store import DRIVER_FILE, Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
 from tests.support.store_damage import no_file_may_grow
 from tests.support.store_runs import make_run, rewrite
@@ -67,12 +61,12 @@ def driven_by(
     *,
     host: str = HOST,
     ray_session: Path | None = None,
-    run: Path | None = None,
+    run: Path = Path("/nowhere"),
 ) -> str:
-    """What an older driver wrote has a `ray_session` and no `run`."""
+    """A stranger may also name a Ray session."""
     session = None if ray_session is None else str(ray_session)
     known = {"pid": pid, "started_ticks": ticks, "host": host, "ray_session": session}
-    return json.dumps(known if run is None else {**known, "run": str(run)})
+    return json.dumps({**known, "run": str(run)})
 
 
 def drive(run: Path, sleepers: list[subprocess.Popen[bytes]]) -> psutil.Process:
@@ -80,8 +74,8 @@ def drive(run: Path, sleepers: list[subprocess.Popen[bytes]]) -> psutil.Process:
     code = """
 import sys, time
 from pathlib import Path
-from driver import run_control as runs
-with runs.driving(Path(sys.argv[1])):
+from driver.run_lock import driving
+with driving(Path(sys.argv[1])):
     print("drives", flush=True)
     time.sleep(600)
 """
@@ -122,7 +116,7 @@ def test_one_process_drives_a_run_at_a_time(
         assert driver is not None and driver.pid == os.getpid()
     assert driver_of(run) is None
     other = drive(run, sleepers)
-    with pytest.raises(StoreError, match=rf"process {other.pid} drives .*--stop"), driving(run):
+    with pytest.raises(StoreError, match=rf"process {other.pid} drives .*gigpo stop"), driving(run):
         pass
     assert other.is_running()
 
@@ -159,7 +153,7 @@ def test_a_pid_that_is_another_process_by_now_drives_nothing(
     other = psutil.Process(sleep_with(None, sleepers).pid)
     ticks = started_ticks(other.pid)
     assert ticks is not None
-    (run / DRIVER_FILE).write_text(driven_by(other.pid, ticks - 1))
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, ticks - 1, run=run))
     with driving(run):
         assert other.is_running()
 
@@ -239,8 +233,8 @@ MAKE = """
 import sys, time
 from pathlib import Path
 from learner import make_ray_directory
-from learner.distributed import private_ray
-private_ray.RAY_DIRECTORIES = Path(sys.argv[1])
+from learner.distributed import ray_directory
+ray_directory.RAY_DIRECTORIES = Path(sys.argv[1])
 print(make_ray_directory(Path(sys.argv[2])), flush=True)
 time.sleep(600)
 """
@@ -411,8 +405,8 @@ class Ending:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path, texts: list[str]) -> None:
         self.now_s, self.signals, self.pid, self.run, self.texts = 0.0, [], 7, run, texts
         run.mkdir()
-        (run / DRIVER_FILE).write_text(driven_by(self.pid, 0))
-        monkeypatch.setattr(runs.Driver, "process", lambda driver: self)
+        (run / DRIVER_FILE).write_text(driven_by(self.pid, 0, run=run))
+        monkeypatch.setattr(run_lock.Driver, "process", lambda driver: self)
         monkeypatch.setattr(runs, "time", self)
 
     def monotonic(self) -> float:
@@ -571,15 +565,15 @@ time.sleep(99)
 
 def test_signals_in_quick_succession_are_one_wish_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("stopping.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("driver.interrupt.time.monotonic", lambda: now_s[0])
     interrupt = Interrupt()
     with pytest.raises(KeyboardInterrupt):
-        interrupt._heard(signal.SIGTERM, None)
+        interrupt._receive(signal.SIGTERM, None)
     now_s[0] += REPEAT_S / 2
-    interrupt._heard(signal.SIGINT, None)  # the group's
+    interrupt._receive(signal.SIGINT, None)  # the group's
     now_s[0] += REPEAT_S
     with pytest.raises(KeyboardInterrupt):
-        interrupt._heard(signal.SIGINT, None)
+        interrupt._receive(signal.SIGINT, None)
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,12 @@ from actors import (
 from cli.__main__ import main
 from configs import PromptConfig
 from coordinator import Component, Coordinator
-from driver import processes as parts
-from driver import shutdown as stopping
-from driver import supervisor as session_module
+from driver import processes, shutdown
+from driver import supervisor as supervisor_module
+from driver.cluster import DRIVER_DIRECTORY, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.processes import LEARNER, ManagedProcess
-from driver.ray_cluster import DRIVER_DIRECTORY, ray_cluster
-from driver.run_control import RUN_MARK
+from driver.run_lock import RUN_MARK
 from driver.shutdown import outcome, stop_in_order
 from driver.supervisor import Supervisor
 from envs import log_hint
@@ -164,25 +163,36 @@ def test_a_log_that_is_not_there_is_not_named(tmp_path: Path) -> None:
 # who is to blame
 
 
+def process(name: str, **changes: Any) -> ManagedProcess:
+    """A process that was asked for long ago."""
+    given: dict[str, Any] = {"handle": None, "where": None, "call": None, "asked_at_s": -1e9}
+    return ManagedProcess(name=name, **given | changes)
+
+
 class Calls:
-    """A coordinator that answers, or is dead."""
+    """A coordinator's process that answers, or is dead."""
 
     def __init__(self, *, dead: bool = False) -> None:
-        self.lost, self.dead, self.told, self.closed = False, dead, [], False
+        self.is_lost, self.dead, self.told, self.closed = False, dead, [], False
         self.recorded: list[tuple[str, str]] = []  # events that nobody is shown
-        self.handle = self
+        self.handle = self.calls = self
         self.components: dict[str, Component] = {}
+
+    def answer(self, reply: Any) -> Any:
+        return reply
+
+    def wait_until_up(self) -> None: ...
 
     def status(self) -> Any:
         if self.dead:
-            self.lost = True
+            self.is_lost = True
             raise ComponentFailed(f"coordinator {DIED}")
         return SimpleNamespace(components=self.components, learner_step=7)
 
-    def newest_checkpoint(self) -> int:
-        return 7
+    def checkpoints(self) -> Any:
+        return (SimpleNamespace(learner_step=7),)
 
-    def forget(self, name: str, why: str) -> None:
+    def remove(self, name: str, why: str) -> None:
         self.told.append(("gone", why))
 
     def notice(self, what: str, detail: str) -> None:
@@ -205,10 +215,10 @@ def said() -> list[str]:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]) -> Supervisor:
-    monkeypatch.setattr(parts, "kill", lambda part: None)
+    monkeypatch.setattr(processes, "kill", lambda process: None)
+    monkeypatch.setattr(supervisor_module, "CoordinatorProcess", lambda config, *, learns: Calls())
     config = configs.from_yaml(f"{{run_dir: {tmp_path}}}")
     made = Supervisor(config, "model", learns=True, say=said.append, say_stopping=lambda text: None)
-    made.coordinator = Calls()  # type: ignore[assignment]
     made.is_up = True
     return made
 
@@ -230,7 +240,7 @@ def test_without_a_coordinator_nobody_else_is_to_blame(
 ) -> None:
     session.coordinator = Calls(dead=True)  # type: ignore[assignment]
     with pytest.raises(ComponentFailed, match="coordinator died"):
-        session._failed(ManagedProcess(name="worker-0", due_at_s=0.0), error)
+        session._failed(process("worker-0"), error)
 
 
 @pytest.mark.parametrize(
@@ -270,9 +280,9 @@ def test_who_is_lost_is_started_again(
     session: Supervisor, said: list[str], name: str, error: RayError, words: str, is_up: bool
 ) -> None:
     session.is_up = is_up
-    part = session.parts[name] = ManagedProcess(name=name, due_at_s=0.0, started=True)
-    session._failed(part, error)
-    assert session.parts[name] is not part and session.parts[name].handle is None
+    failing = session.processes[name] = process(name, has_started=True)
+    session._failed(failing, error)
+    assert name in session.due and name not in session.processes
     calls: Any = session.coordinator
     shown, recorded = (
         [detail for what, detail in some if what == "started again"]
@@ -290,11 +300,11 @@ def test_who_is_lost_is_started_again(
 def test_an_engine_that_was_up_before_is_started_again_whatever_its_start_says(
     session: Supervisor,
 ) -> None:
-    part = session.parts["worker-0"] = ManagedProcess(name="worker-0", due_at_s=0.0)
+    failing = session.processes["worker-0"] = process("worker-0")
     session._failed(
-        part, as_ray_passes_it_on(EngineStartError("ValueError: no such thing; its log is x"))
+        failing, as_ray_passes_it_on(EngineStartError("ValueError: no such thing; its log is x"))
     )
-    assert session.parts["worker-0"] is not part
+    assert "worker-0" in session.due and not session.processes
     ((_, why), _) = session.coordinator.told  # type: ignore[attr-defined]
     assert why == "lost its engine: ValueError: no such thing; its log is x"
 
@@ -305,7 +315,7 @@ def test_an_engine_that_never_starts_ends_the_run_with_its_own_error(session: Su
         ComponentFailed, match="worker-0 failed: EngineStartError: .* ValueError: no such thing"
     ):
         session._failed(
-            ManagedProcess(name="worker-0", due_at_s=0.0),
+            process("worker-0"),
             as_ray_passes_it_on(
                 EngineStartError("the vLLM engine did not start: ValueError: no such thing")
             ),
@@ -316,9 +326,7 @@ def test_a_refusal_ends_the_run_with_its_cause_and_without_a_log_that_is_not_the
     session: Supervisor,
 ) -> None:
     with pytest.raises(ComponentFailed) as failed:
-        session._failed(
-            ManagedProcess(name="worker-0", due_at_s=0.0), of_init(raised_by(lambda: int("seven")))
-        )
+        session._failed(process("worker-0"), of_init(raised_by(lambda: int("seven"))))
     assert (
         str(failed.value)
         == "worker-0 failed: ValueError: invalid literal for int() with base 10: 'seven'"
@@ -331,31 +339,29 @@ def test_a_failed_part_names_its_log_once(session: Supervisor) -> None:
     log.write_text("")
     for error in (ValueError("no lamp"), ValueError(f"no lamp; log: {log}")):
         with pytest.raises(ComponentFailed) as failed:
-            session._failed(
-                ManagedProcess(name="worker-0", due_at_s=0.0), as_ray_passes_it_on(error)
-            )
+            session._failed(process("worker-0"), as_ray_passes_it_on(error))
         assert str(failed.value) == f"worker-0 failed: ValueError: no lamp; log: {log}"
 
 
 def test_a_rank_that_is_lost_too_often_ends_the_run(session: Supervisor) -> None:
     error = as_ray_passes_it_on(RankError("rank 1 of the learner died"))
     for _ in range(session.config.supervision.max_restarts):
-        session._failed(ManagedProcess(name=LEARNER, due_at_s=0.0), error)
+        session._failed(process(LEARNER), error)
     with pytest.raises(
         ComponentFailed, match="learner lost a rank: rank 1 of the learner died, more than 5 times"
     ):
-        session._failed(ManagedProcess(name=LEARNER, due_at_s=0.0), error)
+        session._failed(process(LEARNER), error)
 
 
 def test_workers_that_are_asked_for_start_one_after_the_other(
     session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "wanted_workers", lambda run: 50)
+    monkeypatch.setattr(supervisor_module, "wanted_workers", lambda run: 50)
     session._follow_wanted_workers()
-    due = [part.due_at_s for part in session.parts.values()]
+    due = list(session.due.values())
     assert len(due) == 50
     assert [round(later - earlier, 6) for earlier, later in itertools.pairwise(due)] == [
-        session_module.STAGGER_S
+        supervisor_module.STAGGER_S
     ] * 49
 
 
@@ -369,14 +375,12 @@ def test_all_are_started_beside_the_coordinator_not_after_it(
             happened.append("waited for")
             raise ComponentFailed("it does not come")
 
-    def start(part: ManagedProcess, **given: object) -> None:
-        happened.append(part.name)
-        part.handle = Actor()
+    def start(name: str, **given: object) -> ManagedProcess:
+        happened.append(name)
+        return process(name, handle=Actor())
 
-    monkeypatch.setattr(
-        session_module, "CoordinatorClient", lambda config, *, learns: Coming(dead=True)
-    )
-    monkeypatch.setattr(parts, "start", start)
+    session.coordinator = Coming(dead=True)  # type: ignore[assignment]
+    monkeypatch.setattr(processes, "start", start)
     with pytest.raises(ComponentFailed, match="it does not come"), session:
         pass
     assert happened == [LEARNER, "worker-0", "waited for"]
@@ -393,7 +397,7 @@ def test_while_it_starts_it_says_who_is_waited_for(
         ("worker-1", True),
         *((f"worker-{n}", False) for n in range(2, 9)),
     ):
-        session.parts[name] = ManagedProcess(name=name, due_at_s=0.0, started=started)
+        session.processes[name] = process(name, has_started=started)
     session.components = {
         LEARNER: Component(waiting_on="the model's start", waits_s=3.0, silent_s=0.0),
         "worker-0": Component(waiting_on="the engine's start", waits_s=3.0, silent_s=0.0),
@@ -407,8 +411,8 @@ def test_while_it_starts_it_says_who_is_waited_for(
 def test_a_start_and_a_stop_that_take_long_say_so(
     session: Supervisor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("progress.FIRST_LINE_S", 0.0)
-    monkeypatch.setattr("progress.LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("driver.progress.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.01)
 
     def wait_for_lines(n: int) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -424,8 +428,13 @@ def test_a_start_and_a_stop_that_take_long_say_so(
             n = len(said)
             wait_for_lines(n + 2)
 
-    monkeypatch.setattr(session_module, "CoordinatorClient", lambda config, *, learns: Coming())
-    monkeypatch.setattr(parts, "start", lambda part, **given: setattr(part, "started", True))
+    session.coordinator = Coming()  # type: ignore[assignment]
+    monkeypatch.setattr(
+        processes,
+        "start",
+        lambda name, **given: process(name, handle=Actor(), has_started=True, is_placed=True),
+    )
+    monkeypatch.setattr(supervisor_module, "stop_in_order", lambda processes, **options: {})
     with session:
         n_of_start = len(said)
     assert n_of_start >= 3 and all(
@@ -457,20 +466,21 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.ends_at_s, self.errors = 0.0, {}, {}
-        monkeypatch.setattr(stopping, "ray", self)
-        monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(shutdown, "ray", self)
+        monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
-    def part(self, name: str, *, ends_at_s: float, error: RayError | None = None) -> ManagedProcess:
+    def process(
+        self, name: str, *, ends_at_s: float, error: RayError | None = None
+    ) -> ManagedProcess:
         self.ends_at_s |= {f"run {name}": ends_at_s, f"where {name}": 0.0}
         self.errors[f"run {name}"] = error
-        return ManagedProcess(
-            name=name,
-            due_at_s=0.0,
+        return process(
+            name,
             handle=Actor(),
             where=f"where {name}",
             call=f"run {name}",
-            started=True,
-            placed=True,
+            has_started=True,
+            is_placed=True,
         )
 
     def wait(
@@ -494,7 +504,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_learner_may_finish_its_step_when_the_run_is_stopped(
     world: World, said: list[str]
 ) -> None:
-    learner, worker = world.part(LEARNER, ends_at_s=300.0), world.part("worker-0", ends_at_s=1.0)
+    learner, worker = (
+        world.process(LEARNER, ends_at_s=300.0),
+        world.process("worker-0", ends_at_s=1.0),
+    )
     coordinator = Calls()
     coordinator.components = {
         LEARNER: Component(waiting_on="learner step", waits_s=31.0, silent_s=0.0)
@@ -517,8 +530,10 @@ def test_a_learner_may_finish_its_step_when_the_run_is_stopped(
 def test_who_does_not_stop_is_named_and_not_closed_beside_its_work(
     world: World, said: list[str]
 ) -> None:
-    late, stuck = world.part(LEARNER, ends_at_s=501.0), world.part("worker-0", ends_at_s=61.0)
-    failed = world.part("worker-1", ends_at_s=1.0, error=as_ray_passes_it_on(ValueError("no disk")))
+    late, stuck = world.process(LEARNER, ends_at_s=501.0), world.process("worker-0", ends_at_s=61.0)
+    failed = world.process(
+        "worker-1", ends_at_s=1.0, error=as_ray_passes_it_on(ValueError("no disk"))
+    )
     unstopped = stop_in_order(
         [late, stuck, failed], status=Calls().status, config=CONFIG, say=said.append
     )
@@ -534,7 +549,7 @@ def test_a_learner_nobody_hears_of_is_not_waited_for(world: World, said: list[st
     coordinator = Calls()
     coordinator.components = {LEARNER: Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
     unstopped = stop_in_order(
-        [world.part(LEARNER, ends_at_s=1e9)],
+        [world.process(LEARNER, ends_at_s=1e9)],
         status=coordinator.status,
         config=CONFIG,
         say=said.append,
@@ -544,7 +559,7 @@ def test_a_learner_nobody_hears_of_is_not_waited_for(world: World, said: list[st
 
 
 def test_who_has_no_process_yet_is_not_waited_for(world: World, said: list[str]) -> None:
-    part = world.part("worker-0", ends_at_s=1e9)
+    part = world.process("worker-0", ends_at_s=1e9)
     world.ends_at_s["where worker-0"] = 1e9
     assert stop_in_order([part], status=Calls().status, config=CONFIG, say=said.append) == {}
     assert world.now_s < 5.0
@@ -593,7 +608,7 @@ def test_what_came_of_a_stop(
 def test_ctrl_c_ends_with_what_came_of_it(
     session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "stop_in_order", lambda parts, **options: {})
+    monkeypatch.setattr(supervisor_module, "stop_in_order", lambda parts, **options: {})
     with (
         pytest.raises(Stopped, match="stopped in order, with a checkpoint at learner step 7"),
         session_entered(session),
@@ -606,7 +621,7 @@ def test_a_second_ctrl_c_ends_at_once(session: Supervisor, monkeypatch: pytest.M
     def interrupted(parts: object, **options: object) -> dict[str, str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session_module, "stop_in_order", interrupted)
+    monkeypatch.setattr(supervisor_module, "stop_in_order", interrupted)
     with (
         pytest.raises(Stopped, match="ended at once, not in order: learner steps since"),
         session_entered(session),
@@ -622,7 +637,7 @@ def test_a_first_ctrl_c_while_a_finished_run_closes_leaves_it_in_order(
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
-    monkeypatch.setattr(session_module, "stop_in_order", interrupted)
+    monkeypatch.setattr(supervisor_module, "stop_in_order", interrupted)
     with (
         pytest.raises(Stopped, match="stopped in order, with a checkpoint"),
         session_entered(session),
@@ -827,12 +842,9 @@ def test_a_process_without_a_place_is_named_with_what_it_asks_for(
     while ray.available_resources().get("GPU"):  # what is free is counted a moment later
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    placed, unplaced = (
-        ManagedProcess(name="worker-0", due_at_s=0.0, handle=handle, asked_at_s=-1e9)
-        for handle in (first, second)
-    )
+    placed, unplaced = (process("worker-0", handle=handle) for handle in (first, second))
     session._look_for_place(placed)
-    assert placed.placed and said == []
+    assert placed.is_placed and said == []
     with pytest.raises(
         ComponentFailed,
         match=r"worker-0 has had no place for .* of the 1 of the cluster 0 are free",

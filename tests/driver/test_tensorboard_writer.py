@@ -269,7 +269,7 @@ def look_at_a_lost_catalog(
     with tensorboard_files(run.layout, say) as curves:
         run.train(1, loss=1.0)
         curves.follow()
-        monkeypatch.setattr("curves.metrics_since", unreadable)
+        monkeypatch.setattr("driver.tensorboard_writer.metrics_since", unreadable)
         if error is not None:
             raise error
 

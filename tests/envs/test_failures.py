@@ -18,8 +18,8 @@ from rich.console import Console
 import configs
 from cli.__main__ import main
 from configs import Config, ConfigError, EnvConfig
-from driver import preflight as opening
-from driver.preflight import FAILURE_LOG, try_tasks
+from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
+from driver.preflight import check_writable
 from envs import (
     ClientSettings,
     EnvironmentDied,
@@ -432,7 +432,7 @@ def test_a_start_that_fails_keeps_its_log_and_the_next_one_removes_it(
         )
         check_log(log, "raise")
     config = replace(Config(), run_dir=str(run), env=EnvConfig(name="broken_world:Broken"))
-    opening.check_tasks(config, Console(quiet=True))
+    check_tasks(config, Console(quiet=True))
     assert not list(run.iterdir())
 
 
@@ -542,11 +542,11 @@ def test_a_run_dir_without_the_right_to_write_is_left_as_it_was(
     def refused(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    opening.check_writable(replace(Config(), run_dir=str(tmp_path / "a" / "b")))
+    check_writable(replace(Config(), run_dir=str(tmp_path / "a" / "b")))
     assert not os.listdir(tmp_path), "it is looked at only"
     (tmp_path / "there").mkdir()
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     for name in ("there", "not"):
         with pytest.raises(ConfigError, match="cannot be written: Permission denied; give another"):
-            opening.check_writable(replace(Config(), run_dir=str(tmp_path / name)))
+            check_writable(replace(Config(), run_dir=str(tmp_path / name)))
     assert os.listdir(tmp_path) == ["there"]

@@ -451,11 +451,11 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
     out = io.StringIO()
     with Progress(coordinator.config, "training", Console(file=out, width=400)) as progress:
         progress.show(coordinator.status())
-        coordinator.notice("alarm", "learner step 2: loss/ess 0.05 is below [bound]")
+        coordinator.notice("learner", "alarm", "learner step 2: loss/ess 0.05 is below [bound]")
         progress.show(coordinator.status())
         progress.show(coordinator.status())
         for number in range(30):
-            coordinator.notice("bad update", f"number {number} {'x' * 500}")
+            coordinator.notice("learner", "bad update", f"number {number} {'x' * 500}")
         progress.show(coordinator.status())
     coordinator.close()
     lines = out.getvalue().splitlines()
@@ -467,7 +467,7 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
 
 def test_in_a_terminal_a_notice_stays_above_the_table(tmp_path: Path) -> None:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=0))
-    coordinator.notice("alarm", "it began")
+    coordinator.notice("learner", "alarm", "it began")
     status: Status = coordinator.status()
     coordinator.close()
     out = io.StringIO()

@@ -231,10 +231,10 @@ def test_closing_ends_the_thread_while_it_waits_and_what_it_claimed_can_be_given
     assert prefetch_threads() == []
     assert batches.under_way
     assert coordinator.catalog.counts().claimed == 2
-    assert coordinator.give_back(0) == 2
+    assert coordinator.release_claims(0) == 2
     counts = coordinator.catalog.counts()
     assert (counts.claimed, counts.complete, counts.outstanding) == (0, 4, 4)
-    assert coordinator.give_back(0) == 0
+    assert coordinator.release_claims(0) == 0
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from driver.run_control import has_ended
+from driver.run_lock import has_ended
 from tests.support.fault_runs import (
     NAMED_WITHIN_S,
     PATIENCE_S,

@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 import store
 from cli.__main__ import main
 from configs import Config
-from driver import run_control as runs
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 from store import RunLayout
@@ -362,7 +361,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     process.communicate()
     committed = trajectory_uids(run)
     assert committed
-    runs.remove_leftovers(run)  # Ray ends them too, some seconds later
+    run_lock.remove_leftovers(run)  # Ray ends them too, some seconds later
     trained_by_then = trained_step(run)
     moved.parent.mkdir()
     shutil.copytree(run, moved)

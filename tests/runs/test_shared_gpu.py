@@ -16,7 +16,6 @@ from actors import engine_fault
 from actors.inference import engine_environment
 from actors.inference.vllm_engine import placement
 from configs import ActorsConfig, Config, ConfigError, LearnerConfig
-from driver import preflight as opening
 from learner.distributed import device
 from learner.distributed.device import prepare_device
 
@@ -87,13 +86,13 @@ def test_what_cannot_start_is_refused_before_anything_does(
 ) -> None:
     install(monkeypatch, cuda=cuda)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(opening, "available_gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "available_gpus", lambda: gpus)
     config = configs.from_yaml(yaml)
     if not refused:
-        opening.check_gpus(config, learns=True)
+        preflight.check_gpus(config, learns=True)
         return
     with pytest.raises(ConfigError, match=refused):
-        opening.check_gpus(config, learns=True)
+        preflight.check_gpus(config, learns=True)
 
 
 @pytest.mark.parametrize(

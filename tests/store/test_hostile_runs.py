@@ -20,7 +20,7 @@ import store
 from analysis.run_status import config_of
 from cli.__main__ import main
 from configs import Config, ConfigError
-from driver import run_control as runs
+from driver import run_lock
 from driver.preflight import check_same_run
 from store import RunLayout, StoreError, errors, sign_run, write_open_sql
 from store.errors import FormatError, UnsafePathError
@@ -80,7 +80,7 @@ def _nothing_blocks() -> Iterator[None]:
 
 
 def status(run: Path) -> None:
-    runs.driver_of(run)
+    run_lock.driver_of(run)
     with suppress(ConfigError):  # this run's text is no config
         config_of(run)
 

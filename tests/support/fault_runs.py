@@ -19,7 +19,7 @@ import yaml
 import configs
 import store
 from actors import sample_chats
-from driver.run_control import RUN_MARK
+from driver.run_lock import RUN_MARK
 from learner import make_tiny_model, train_tokenizer
 from store import RunLayout
 from store.reading.query import connect

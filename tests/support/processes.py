@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from driver.run_control import has_ended
+from driver.run_lock import has_ended
 
 PATIENCE_S = 60.0  # a busy machine takes its time to end what was killed
 SHARED_MEMORY = Path("/dev/shm")

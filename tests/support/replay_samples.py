@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from configs import Config, ModelConfig
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from store import Trajectory, write_segment
 from tests.support.engine_samples import make_base
@@ -69,7 +69,7 @@ def train(config: Config, *, crash_at: int | None = None) -> None:
         make_base(base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("learner.learner.Heartbeat", Silent)
-        patch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
+        patch.setattr(Reply, "get", lambda reply, **patience: reply.reference)
         handle = Fragile(coordinator, playing=_play_all)
         setup = LearnerSetup(config=config, model_path=str(base))
         try:

@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from learner.distributed.ray_directory import RAY_DIRECTORY
 from ray.exceptions import AuthenticationError
 
 from configs import ConfigError
-from driver import ray_cluster as cluster
-from driver.ray_cluster import AUTHENTICATION_HINT
-from driver.shutdown import REPEAT_S, STOP_SIGNALS, stop_held_back
-from learner.distributed.private_ray import RAY_DIRECTORY
+from driver import cluster
+from driver.cluster import AUTHENTICATION_HINT
+from driver.interrupt import REPEAT_S, STOP_SIGNALS, hold_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_RAY = """
 import sys
-import cluster, stopping
-stopping.Interrupt().listen()
+from driver import cluster, interrupt
+interrupt.Interrupt().listen()
 try:
     with cluster.ray_cluster(sys.argv[1], processes=1):
         print("Ray is up")
@@ -54,7 +54,8 @@ cluster.shutdown()
 PLACES_COORDINATORS = """
 import json, os, sys
 import ray
-import cluster, configs, coordinator_calls
+import configs
+from driver import cluster, coordinator_process
 
 class Coordinator:
     def __init__(self, config, *, learns):
@@ -62,10 +63,10 @@ class Coordinator:
     def place(self):
         return ray.get_runtime_context().get_node_id(), os.getcwd()
 
-coordinator_calls.CoordinatorActor = ray.remote(Coordinator)
+coordinator_process.CoordinatorActor = ray.remote(Coordinator)
 config = configs.from_yaml("{run_dir: " + sys.argv[1] + "}")
 with cluster.ray_cluster(sys.argv[1], processes=1):
-    calls = [coordinator_calls.CoordinatorClient(config, learns=True) for _ in range(4)]
+    calls = [coordinator_process.CoordinatorProcess(config, learns=True) for _ in range(4)]
     places = ray.get([call.handle.place.remote() for call in calls])
     print(json.dumps([ray.get_runtime_context().get_node_id(), len(ray.nodes()), places]))
 """
@@ -164,7 +165,7 @@ def test_a_cluster_that_cannot_be_joined_is_an_error_of_one_line(
         assert os.environ[cluster.JOIN_ATTEMPTS] == cluster.FEW_ATTEMPTS
         raise error
 
-    monkeypatch.setattr("cluster.ray.init", init)
+    monkeypatch.setattr("driver.cluster.ray.init", init)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.delenv(cluster.JOIN_ATTEMPTS, raising=False)
     joined = cluster.ray_cluster(str(tmp_path / "run"), processes=1)
@@ -213,7 +214,7 @@ def test_a_stop_while_ray_starts_is_heard_and_prints_nothing_of_ray(tmp_path: Pa
 def test_a_stop_that_is_held_back_is_heard_at_the_end(number: signal.Signals) -> None:
     handler, done = signal.getsignal(number), []
 
-    @stop_held_back()
+    @hold_interrupts()
     def work() -> None:
         os.kill(os.getpid(), number)
         done.append("all of it")
@@ -226,9 +227,9 @@ def test_a_stop_that_is_held_back_is_heard_at_the_end(number: signal.Signals) ->
 
 def test_one_more_stop_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, done = [100.0], []
-    monkeypatch.setattr("stopping.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("driver.interrupt.time.monotonic", lambda: now_s[0])
 
-    @stop_held_back()
+    @hold_interrupts()
     def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         now_s[0] += REPEAT_S / 2
@@ -244,7 +245,7 @@ def test_one_more_stop_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_error_of_what_is_not_to_be_left_half_done_comes_first() -> None:
-    @stop_held_back()
+    @hold_interrupts()
     def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise OSError("no room")

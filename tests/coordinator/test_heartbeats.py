@@ -10,11 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from configs import SupervisionConfig
-from coordinator import Component, Heartbeat
-from coordinator import heartbeat_sender as heartbeat
-from coordinator import heartbeats as pulse
+from coordinator import Component, Heartbeat, heartbeats
 from coordinator.heartbeats import HeartbeatTracker
-from driver.health import Restarts, Watch
+from driver.health import HealthMonitor, Restarts
 from learner import LEARNER_STEP
 
 CONFIG = SupervisionConfig(silent_s=10.0, max_restarts=3)
@@ -43,11 +41,11 @@ def test_it_beats_by_itself_and_at_once_when_the_reason_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     beats: list[str | None] = []
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.01)
+    monkeypatch.setattr(heartbeats, "SEND_EVERY_S", 0.01)
     heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on))
     heart.promise("groups", waits_s=0.0, within_s=60.0)
     wait_for(lambda: beats.count("groups") >= 3)
-    monkeypatch.setattr(heartbeat, "EVERY_S", 60.0)
+    monkeypatch.setattr(heartbeats, "SEND_EVERY_S", 60.0)
     heart.promise(None, waits_s=0.0, within_s=60.0)
     wait_for(lambda: beats[-1] is None)
     heart.close()
@@ -57,7 +55,7 @@ def test_it_stops_when_a_promise_is_broken_and_goes_on_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     beats: list[str | None] = []
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.01)
+    monkeypatch.setattr(heartbeats, "SEND_EVERY_S", 0.01)
     heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on))
     heart.promise("a", waits_s=0.0, within_s=0.1)
     time.sleep(0.3)
@@ -72,20 +70,20 @@ def test_it_stops_when_a_promise_is_broken_and_goes_on_with_the_next(
     assert len(beats) == n
 
 
-def test_a_pulse_knows_for_how_long(clock: Callable[[float], None]) -> None:
+def test_the_tracker_keeps_how_long_a_wait_has_lasted(clock: Callable[[float], None]) -> None:
     beats = HeartbeatTracker()
-    beats.beat("learner", "groups", waits_s=0.0)
+    beats.record("learner", "groups", waits_s=0.0)
     clock(2.0)
-    beats.beat("learner", "groups", waits_s=2.0)
+    beats.record("learner", "groups", waits_s=2.0)
     clock(1.0)
-    beats.heard("learner")
+    beats.touch("learner")
     clock(2.0)
     assert beats.components() == {
         "learner": Component(waiting_on="groups", waits_s=5.0, silent_s=2.0)
     }
-    beats.beat("learner", None, waits_s=0.0)
+    beats.record("learner", None, waits_s=0.0)
     assert beats.components() == {"learner": Component(waiting_on=None, waits_s=0.0, silent_s=0.0)}
-    beats.forget("learner")
+    beats.remove("learner")
     assert beats.components() == {}
 
 
@@ -95,9 +93,9 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     """A learner whose batches are always ready says "learner step" again and again, and nothing in
     between.
     """
-    watch, beats = Watch(CONFIG), HeartbeatTracker()
+    monitor, beats = HealthMonitor(CONFIG), HeartbeatTracker()
     heart = Heartbeat(
-        lambda waiting_on, waits_s: beats.beat("learner", waiting_on, waits_s=waits_s)
+        lambda waiting_on, waits_s: beats.record("learner", waiting_on, waits_s=waits_s)
     )
     heart.close()  # ends its thread: this test sends the heartbeats
     named: dict[str, str] = {}
@@ -105,26 +103,48 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
         heart.promise(LEARNER_STEP, waits_s=0.0, within_s=1800.0)
         clock(2.0)
         heart.beat()
-        named |= watch.starving(beats.components())
+        named |= monitor.starving(beats.components())
     assert named == {}
     clock(40.0)
     heart.beat()
-    assert watch.starving(beats.components()) == {
+    assert monitor.starving(beats.components()) == {
         "learner": "has been at one learner step for 42 s"
     }
 
 
+def test_a_worker_says_how_long_its_slowest_wait_has_lasted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight episodes that reset the same task one after the other give the same reason eight
+    times.
+    """
+    monkeypatch.setattr("actors.worker.PROMISE_EVERY_S", 0.0)
+    promised: list[tuple[str | None, float]] = []
+    slowest = iter([("reset of task 'a'", 7.0), ("reset of task 'a'", 5.5), ("step 'go'", 0.1)])
+    worker = object.__new__(Worker)
+    worker.player = SimpleNamespace(waiting=lambda: None)  # type: ignore[assignment]
+    worker.chat = None
+    worker.environments = SimpleNamespace(oldest=lambda: next(slowest))  # type: ignore[assignment]
+    worker.heart = SimpleNamespace(  # type: ignore[assignment]
+        promise=lambda reason, *, waits_s, within_s: promised.append((reason, waits_s))
+    )
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(worker._promise())
+    reason = "environment: reset of task 'a'"
+    assert promised == [(reason, 7.0), (reason, 5.5), (None, 0.0)]
+
+
 def test_beats_are_written_together_and_not_at_each(clock: Callable[[float], None]) -> None:
     beats = HeartbeatTracker()
-    beats.beat("a", None, waits_s=0.0)
-    assert list(beats.to_be_written()) == ["a"]
-    beats.beat("a", None, waits_s=0.0)
-    beats.beat("b", "admission", waits_s=0.0)
-    assert beats.to_be_written() == {}
-    clock(pulse.WRITE_EVERY_S)
-    assert list(beats.to_be_written()) == ["a", "b"]
-    clock(pulse.WRITE_EVERY_S)
-    assert beats.to_be_written() == {}
+    beats.record("a", None, waits_s=0.0)
+    assert list(beats.take_unwritten()) == ["a"]
+    beats.record("a", None, waits_s=0.0)
+    beats.record("b", "admission", waits_s=0.0)
+    assert beats.take_unwritten() == {}
+    clock(heartbeats.WRITE_EVERY_S)
+    assert list(beats.take_unwritten()) == ["a", "b"]
+    clock(heartbeats.WRITE_EVERY_S)
+    assert beats.take_unwritten() == {}
 
 
 def component(
@@ -134,30 +154,30 @@ def component(
 
 
 def test_silence_counts_at_the_second_look_in_a_row() -> None:
-    watch = Watch(CONFIG)
+    monitor = HealthMonitor(CONFIG)
     silent = {
         "worker-0": component(waiting_on="admission", silent_s=11.0),
         "driver": component(silent_s=99.0),
     }
-    assert watch.silent(silent) == {}
-    assert watch.silent({"worker-0": component()}) == {}
-    assert watch.silent(silent) == {}
-    assert watch.silent(silent) == {
+    assert monitor.silent(silent) == {}
+    assert monitor.silent({"worker-0": component()}) == {}
+    assert monitor.silent(silent) == {}
+    assert monitor.silent(silent) == {
         "worker-0": "gave no sign of life for 11 s (it waited for admission then): stopped, or hung"
     }
 
 
 def test_who_waits_for_long_is_named_once_for_each_wait() -> None:
-    watch = Watch(CONFIG)
+    monitor = HealthMonitor(CONFIG)
     long = {
         "learner": component(waiting_on="groups", waits_s=31.0),
         "w": component(waiting_on="admission", waits_s=500.0),
     }
-    assert watch.starving({"learner": component(waiting_on="groups", waits_s=29.0)}) == {}
-    assert watch.starving(long) == {"learner": "has waited 31 s for groups"}
-    assert watch.starving(long) == {}
-    assert watch.starving({"learner": component()}) == {}
-    assert watch.starving(long) == {"learner": "has waited 31 s for groups"}
+    assert monitor.starving({"learner": component(waiting_on="groups", waits_s=29.0)}) == {}
+    assert monitor.starving(long) == {"learner": "has waited 31 s for groups"}
+    assert monitor.starving(long) == {}
+    assert monitor.starving({"learner": component()}) == {}
+    assert monitor.starving(long) == {"learner": "has waited 31 s for groups"}
 
 
 def test_restarts_pause_longer_each_time_and_end(clock: Callable[[float], None]) -> None:

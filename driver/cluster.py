@@ -1,4 +1,4 @@
-"""The Ray that a run's processes live in: a private one, or a cluster that somebody has started."""
+"""The Ray cluster of a run: a private one, or one that RAY_ADDRESS names."""
 
 from __future__ import annotations
 
@@ -19,65 +19,56 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
 from configs import ConfigError
-from driver.run_control import RUN_MARK
-from driver.shutdown import stop_held_back
+from driver.interrupt import hold_interrupts
+from driver.run_lock import RUN_MARK
 from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
 
-# Processes that Ray starts beside its own two, a second of CPU each and one of them waited for: the
-# scaler of a cloud's machines, the reader of logs (log_to_driver=False), the dashboard, which is
-# there also without its pages. `ray.init` has no option that leaves them out.
+# Processes that Ray starts beside the two it needs: the scaler of a cloud's machines, the reader of
+# logs (unused with log_to_driver=False) and the dashboard. `ray.init` cannot leave them out.
 UNUSED_RAY_SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
 DRIVER_DIRECTORY = "ASYNC_GIGPO_DIRECTORY"  # working directory of the driver
-# the driver takes this variable as a number of attempts
+# Ray's driver reads this variable as a number of attempts. Each takes up to 36 s: with Ray's
+# default, 20, the error that no cluster answers would come after 12 minutes.
 JOIN_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
-# each takes up to 36 s; Ray's default, 20, would take 12 minutes to say that nobody answers
 FEW_ATTEMPTS = "2"
 AUTHENTICATION_HINT = (
     "set RAY_AUTH_MODE=token on every node and for this command, and give each the cluster's "
-    "token, "
-    "as RAY_AUTH_TOKEN or in ~/.ray/auth_token"
+    "token, as RAY_AUTH_TOKEN or in ~/.ray/auth_token"
 )
 
 
 @contextmanager
 def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
-    """Joins the cluster that RAY_ADDRESS names, else starts a private one and removes everything of
-    it at the end.
+    """Join the cluster that RAY_ADDRESS names, or start a private one and remove it at the end.
 
-    `processes` is how many will be asked of it first; a private one has begun to start them when
-    this returns, all at once.
+    A private cluster starts `processes` worker processes at once, before anything asks for them.
+    It has a directory that no other user can enter, with Ray's and vLLM's sockets. Its ports answer
+    only to a token of its own.
 
-    A private one has a directory that no other user can enter, with Ray's and vLLM's sockets, and a
-    token of its own: without it nobody gets an answer at Ray's ports.
-
-    All its processes carry RUN_MARK, by which `driver/run_control.py` knows them. A process that
-    asks for no GPU sees none. A stop that comes while Ray starts is heard when it is up: it prints
-    pages of errors if it is left half started.
-
-    Raises ConfigError if the cluster cannot be joined.
+    All its processes carry RUN_MARK, by which `run_lock.py` knows them. A process that asks for no
+    GPU sees none. Raises ConfigError if the cluster cannot be joined.
     """
     variables = {RUN_MARK: str(Path(run_dir).resolve())} | RAY_HIDES_GPUS
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
-        with stop_held_back(), _as_we_need_it():
+        with hold_interrupts(), _ray_without_extras():
             _join(variables)
         yield
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray's default, 15, would starve a run on a busy machine
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # else as many as there are cores
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a run on a busy machine
+    # By default Ray starts only as many processes at once as there are cores.
     os.environ.update(variables | {"RAY_worker_maximum_startup_concurrency": str(processes)})
     directory = None
     token = ExitStack()
     try:
-        with stop_held_back(), _as_we_need_it():
-            # Made before Ray starts, as that may be interrupted.
+        # A Ray that is left half started prints pages of errors.
+        with hold_interrupts(), _ray_without_extras():
+            # Made before Ray starts, because that may be interrupted.
             directory = make_ray_directory(Path(run_dir))
-            os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its sockets there
+            os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its own
             token.enter_context(ray_token(directory))
             ray.init(
-                # as many are started beforehand; no part of a run asks for CPUs
-                num_cpus=processes,
+                num_cpus=processes,  # so many start beforehand; no process of a run asks for CPUs
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",
@@ -87,10 +78,8 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
             )
         yield
     finally:
-        # A signal that comes now waits for the end: half a clean-up would leave processes and
-        # files.
-        with stop_held_back():
-            ray.shutdown()
+        with hold_interrupts():
+            ray.shutdown()  # half a clean-up would leave processes and files
             token.close()
             os.environ.pop(ENGINE_SOCKETS, None)
             if directory is not None:
@@ -116,8 +105,7 @@ def _join(variables: dict[str, str]) -> None:
     if "://" in address:
         raise ConfigError(
             f"RAY_ADDRESS={address} joins through Ray Client, whose driver is outside the cluster "
-            "and "
-            "cannot own a run's catalog; start the command on a node of the cluster with "
+            "and cannot own a run's catalog; start the command on a node of the cluster with "
             "RAY_ADDRESS=auto, or with `ray job submit`"
         )
     # Ray starts a process where `ray start` was called: a relative path means something else there.
@@ -141,8 +129,7 @@ def _join(variables: dict[str, str]) -> None:
 def _enter_directory() -> None:
     """Enter the driver's working directory, in a process of a joined cluster.
 
-    Does nothing on a node that lacks the directory. An actor there that reads a relative path fails
-    with an error that names the path.
+    On a node without it, an actor that reads a relative path fails with an error naming the path.
     """
     directory = Path(os.environ[DRIVER_DIRECTORY])
     if directory.is_dir():
@@ -156,13 +143,17 @@ def _why_not_joined(address: str, error: Exception) -> str:
     if isinstance(error, AuthenticationError) or any("InvalidAuthToken" in text for text in texts):
         return f"{start}its token authentication refuses this command; {AUTHENTICATION_HINT}"
     reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
-    return f"{start}{reason}; check the address, and that `ray status` on this machine shows the cluster"
+    return (
+        f"{start}{reason}; check the address, and that `ray status` on this machine shows the "
+        "cluster"
+    )
 
 
 @contextmanager
-def _as_we_need_it() -> Iterator[None]:
-    """Ray starts without UNUSED_RAY_SERVICES, and leaves SIGTERM, of which it would make a SystemExit, to
-    us.
+def _ray_without_extras() -> Iterator[None]:
+    """Patch Ray so that it starts no UNUSED_RAY_SERVICES and installs no handler of SIGTERM.
+
+    Its handler raises SystemExit, which would end the run without an orderly stop.
     """
     node, utils = ray._private.node.Node, ray._private.utils
     ours: dict[tuple[Any, str], Callable[..., None]] = {
@@ -180,7 +171,7 @@ def _as_we_need_it() -> Iterator[None]:
 
 
 def gpus_of_this_machine() -> int:
-    """Return how many GPUs a Ray started here would have. Starts nothing."""
+    """Return how many GPUs a Ray started on this machine would have, without starting it."""
     manager = get_accelerator_manager_for_resource("GPU")
     visible = manager.get_current_process_visible_accelerator_ids()
     there: int = manager.get_current_node_num_accelerators()
@@ -188,4 +179,5 @@ def gpus_of_this_machine() -> int:
 
 
 def available_gpus() -> int:
+    """Return the number of GPUs in the running cluster."""
     return int(ray.cluster_resources().get("GPU", 0))

@@ -1,0 +1,210 @@
+"""One driver per run: the record of the driver process, and the removal of its leftovers.
+
+Every process of a run has RUN_MARK with the run's directory in its environment. The mark tells its
+leftovers from everything else on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+import store
+from driver.interrupt import hold_interrupts
+from learner import remove_ray_directories, started_ticks
+from store import DRIVER_FILE, STOPPING_FILE, WANTED_WORKERS_FILE, StoreError, read_run_file
+
+RUN_MARK = "ASYNC_GIGPO_RUN"
+TRACKERS_END_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Driver:
+    """The content of driver.json: the process that drives a run."""
+
+    pid: int
+    started_ticks: int  # pids are used again
+    host: str
+    run: str  # resolved, on that host: a copy of the directory has this file too
+
+    def process(self) -> psutil.Process | None:
+        """Return the process, None if it has ended or runs on another machine.
+
+        The file may name any process. The driver is the one that has the file open for writing, see
+        `driving`. A process of another user hides that, and cannot be signalled either.
+        """
+        if self.host != socket.gethostname() or started_ticks(self.pid) != self.started_ticks:
+            return None
+        try:
+            if not _writes(self.pid, Path(self.run) / DRIVER_FILE):
+                return None
+        except PermissionError:  # another user's process hides its files
+            pass
+        except OSError:  # it ended meanwhile
+            return None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid)
+        return None
+
+
+@contextlib.contextmanager
+def driving(run: Path) -> Iterator[int]:
+    """Drive a run alone. Yields the number of leftover processes that were removed first.
+
+    Raises StoreError if another process drives it, or if the directory cannot be made.
+    """
+    check_idle(run, instead="choose another run_dir")
+    n_removed = remove_leftovers(run)
+    is_new = not run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
+            (run / left).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make the run directory {run}: {error.strerror}; give another run_dir"
+        ) from error
+    me, ticks = os.getpid(), started_ticks(os.getpid())
+    assert ticks is not None
+    driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve()))
+    # The file stays open while this process drives the run: `Driver.process` looks for that.
+    with _open_written(run / DRIVER_FILE, json.dumps(asdict(driver))):
+        try:
+            yield n_removed
+        finally:
+            with hold_interrupts():  # half a clean-up would leave processes and files
+                # An environment may have started processes that no component knows.
+                remove_leftovers(run)
+                for mine in (DRIVER_FILE, STOPPING_FILE):
+                    (run / mine).unlink(missing_ok=True)
+                if is_new:
+                    with contextlib.suppress(OSError):  # not empty: the run has begun
+                        run.rmdir()
+
+
+def check_idle(run: Path, *, instead: str) -> None:
+    """Raise StoreError if another process of this machine drives the run.
+
+    The message says what to do `instead`. The catalog's lock would name the coordinator, which
+    nobody can stop by itself.
+    """
+    driver = driver_of(run)
+    if driver is not None and driver.pid != os.getpid() and driver.process() is not None:
+        raise StoreError(
+            f"process {driver.pid} drives {run}; {instead}, or stop it: gigpo stop {run}"
+        )
+
+
+def driver_of(run: Path) -> Driver | None:
+    """Return the current driver of the run, or the last one if it was killed.
+
+    Returns None for the driver of another run, of which this one is a copy. Raises StoreError for a
+    file that no driver wrote.
+    """
+    here = str(run.resolve())
+    try:
+        known = store.parse_object(read_run_file(run, DRIVER_FILE))
+        driver = Driver(
+            pid=store.whole(known, "pid"),
+            started_ticks=store.whole(known, "started_ticks"),
+            host=store.text(known, "host"),
+            run=store.text(known, "run"),
+        )
+        return None if driver.host == socket.gethostname() and driver.run != here else driver
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise StoreError(
+            f"{run / DRIVER_FILE} is not readable ({error}); remove it if nothing runs there"
+        ) from None
+
+
+def remove_leftovers(run: Path) -> int:
+    """Kill the processes that outlived their driver, and remove its Ray session.
+
+    Returns the number of processes. Call it only where no driver lives.
+    """
+    mark = str(run.resolve())
+    spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    leftovers, trackers = [], []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile, or is another user's
+            if process.pid in spared or process.environ().get(RUN_MARK) != mark:
+                continue
+            if any("resource_tracker" in word for word in process.cmdline()):
+                trackers.append(process)
+            else:
+                process.kill()
+                leftovers.append(process)
+    psutil.wait_procs(leftovers, timeout=10.0)
+    # Python's resource trackers remove the semaphores of ended processes from /dev/shm, and then
+    # end by themselves.
+    _, stuck = psutil.wait_procs(trackers, timeout=TRACKERS_END_WITHIN_S)
+    for process in stuck:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    remove_ray_directories(run)
+    driver = driver_of(run)
+    if driver is not None and driver.host == socket.gethostname():
+        (run / DRIVER_FILE).unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended, also if its parent has not waited for it yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _writes(pid: int, path: Path) -> bool:
+    """Return whether a process has the file open for writing.
+
+    Raises OSError if it has ended or is another user's.
+    """
+    wanted = path.stat()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found = descriptor.stat()  # of the file behind the link
+            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                about = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text().splitlines()
+                flags = next(line.split()[1] for line in about if line.startswith("flags:"))
+                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                    return True
+    return False
+
+
+def _open_written(path: Path, text: str) -> TextIO:
+    """Write a file whole or not at all, and return it open. Does not follow a link at `path`.
+
+    Raises StoreError.
+    """
+    # A random name: nobody can put a link there beforehand.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = open(descriptor, "w")  # noqa: SIM115 - the caller closes it
+        try:
+            file.write(text)
+            file.flush()
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # closing writes again, to the same full disk
+                file.close()
+            raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}; free space or fix the permissions, then retry"
+        ) from error
+    return file
