@@ -47,7 +47,7 @@ from rich.table import Table
 
 import configs
 import store
-from analysis.setting_comparison import plot, show_comparison
+from analysis import plot_settings, show_setting_comparison
 from configs import Config, ConfigError
 from gigpo import (
     GROUP_FILTERS,
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
             )
             print(printable(f"{len(rows)} rows in {options.output}"))
         if options.plot is not None:
-            drawing = plot(rows, descriptions(named))
+            drawing = plot_settings(rows, descriptions(named))
             write_new(
                 "--plot", options.plot, lambda file: file.write_text(drawing, encoding="utf-8")
             )
@@ -307,7 +307,7 @@ def show(
         figures.add_row(name, *(each[name] for each in summaries))
     console.print(figures)
     if "b" in named:
-        show_comparison(reader, rows, console=console)
+        show_setting_comparison(reader, rows, console=console)
 
 
 def of(rows: pa.Table, suffix: str) -> pa.Table:

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     try:
         if options.compare:
             first, second = options.compare
-            evaluation.show_comparison(first, second, console)
+            evaluation.show_evaluation_comparison(first, second, console)
             return 0
         if options.trust:
             trust(trusted_run(options.weights, options.overrides))
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
             config = with_model(config, console)
             check_tasks(config, console)
             play(config, console, apart=False)
-        evaluation.show(Path(config.run_dir), console)
+        evaluation.show_evaluation(Path(config.run_dir), console)
     except (ConfigError, StoreError, EnvironmentFailed, ComponentFailed, EndpointFailed) as error:
         fail(error)
         return 2

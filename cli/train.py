@@ -211,14 +211,14 @@ def train(config: Config, console: Console) -> None:
                 f"learner.steps={config.learner.steps} "
                 "trains nothing; raise learner.steps to go on"
             )
-        if not report.finished(config):
+        if not report.is_finished(config):
             with ExitStack() as ray:
                 with said_while(lambda: "starting Ray", partial(console.print, markup=False)):
                     ray.enter_context(
                         ray_cluster(config.run_dir, processes=n_processes(config, learns=True))
                     )
                 run_to_the_end(config, console)
-    report.show(config, console)
+    report.show_report(config, console)
 
 
 def run_to_the_end(config: Config, console: Console) -> None:

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import configs
-from analysis.run_status import CONFIG_FILE
+from analysis import CONFIG_FILE
 from configs import Config, ConfigError
 from store import (
     READ_WRITE,

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import store
-from analysis.run_status import progress_lines
+from analysis import progress_lines
 from driver.shutdown import stop_held_back
 from learner import remove_ray_directories, started_ticks
 from printable import printable

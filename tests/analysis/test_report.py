@@ -12,7 +12,6 @@ from rich.console import Console
 from analysis import report
 from cli import train
 from configs import Config, EnvConfig, ModelConfig, as_yaml
-from driver.preflight import published
 from store import Catalog, RunLayout, export, write_open_sql
 from store.reading.query import connect
 from tests.support.store_samples import play
@@ -24,10 +23,12 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
         replace(config, learner=replace(config.learner, steps=3)),
         replace(config, source=["elsewhere"]),
     )
-    assert not report.finished(at_3), "there is none yet"
+    assert not report.is_finished(at_3), "there is none yet"
     layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
-    assert (report.trained_to(at_3), report.finished(at_3)) == (0, False), "it has no catalog yet"
+    assert (report.trained_to(at_3), report.is_finished(at_3)) == (0, False), (
+        "it has no catalog yet"
+    )
     with Catalog.open(layout) as catalog:
         for step in (2, 4):
             catalog.record_version(
@@ -37,23 +38,21 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
                 learner_step=step, path=f"checkpoints/step{step}", version=step
             )
         export(catalog, layout)
-        assert (report.trained_to(at_3), report.finished(at_3)) == (4, False)
-        assert report.finished(
+        assert (report.trained_to(at_3), report.is_finished(at_3)) == (4, False)
+        assert report.is_finished(
             replace(offline, learner=at_3.learner, offline=replace(config.offline, share=1.0))
         )
         catalog.record_metrics(learner_step=4, policy_version=4, values={"heldout/success": 0.5})
         export(catalog, layout)
-        assert report.finished(at_3)
-        assert not report.finished(replace(config, learner=replace(config.learner, steps=5)))
+        assert report.is_finished(at_3)
+        assert not report.is_finished(replace(config, learner=replace(config.learner, steps=5)))
 
 
 def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
     key_room = EnvConfig(name="key_room", options={})
-    config = published(
-        replace(
-            Config(run_dir=str(tmp_path / "run"), env=key_room),
-            model=ModelConfig(path=str(tmp_path)),
-        )
+    config = replace(
+        Config(run_dir=str(tmp_path / "run"), env=key_room),
+        model=ModelConfig(path=str(tmp_path)),
     )
     (tmp_path / "config.json").write_text("{}")
     layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
@@ -87,7 +86,7 @@ def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) ->
             play(layout, catalog, group)
             export(catalog, layout)
             said = StringIO()
-            report.show(config, Console(file=said, width=200))
+            report.show_report(config, Console(file=said, width=200))
             printed.append(said.getvalue())
     assert "of an unfinished round: 1 episodes were not played" in printed[0]
     assert "of an unfinished round" not in printed[1]
@@ -107,10 +106,10 @@ def test_the_closing_lines_have_an_ordered_query_and_how_long_it_took(tmp_path: 
             catalog.record_metrics(learner_step=step, policy_version=step, values=values)
         export(catalog, layout)
     said = StringIO()
-    report.show(config, Console(file=said, width=500))
+    report.show_report(config, Console(file=said, width=500))
     printed = said.getvalue()
     assert "3 learner steps took 10 min, one of them 200.00 s (median)" in printed
     assert "advantages" not in printed
-    (query,) = re.findall(r'store sql \S+ "(.*)"', printed)
+    (query,) = re.findall(r'gigpo sql \S+ "(.*)"', printed)
     with connect(layout) as connection:
         assert connection.sql(query).fetchall() == [(1, 0.1), (2, 0.2), (3, 0.3)]

@@ -21,7 +21,7 @@ import configs
 import store
 from analysis import evaluation_stats as evaluation
 from analysis.evaluation_stats import (
-    Played,
+    TaskResult,
     interval,
     mean_score,
     newest_round,
@@ -39,8 +39,8 @@ from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
 
 
-def task(won: int, played: int) -> Played:
-    return Played(task_id="t", won=won, played=played, score=None, steps=3.0)
+def task(won: int, played: int) -> TaskResult:
+    return TaskResult(task_id="t", won=won, played=played, score=None, steps=3.0)
 
 
 def test_one_episode_a_task_has_wilsons_interval() -> None:
@@ -102,7 +102,7 @@ def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
         tasks = newest_round(reader)
     assert len(tasks) == 20 and {one.played for one in tasks} == {2}
     console = Console(width=100, record=True)
-    evaluation.show(played, console)
+    evaluation.show_evaluation(played, console)
     assert "all   20     40" in console.export_text()
 
 
@@ -141,7 +141,7 @@ def test_an_episode_without_a_grade_scores_zero_in_a_graded_round(tmp_path: Path
     assert sorted(task.score for task in tasks if task.score is not None) == [0.0] * 19 + [0.25]
     assert mean_score(tasks) == 0.5 / 40
     console = Console(width=100, record=True)
-    evaluation.show(run, console)
+    evaluation.show_evaluation(run, console)
     assert "0.013" in console.export_text()
 
 
@@ -154,14 +154,14 @@ def test_a_round_without_any_grade_has_no_score(tmp_path: Path) -> None:
 
 
 def test_a_task_counts_as_often_in_the_score_as_it_was_played() -> None:
-    often = Played(task_id="a", won=0, played=3, score=1.0, steps=1.0)
-    once = Played(task_id="b", won=0, played=1, score=0.0, steps=1.0)
+    often = TaskResult(task_id="a", won=0, played=3, score=1.0, steps=1.0)
+    once = TaskResult(task_id="b", won=0, played=1, score=0.0, steps=1.0)
     assert mean_score([often, once]) == 0.75
 
 
 def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
     console = Console(width=200, record=True)
-    evaluation.show_comparison(played, played, console)
+    evaluation.show_evaluation_comparison(played, played, console)
     text = console.export_text()
     assert "20 tasks in common" in text and "p = 1.0000" in text and "0 tasks differ" in text
 
@@ -172,7 +172,7 @@ def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(config, learns=False).close()
     with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
-        evaluation.show(tmp_path / "run", Console())
+        evaluation.show_evaluation(tmp_path / "run", Console())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
             f"error: process {other} drives {run}; evaluate its newest weights beside it: "
         )
         assert (
-            f"python cli/evaluate.py {run} run_dir=NEW, or stop it: python cli/train.py --stop "
+            f"gigpo evaluate {run} run_dir=NEW, or stop it: python cli/train.py --stop "
             f"{run}" in error
         )
         with pytest.raises(

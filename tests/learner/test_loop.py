@@ -118,7 +118,7 @@ def test_a_run_as_long_as_one_window_is_reported_with_one_figure(
     loop.learner.run()
     loop.coordinator.close()
     out = io.StringIO()
-    report.show(config, Console(file=out, width=400))
+    report.show_report(config, Console(file=out, width=400))
     assert f"success on training tasks: {figures}\n" in out.getvalue()
 
 

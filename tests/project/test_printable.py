@@ -188,10 +188,10 @@ def shown_by(show: object, *, is_terminal: bool) -> str:
 
 def test_a_round_that_is_shown_is_harmless(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "_types", lambda run: {ALL: ALL})
-    shown = shown_by(lambda console: evaluation.show(run, console), is_terminal=False)
+    shown = shown_by(lambda console: evaluation.show_evaluation(run, console), is_terminal=False)
     assert_harmless(shown)
     shown = shown_by(
-        lambda console: evaluation.show_comparison(run, run, console), is_terminal=False
+        lambda console: evaluation.show_evaluation_comparison(run, run, console), is_terminal=False
     )
     assert_harmless(shown)
 

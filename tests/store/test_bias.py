@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -354,19 +353,6 @@ def test_stragglers_that_got_further_than_the_members_of_their_groups_are_found(
         "straggler: 3 trained groups have straggler episodes, too few to compare"
         in capsys.readouterr().out
     )
-
-
-def test_a_run_of_format_3_has_no_unfinished_episodes_to_compare(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "data" / "format-3.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    report = bias_report(tmp_path / "format-3", as_of=None, where=None)
-    assert [kind.name for kind in report.kinds] == [
-        "trained",
-        "stale",
-        "no_signal",
-        "abandoned",
-        "surplus",
-    ]
 
 
 def test_as_of_an_earlier_moment(root: Path, tmp_path: Path, report: BiasReport) -> None:
