@@ -382,8 +382,10 @@ def test_the_macro_has_the_published_defaults(shell):
     assert total == pytest.approx(
         sum(abs(a) for a in column(CASE_10, "advantage", normalise="mean_std"))
     )
-    shell.execute("CREATE OR REPLACE VIEW steps AS SELECT uuid() AS group_uid, uuid() AS traj_uid, 3 AS step_index, "
-                  "1.0 AS reward, true AS is_action_valid, uuid() AS state_hash")  # fmt: skip
+    shell.execute(
+        "CREATE OR REPLACE VIEW steps AS SELECT uuid() AS group_uid, uuid() AS traj_uid, "
+        "3 AS step_index, 1.0 AS reward, true AS is_action_valid, uuid() AS state_hash"
+    )
     with pytest.raises(duckdb.InvalidInputException, match="without a gap"):
         shell.execute("FROM advantages()").fetchall()
 

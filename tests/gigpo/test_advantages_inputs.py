@@ -225,7 +225,7 @@ def test_the_recipe_in_the_docs_works_in_a_bare_shell(tmp_path, monkeypatch):
     if shutil.which("duckdb", path=str(folder)) is None:
         pytest.skip("no duckdb binary: pip install duckdb-cli")
     text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    text = text[text.index("### A table of your own") : text.index("## 2. ")]
+    text = text[text.index("### Your own table") : text.index("## 2. ")]
     ((make_macro, in_shell),) = re.findall(
         r"```sh\npython -c \"(.*)\" > advantages.sql\n(.*?)```", text, re.DOTALL
     )

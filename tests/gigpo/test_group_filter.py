@@ -152,7 +152,7 @@ def test_a_shell_can_ask_for_the_signal_as_the_docs_say(estimator):
     steps = pa.concat_tables(
         table(episodes, group=name) for name, episodes in {**GROUPS, "unlike": unlike}.items()
     )
-    (asked,) = re.findall(r"```sql\n([^`]*-- silent under rewards[^`]*)```", DOCS.read_text())
+    (asked,) = re.findall(r"```sql\n([^`]*-- left out by rewards[^`]*)```", DOCS.read_text())
     with duckdb.connect() as shell:
         shell.register("steps", steps)
         shell.execute(advantages_macro(settings(estimator=estimator)))
