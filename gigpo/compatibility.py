@@ -35,8 +35,7 @@ def check_combination(policy: Loss, corrections: tuple[Correction, ...], *, prox
     if proximal != "none" and policy.name != "ppo_clip":
         raise ValueError(
             f"proximal={proximal!r} with {policy.name}: only ppo_clip has a trust region that can "
-            "be moved off the policy that "
-            "sampled (decoupled PPO); use proximal=none, or ppo_clip"
+            "be moved off the policy that sampled (decoupled PPO); use proximal=none, or ppo_clip"
         )
     if isinstance(policy, PpoClip) and proximal == "none":
         _check_beyond_clip(policy, corrections)
@@ -47,15 +46,13 @@ def _check_with_loss(policy: Loss, corrections: tuple[Correction, ...]) -> None:
     if names and policy.name == "behaviour_cloning":
         raise ValueError(
             f"corrections={names} with behaviour_cloning: it wants every recorded token whatever "
-            "pi thinks of it, so there "
-            "is nothing to correct; use corrections=[]"
+            "pi thinks of it, so there is nothing to correct; use corrections=[]"
         )
     for name in names:
         if name in _TOKEN_LEVEL and policy.name in _BOUNDED_ALREADY:
             raise ValueError(
                 f"corrections={names}: {name} on top of {policy.name}: "
-                f"{_BOUNDED_ALREADY[policy.name]}; leave {name} out, or "
-                "use ppo_clip or reinforce"
+                f"{_BOUNDED_ALREADY[policy.name]}; leave {name} out, or use ppo_clip or reinforce"
             )
 
 
@@ -74,8 +71,8 @@ def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
     if "sequence_mask" in names and "geometric_mask" in names:
         raise ValueError(
             f"corrections={names}: both masks bound the same sum of log ratios, one whole and one "
-            "per token, so which of them "
-            "acts would depend on the response's length; keep one (geometric_mask)"
+            "per token, so which of them acts would depend on the response's length; keep one "
+            "(geometric_mask)"
         )
     found = {correction.name: correction for correction in corrections}
     tis, icepop = found.get("token_tis"), found.get("token_icepop")
@@ -116,9 +113,7 @@ def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> 
         if beyond <= bound < math.inf:
             raise ValueError(
                 f"corrections={[each.name for each in corrections]}: ppo_clip leaves no gradient "
-                "above "
-                f"dual_clip={policy.dual_clip:g} where A < 0, nor above 1 + "
-                f"clip_high={1.0 + policy.clip_high:g} where A > 0, "
-                f"so {name}={bound:g} would never act; set it below {beyond:g}, or leave "
-                f"{correction.name} out"
+                f"above dual_clip={policy.dual_clip:g} where A < 0, nor above 1 + "
+                f"clip_high={1.0 + policy.clip_high:g} where A > 0, so {name}={bound:g} would "
+                f"never act; set it below {beyond:g}, or leave {correction.name} out"
             )

@@ -11,8 +11,8 @@ reference, u = log 2: k1 = 0.693, k2 = 0.240, k3 = 0.193.
 | k2 | u^2 / 2      | u            | biased (second order), >= 0 | of KL(pi || ref), unbiased     |
 | k3 | e^-u - 1 + u | 1 - e^-u     | unbiased, >= 0, least noise | of KL(ref || pi)               |
 
-"Unbiased" holds for samples of pi. Training uses tokens of mu: on stale data each estimate and its
-gradient is biased by how far pi has moved from mu, because nothing here weighs by pi / mu. k3 is
+"Unbiased" holds for samples of pi. Training uses tokens of mu, and nothing here weighs by pi / mu.
+So on stale data each estimate and its gradient is biased by how far pi has moved from mu. k3 is
 also biased beyond its bound of 10.
 """
 

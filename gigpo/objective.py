@@ -59,8 +59,7 @@ class BatchTotals:
         if not 1 <= self.n_sequences <= self.n_tokens:
             raise ValueError(
                 f"n_tokens={self.n_tokens}, n_sequences={self.n_sequences}: count the response "
-                "tokens of the whole "
-                "update, and its sequences with at least one of them"
+                "tokens of the whole update, and its sequences with at least one of them"
             )
 
 
@@ -207,8 +206,7 @@ class Objective:
         if self.kl == "k1" and self.kl_coef:
             raise ValueError(
                 "kl='k1' cannot be a penalty: its gradient is 1 whatever the reference says, 0 on "
-                "average, so it would not "
-                "hold the policy; use k2 (the gradient of this KL) or k3"
+                "average, so it would not hold the policy; use k2 (the gradient of this KL) or k3"
             )
         for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if not (math.isfinite(value) and value >= 0.0):

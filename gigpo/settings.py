@@ -106,8 +106,7 @@ class AdvantageSettings:
         if not (math.isfinite(self.invalid_penalty) and self.invalid_penalty >= 0.0):
             raise ValueError(
                 f"invalid_penalty={self.invalid_penalty} must be finite and >= 0: it is "
-                "subtracted, "
-                "so below 0 it would reward invalid actions"
+                "subtracted, so below 0 it would reward invalid actions"
             )
         if self.anchor_history < 1:
             raise ValueError(
@@ -134,8 +133,8 @@ class AdvantageSettings:
 def _check_name(field: str, value: object, *, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
         raise ValueError(
-            f"{field}={value!r} is unknown; it is one of {', '.join(known)}"
-            f"{did_you_mean(value, known)}"
+            f"{field}={value!r} is unknown; it is one of "
+            f"{', '.join(known)}{did_you_mean(value, known)}"
         )
 
 
