@@ -143,7 +143,7 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
         from actors.inference.codepoint_tokenizer import character_form
         from actors.inference.openai_policy import ChatPolicy
         config = evaluate.asked_config('configs/key_room.yaml', ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m'])
-        ChatPolicy(evaluate.published(config)), character_form(config.prompt)
+        ChatPolicy(config), character_form(config.prompt)
         import progress, session
         from rich.console import Console
         progress.Progress(config, 'evaluating', Console())

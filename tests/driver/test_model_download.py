@@ -300,7 +300,7 @@ def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> Non
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:
     begun, _ = with_model(asking())
-    layout = opening.open_run(opening.published(begun))
+    layout = opening.open_run(begun)
     server.commit = NEW
     shutil.rmtree(tmp_path / "cache")
     again, _ = with_model(asking())

@@ -315,7 +315,7 @@ def test_a_dry_run_looks_at_the_run_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
-    opening.open_run(opening.published(config))
+    opening.open_run(config)
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
     assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err

@@ -444,7 +444,7 @@ def test_a_run_that_is_evaluated_tries_its_environment_before_anything_starts(
         "env.options.how=init-exit",
         f"run_dir={tmp_path / 'run'}",
     ]
-    opening.open_run(opening.published(configs.load(KEY_ROOM, asked)))
+    opening.open_run(configs.load(KEY_ROOM, asked))
     assert evaluate.main([str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     log = tmp_path / "run" / "logs" / FAILURE_LOG
