@@ -43,35 +43,27 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
     uids, group = coded.dictionary, coded.indices.to_numpy()
     advantage = advantages["advantage"].to_numpy()
     has_advantage = _any(advantage != 0.0, group, len(uids))
-    if group_filter == "advantages":
-        earned = has_advantage
-    else:
-        columns = (
-            ("episodes_differ", "steps_differ")
-            if group_filter == "rewards"
-            else ("episodes_differ",)
-        )
-        earned = _any(
-            np.logical_or.reduce([advantages[name].to_numpy() for name in columns]),
-            group,
-            len(uids),
-        )
-    n_trajectories = np.bincount(
-        group[advantages["step_index"].to_numpy() == 0], minlength=len(uids)
-    )
+    differing = advantages["episodes_differ"].to_numpy()
+    if group_filter == "rewards":
+        differing = differing | advantages["steps_differ"].to_numpy()
+    elif group_filter == "advantages":
+        differing = advantage != 0.0
+    has_difference = _any(differing, group, len(uids))
+    is_first_step = advantages["step_index"].to_numpy() == 0
+    n_trajectories = np.bincount(group[is_first_step], minlength=len(uids))
     lone = (n_trajectories == 1) & (group_filter != "advantages")
-    silent = np.flatnonzero(~earned | ~has_advantage | lone)
-    if not len(silent):
+    filtered = np.flatnonzero(~has_difference | ~has_advantage | lone)
+    if not len(filtered):
         return {}
     first = np.unique(group, return_index=True)[1]  # first row of each group
     differs = _any(advantage != advantage[first][group], group, len(uids))
     penalties_only = differs & advantages["has_penalties"].to_numpy()[first]
     episode_return = advantages["episode_return"].to_numpy()[first]
     reasons = {}
-    for number in silent:
+    for number in filtered:
         if lone[number]:
             reason = "nothing to compare it with"
-        elif group_filter == "advantages" or earned[number]:
+        elif group_filter == "advantages" or has_difference[number]:
             reason = "no advantage differs from 0"
         elif group_filter == "rewards" and penalties_only[number]:
             reason = f"all returned {episode_return[number]:g}, they differ in penalties only"

@@ -1,4 +1,4 @@
-"""What is printed at the end of a run."""
+"""Print the summary at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which steps are compared: anchor keys of every kind, similar texts, and policy versions. Numbers
-worked out by hand.
-"""
+"""Check which steps are compared: anchor keys, similar texts and policy versions, by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.support.gigpo_samples import column, episode, settings, table, uid
 
 
 def one_step_each(*values: float, states: str = "") -> pa.Table:
-    """One trajectory of one step per value; all in one state unless `states` names them."""
+    """Return a trajectory of one step per value, in one state unless `states` names others."""
     names = states.split() or ["s"] * len(values)
     return table({f"t{i}": [(names[i], value, True)] for i, value in enumerate(values)})
 
@@ -165,7 +163,7 @@ def test_the_macro_of_a_run_that_compares_texts_says_what_to_do(anchor):
         shell.execute(advantages_macro(settings(anchor=anchor)))
         with pytest.raises(
             duckdb.InvalidInputException,
-            match=f"anchor {anchor} compares texts.*`python cli/audit.py RUN`.*similarity_keys",
+            match=f"anchor {anchor} compares texts.*`gigpo audit RUN`.*similarity_keys",
         ) as caught:
             shell.execute("FROM advantages()").fetchall()
         by_key, by_state = re.findall(r"advantages\(.*?\)", str(caught.value))

@@ -117,8 +117,9 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
 
 
 def refusals() -> Iterator[str]:
-    """What check_combination says of every loss with every one or two corrections, usual and with
-    numbers at the edges.
+    """Yield the refusals of every loss with every one or two corrections.
+
+    Numbers are the usual ones and those at the bounds.
     """
     numbers = {
         "token_tis": ({}, {"cap": 8.0}, {"cap": math.inf}),
