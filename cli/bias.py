@@ -37,11 +37,11 @@ def bias(run: Path, where: str | None, as_of: int | None) -> None:
     """Compare the trajectories that were dropped with those that were trained on.
 
     Compared are length, reward, success and task. Dropped are groups that are stale, filtered or
-    abandoned, and surplus members of groups. Unfinished episodes (view `unfinished`) count with how
+    abandoned, and extra members of groups. Unfinished episodes (view `unfinished`) count with how
     far they got: whole, they would be at least that long. The run may be training.
 
     Groups are compared with trained groups of about the same policy versions (up to ten blocks),
-    surplus and unfinished episodes with the members of their own groups. p is of a permutation test
+    extra and unfinished episodes with the members of their own groups. p is of a permutation test
     with 2,000 permutations of whole groups within each block, or of members within their group. Its
     statistic is the difference of means over its cluster-robust standard error; for tasks, the
     chi-square of groups by task. "p, all" is corrected for the number of comparisons (Holm).

@@ -372,7 +372,7 @@ def _check_keys(settings: DictConfig) -> None:
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
-    if isinstance(tree, dict) and tree:
+    if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, f"{prefix}{key}.")
     elif prefix:

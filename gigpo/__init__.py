@@ -1,13 +1,19 @@
-"""GiGPO's mathematics: a table of steps in, advantages out; log-probabilities in, losses out.
+"""Compute advantages from a table of steps, and losses from log-probabilities: GiGPO's mathematics.
 
-Where to look: `queries/*.sql` are the equations, one idea a file; `macro.py` composes them into one
-DuckDB macro (for a bare shell too), `advantages.py` runs it over what `columns.py` lets in,
-`settings.py` names what it can do, `similarity.py` makes anchor keys of texts that are alike,
-`signal.py` says which groups teach nothing; `tokens.py` is what losses read, `losses.py`,
-`corrections.py` and `kl.py` have one entry per published idea and a registry each, `objective.py`
-puts them together and `combinations.py` refuses what does not belong together; `diagnostics.py`
-what to watch. No I/O, no logging, no trainer: this folder imports duckdb, pyarrow, numpy, rapidfuzz
-and, when it first computes, torch (`lazy_torch.py`), and nothing of ours.
+queries/*.sql     the equations of the advantages, one idea a file
+sql_macro.py      their composition into one DuckDB macro, also for a bare DuckDB shell
+settings.py       the settings of an advantage
+advantages.py     runs the macro over a table of steps
+input_columns.py  reads the caller's columns
+similarity.py     anchor keys for similar texts
+group_filter.py   groups that nothing can be learnt from
+tokens.py         the response tokens that losses read
+losses.py, corrections.py, kl.py   one entry per published idea, and a registry each
+objective.py      puts them together; compatibility.py refuses parts that do not go together
+diagnostics.py    figures to watch
+
+No I/O, no logging, no trainer. This folder imports duckdb, pyarrow, numpy, rapidfuzz and, when it
+first computes a loss, torch (lazy_torch.py).
 """
 
 from __future__ import annotations

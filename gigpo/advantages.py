@@ -1,7 +1,7 @@
-"""Advantages of a table of steps: the macro of `macro.py`, run on integers instead of uids.
+"""Compute the advantages of a table of steps with the macro of `sql_macro.py`.
 
-Python and a bare DuckDB shell run the same text, so an audit of an old run and a live batch cannot
-disagree.
+Python and a bare DuckDB shell run the same SQL, so an audit of an old run and a live batch agree.
+Uids become integers first, which DuckDB compares several times as fast.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gigpo.similarity import similarity_keys
 from gigpo.sql_macro import advantages_macro
 
 _ALWAYS: Final = ("group_uid", "traj_uid", "step_index", "reward", "is_action_valid", "state_hash")
-# similarity.py's method, by anchor
+# Anchor -> method of similarity.py.
 _SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}
-# Computed at once. Smaller parts pay for more calls, larger ones for a processor's cache; of 2^14,
-# 2^15, ... 2^20 this was the fastest at 655,360 steps: 0.31 s of a core, 0.34 at 2^16, 0.45 at
+# Steps computed in one call. More calls cost time, and so do tables larger than a processor's
+# cache. Fastest of 2^14, 2^15, ... 2^20 at 655,360 steps: 0.31 s of a core; 0.34 at 2^16, 0.45 at
 # 2^18.
 _PART_STEPS: Final = 2**17
 _RESULTS: Final = {
@@ -44,27 +44,30 @@ _RESULTS: Final = {
 
 
 def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
-    """Advantage of every step (eqs. 3 and 5-8), in the input's row order.
+    """Return the advantage of every step (eqs. 3 and 5-8), in the input's row order.
 
-    In, an Arrow table, or what pa.table() makes one of (a data frame of pandas or polars, a
-    dictionary of columns), one row per step, whole trajectories in any order; other columns are
-    ignored:
-      group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null. Where settings ask for
-      them: version_min int (anchor_versions 'window'), weight float from 1e-100 to 1e100 ('weighted'), won bool
-      ('graphgpo'), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor 'anchor_key'),
-      anchor_text or null (anchors 'similar', 'similar_greedy', which read no anchor_key). Uids, hashes and keys of any one
-      type that has one value a row; NaN in them is null, -0.0 is 0.0. A trajectory is won if any of its rows says so.
-    Out: group_uid, traj_uid, step_index as they came; step_return (R_t less the penalty),
-    episode_advantage,
-      step_advantage, advantage (float64); anchor_size (int64, steps in the anchor group); and for filtered_groups
-      episode_return (float64; of the trajectory, undiscounted, no penalty), episodes_differ (its group's, beyond rounding),
-      steps_differ (returns of its anchor group, no penalty), has_penalties (some row of its group), all bool.
+    Input: an Arrow table, a data frame of pandas or polars, or a dictionary of columns. One row per
+    step, whole trajectories, in any order; other columns are ignored:
+      group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null.
+      Some settings read more columns: version_min int (anchor_versions 'window'), weight float from
+      1e-100 to 1e100 ('weighted'), won bool ('graphgpo'; one row that says so is enough),
+      admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor
+      'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
+      Uids, hashes and keys have any type with one value per row. NaN in them is null, -0.0 is 0.0.
+    Output: group_uid, traj_uid, step_index as given; float64 step_return (R_t less the penalty),
+      episode_advantage, step_advantage, advantage; int64 anchor_size (steps in the anchor group).
+      For filtered_groups: float64 episode_return (of the trajectory, undiscounted, no penalty);
+      bool episodes_differ (returns of its group, beyond rounding), steps_differ (returns of its
+      anchor group, no penalty), has_penalties (a row of its group).
 
-    A column that is missing or of another type raises ValueError with its name; a trajectory whose
-    step_index is not 0..T-1, or whose rewards are not finite or add up to sizes above 1e100, with
-    its uid; what is no table, or no AdvantageSettings, TypeError. The same rows in the same order
-    give the same bits; in another order, or beside other groups, the same numbers to rounding (but
-    anchor 'similar_greedy', and estimators that whiten over the batch).
+    Raises ValueError, with the name, for a column that is missing or has another type. Raises it,
+    with the uid, for a trajectory whose step_index is not 0..T-1, or whose rewards are not finite
+    or add up to sizes above 1e100. Raises TypeError for `steps` that is no table, and for other
+    settings.
+
+    The same rows in the same order give the same bits. In another order, or beside other groups,
+    they give the same numbers to rounding, except with anchor 'similar_greedy' and with estimators
+    that whiten over the batch.
     """
     _check_settings(settings)
     table = _with_similarity_keys(table_of(steps), settings)
@@ -72,7 +75,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     results: dict[str, np.ndarray] = {
         name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()
     }
-    # That no step has a key is refused: the SQL has to see all of them.
+    # The SQL refuses a table in which no step has a key, so it has to see all steps.
     for rows, part in _parts(narrow, whole=_has_no_key(narrow) or settings.estimator in WHITENED):
         try:
             places, computed = _computed(part, settings)
@@ -87,9 +90,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
 
 
 def prepare_advantages(settings: AdvantageSettings) -> None:
-    """Plans the SQL for these settings, so that the first `compute_advantages` is as fast as all
-    others: 0.1 s once.
-    """
+    """Plan the SQL for these settings, which makes the first `compute_advantages` 0.1 s faster."""
     _check_settings(settings)
     _prepared(_of_the_sql(settings))
 
@@ -103,9 +104,7 @@ def _check_settings(settings: object) -> None:
 
 
 def _with_similarity_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
-    """`steps`; where anchor_text is what is compared, with its keys as anchor_key, in place of any
-    that was there.
-    """
+    """Return `steps`, with anchor_key made of anchor_text if the anchor compares texts."""
     if settings.anchor not in _SIMILARITY:
         return steps
     keys = similarity_keys(
@@ -133,19 +132,16 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
 
 
 def _codes(column: pa.ChunkedArray) -> pa.Array:
-    """Equal values as equal integers, in the order of first appearance; null stays null. An integer
-    is compared and hashed several times as fast as a uid, and every step is, several times.
-    """
+    """Return equal values as equal integers, in order of first appearance; null stays null."""
     return column.combine_chunks().dictionary_encode().indices
 
 
 def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Table]]:
-    """Whole groups, about _PART_STEPS rows at a time: which rows, and the rows. Groups have nothing
-    to do with each other, and hash tables that fit into a processor's cache make time linear in the
-    steps: 6.4 million take 4 s instead of 10.
+    """Yield whole groups, about _PART_STEPS rows at a time: the row numbers, and the rows.
 
-    A part without a single anchor key, which the SQL would refuse, borrows a group that has one;
-    its rows then come twice.
+    Groups are independent, and hash tables that fit into a processor's cache make the time linear
+    in the steps: 6.4 million take 4 s instead of 10. The SQL refuses a part without any anchor key,
+    so such a part borrows a group that has one; the rows of that group are then computed twice.
     """
     everything = np.arange(len(narrow))
     if whole or len(narrow) <= _PART_STEPS:
@@ -153,7 +149,7 @@ def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Ta
         return
     coded = {name: _codes(narrow[name]) for name in ("group_uid", "traj_uid")}
     group, trajectory = (codes.fill_null(-1).to_numpy() for codes in coded.values())
-    group_of = np.empty(len(narrow) + 1, group.dtype)  # of each trajectory; one more for null
+    group_of = np.empty(len(narrow) + 1, group.dtype)  # group of each trajectory, and of null
     group_of[trajectory] = group
     # A trajectory in two groups is refused by the SQL, which has to see both.
     if not np.array_equal(group_of[trajectory], group):
@@ -181,22 +177,20 @@ def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Ta
 
 
 def _has_no_key(steps: pa.Table) -> bool:
-    """Whether anchor keys are asked for and no step has one."""
+    """Return whether anchor keys are asked for and no step has one."""
     return "anchor_key" in steps.column_names and steps["anchor_key"].null_count == len(steps)
 
 
 def _computed(
     part: pa.Table, settings: AdvantageSettings
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The results in whatever order the SQL has them, and which row of `part` each of them is
-    of.
-    """
+    """Return the results in the order of the SQL, and the row of `part` that each belongs to."""
     coded = pa.table(
         {name: _codes(part[name]) if name in KEYS else part[name] for name in part.column_names}
     )
     computed = _prepared(_of_the_sql(settings)).run(coded)
-    # No join by uid and step: steps that were not 0..T-1 have been refused by now, so the place of
-    # each is known.
+    # No join by uid and step is needed: the steps of each trajectory are 0..T-1 by now, which gives
+    # the row of each.
     trajectory = coded["traj_uid"].to_numpy()
     assert len(computed["traj_uid"]) == len(trajectory), (
         f"{len(trajectory)} steps in, {len(computed['traj_uid'])} out"
@@ -209,7 +203,7 @@ def _computed(
 
 
 def _of_the_sql(settings: AdvantageSettings) -> AdvantageSettings:
-    """Once the keys are there, what they were made of plays no part."""
+    """Return the settings of the SQL, which gets similarity keys ready-made."""
     anchor = "anchor_key" if settings.anchor in _SIMILARITY else settings.anchor
     return replace(settings, anchor=anchor, similarity=PUBLISHED_SETTINGS.similarity)
 
@@ -224,17 +218,16 @@ atexit.register(_prepared.cache_clear)
 
 
 class _Prepared:
-    """An in-memory database with the macro prepared for one setting: at 6,400 steps planning takes
-    longer than running. Parameters of the statement instead of literals would have it planned at
-    every call.
+    """Hold an in-memory database with the macro prepared for one setting.
 
-    One thread: sums of doubles are then taken in one order, and replaying a learner step gives the
-    same bits.
+    At 6,400 steps planning takes longer than running. Literals are used instead of parameters of
+    the statement, which would be planned at every call. One thread: sums of doubles are then taken
+    in one order, and replaying a learner step gives the same bits.
     """
 
     def __init__(self, settings: AdvantageSettings) -> None:
         self.lock = threading.Lock()
-        # of keys, their codes
+        # keys come as codes
         types = {name: pa.int32() if name in KEYS else TYPES[name] for name in _columns(settings)}
         self.source = _Source(pa.schema(types).empty_table())
         self.connection = duckdb.connect(config={"threads": 1})
@@ -253,9 +246,7 @@ class _Prepared:
 
 
 class _Source:
-    """What the prepared statement reads: whichever table is set, of the columns it was prepared
-    for.
-    """
+    """Give the prepared statement whichever table is set, with the columns it was prepared for."""
 
     def __init__(self, table: pa.Table | None) -> None:
         self.table = table
@@ -266,7 +257,7 @@ class _Source:
 
 
 def _with_uids(steps: pa.Table, settings: AdvantageSettings) -> str | None:
-    """The refusal again, in terms of uids instead of codes: refusing may be slow."""
+    """Return the SQL's refusal in terms of uids instead of codes. It may be slow."""
     uids = [
         name for name in KEYS if name in steps.column_names and steps[name].type == pa.binary(16)
     ]

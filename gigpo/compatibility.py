@@ -1,9 +1,8 @@
-"""Which losses and corrections go together. What does not is refused with the reason and the way
-out, before anything runs.
+"""Refuse losses and corrections that do not go together, with the reason and the fix.
 
     check_combination(policy, corrections, proximal="none")
 
-A combination is refused if it means nothing, or if one part of it could never change a gradient.
+A combination is refused if it means nothing, or if a part of it could never change a gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from gigpo.losses import Loss, PpoClip
 
 _WEIGHTS: Final = ("token_tis", "sequence_tis")
 _TOKEN_LEVEL: Final = (*_WEIGHTS, "token_icepop", "m2po")
-# Why a loss takes no factors of single tokens; masks of whole sequences go with all of them.
+# Loss -> why it takes no factors of single tokens. Masks of whole sequences go with every loss.
 _BOUNDED_ALREADY: Final = {
     "cispo": "it clips the weight rho itself, so that no token loses its gradient",
     "dppo_tv": "it weighs by rho and masks single tokens itself (ratio_cap caps the weight)",
@@ -27,16 +26,16 @@ _BOUNDED_ALREADY: Final = {
 
 
 def check_combination(policy: Loss, corrections: tuple[Correction, ...], *, proximal: str) -> None:
-    """Raises ValueError, in one line that begins with the setting to change. `proximal` is one of
-    PROXIMAL_POLICIES.
+    """Raise ValueError, in one line that begins with the setting to change.
+
+    `proximal` is one of PROXIMAL_POLICIES.
     """
     _check_with_loss(policy, corrections)
     _check_with_each_other(corrections)
     if proximal != "none" and policy.name != "ppo_clip":
         raise ValueError(
             f"proximal={proximal!r} with {policy.name}: only ppo_clip has a trust region that can "
-            "be moved off the policy that "
-            "sampled (decoupled PPO); use proximal=none, or ppo_clip"
+            "be moved off the policy that sampled (decoupled PPO); use proximal=none, or ppo_clip"
         )
     if isinstance(policy, PpoClip) and proximal == "none":
         _check_beyond_clip(policy, corrections)
@@ -47,15 +46,13 @@ def _check_with_loss(policy: Loss, corrections: tuple[Correction, ...]) -> None:
     if names and policy.name == "behaviour_cloning":
         raise ValueError(
             f"corrections={names} with behaviour_cloning: it wants every recorded token whatever "
-            "pi thinks of it, so there "
-            "is nothing to correct; use corrections=[]"
+            "pi thinks of it, so there is nothing to correct; use corrections=[]"
         )
     for name in names:
         if name in _TOKEN_LEVEL and policy.name in _BOUNDED_ALREADY:
             raise ValueError(
                 f"corrections={names}: {name} on top of {policy.name}: "
-                f"{_BOUNDED_ALREADY[policy.name]}; leave {name} out, or "
-                "use ppo_clip or reinforce"
+                f"{_BOUNDED_ALREADY[policy.name]}; leave {name} out, or use ppo_clip or reinforce"
             )
 
 
@@ -74,8 +71,8 @@ def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
     if "sequence_mask" in names and "geometric_mask" in names:
         raise ValueError(
             f"corrections={names}: both masks bound the same sum of log ratios, one whole and one "
-            "per token, so which of them "
-            "acts would depend on the response's length; keep one (geometric_mask)"
+            "per token, so which of them acts would depend on the response's length; keep one "
+            "(geometric_mask)"
         )
     found = {correction.name: correction for correction in corrections}
     tis, icepop = found.get("token_tis"), found.get("token_icepop")
@@ -86,7 +83,7 @@ def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
             "leave token_tis out, or set token_tis.cap below token_icepop.high"
         )
     sequence_tis, mask = found.get("sequence_tis"), found.get("sequence_mask")
-    # Equal is verl's decoupled_seq_is_rs, where the weight is X itself.
+    # Equal bounds are allowed: verl's decoupled_seq_is_rs, where the weight is X itself.
     if (
         isinstance(sequence_tis, SequenceTis)
         and isinstance(mask, SequenceMask)
@@ -100,9 +97,11 @@ def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
 
 
 def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> None:
-    """Around mu, ppo_clip gives no gradient to rho > 1 + clip_high where A > 0, nor to rho >
-    dual_clip where A < 0: a bound above both changes the loss's value and nothing that is learnt.
-    (cap = math.inf says "no cap", and is let through.)"""
+    """Refuse a bound above the clip of ppo_clip, which changes the loss but no gradient.
+
+    Around mu, ppo_clip gives no gradient to rho > 1 + clip_high where A > 0, nor to rho > dual_clip
+    where A < 0. cap = math.inf means "no cap" and is accepted.
+    """
     beyond = max(policy.dual_clip, 1.0 + policy.clip_high)
     for correction in corrections:
         if isinstance(correction, TokenTis):
@@ -114,9 +113,7 @@ def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> 
         if beyond <= bound < math.inf:
             raise ValueError(
                 f"corrections={[each.name for each in corrections]}: ppo_clip leaves no gradient "
-                "above "
-                f"dual_clip={policy.dual_clip:g} where A < 0, nor above 1 + "
-                f"clip_high={1.0 + policy.clip_high:g} where A > 0, "
-                f"so {name}={bound:g} would never act; set it below {beyond:g}, or leave "
-                f"{correction.name} out"
+                f"above dual_clip={policy.dual_clip:g} where A < 0, nor above 1 + "
+                f"clip_high={1.0 + policy.clip_high:g} where A > 0, so {name}={bound:g} would "
+                f"never act; set it below {beyond:g}, or leave {correction.name} out"
             )

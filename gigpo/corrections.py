@@ -1,18 +1,16 @@
-"""Off-policy corrections: a factor per response token that bounds, or drops, what a stale batch
-brings into a loss.
+"""Define off-policy corrections: a factor per response token that bounds or drops stale tokens.
 
     TokenTis(cap=2.0)(tokens)        # float32/64 [N], no gradient; 0 drops the token
 
-A correction is a frozen record of its settings, called on Tokens; `CORRECTIONS` lists them by the
-names that configs use. Factors of several corrections multiply. The defaults are the published
-ones, of the system that each docstring names.
+A correction is a frozen record of its settings, called on Tokens. `CORRECTIONS` lists them by their
+names in configs. Factors of several corrections multiply. The defaults are the published values of
+the system that each docstring names.
 
-    x = pi_p / mu with a proximal policy, else rho = pi / mu; a loss carries it as its weight, a correction changes it
+    x = pi_p / mu with a proximal policy, else rho = pi / mu: the weight that a loss carries
 
-Always pi over mu: a band with low < 1 < high bounds that ratio and not its inverse. A mask changes
-factors and nothing else: advantages and group statistics stay as they were, and a dropped token
-stays in the denominators of the mean, so that the tokens that are kept pull as hard as they would
-have, however many were dropped.
+The ratio is always pi over mu: a band with low < 1 < high bounds it, not its inverse. A mask
+changes factors only: advantages and group statistics stay. A dropped token still counts in the
+denominators of the mean, so that kept tokens have the same gradient however many are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from gigpo.tokens import (
 
 
 class Correction(Protocol):
-    """What CORRECTIONS lists: settings by keyword, a call on Tokens."""
+    """The interface of an entry of CORRECTIONS: settings by keyword, called on Tokens."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -45,14 +43,14 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTis:
-    """Token-level truncated importance sampling: the weight becomes min(x, C); the factor is min(x,
-    C) / x.
+    """Token-level truncated importance sampling: the weight is min(x, C).
 
-    x itself would be unbiased; the cap bounds the variance one token can bring and biases towards
-    mu. It has no lower bound: raising small weights would count what pi no longer does. C = 2:
-    verl, slime, SkyRL. math.inf is no cap. For every stale batch; the cheapest correction there is.
-    With ppo_clip around mu it acts on tokens with A < 0 and C < rho <= dual_clip, and on A > 0 only
-    if C < 1 + clip_high: beyond those the clip has left no gradient to bound.
+    The factor is min(x, C) / x. x itself would be unbiased. The cap bounds the variance of one
+    token and biases towards mu. There is no lower bound: raising small weights would count what pi
+    no longer does. C = 2: verl, slime, SkyRL. math.inf is no cap. For every stale batch; the
+    cheapest correction there is. With ppo_clip around mu it acts on tokens with A < 0 and C < rho
+    <= dual_clip, and on A > 0 only if C < 1 + clip_high: beyond these bounds the clip has left no
+    gradient.
 
     Worked: C = 2, x = (0.5, 1.5, 8): weights (0.5, 1.5, 2), factors (1, 1, 0.25).
     """
@@ -70,12 +68,11 @@ class TokenTis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceTis:
-    """Sequence-level truncated importance sampling: each token's weight becomes min(X, C), X the
-    product of its sequence's x.
+    """Sequence-level truncated importance sampling: each token's weight is min(X, C).
 
-    X is the weight that makes the estimate unbiased for whole responses; it varies exponentially in
-    their length, so keep it to responses of tens of tokens. The factor is min(X, C) / x. C = 2:
-    verl (SkyRL: 5).
+    X is the product of its sequence's x, the unbiased weight of a whole response. It varies
+    exponentially in the length, so use it for responses of tens of tokens. The factor is min(X, C)
+    / x. C = 2: verl (SkyRL: 5).
 
     Worked: C = 2, one sequence with x = (2, 0.5, 1.5): X = 1.5, weights (1.5, 1.5, 1.5), factors
     (0.75, 3, 1).
@@ -95,11 +92,11 @@ class SequenceTis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenIcepop:
-    """IcePop: a token keeps its weight x where low <= x <= high, else it is dropped.
+    """IcePop: keep a token with its weight x where low <= x <= high, else drop it.
 
-    For engine mismatch, where a weight far from 1 says that the two engines disagree and not that
-    the policy moved: such a token is noise on either side. 0.5 and 5: NeMo-RL and verl (SkyRL: 0.5
-    and 2); Ring-1T report.
+    For engine mismatch: a weight far from 1 then says that the two engines disagree, not that the
+    policy moved, and is noise on either side. 0.5 and 5: NeMo-RL and verl (SkyRL: 0.5 and 2);
+    Ring-1T report.
 
     Worked: x = (0.25, 0.5, 4, 8): factors (0, 1, 1, 0).
     """
@@ -117,10 +114,10 @@ class TokenIcepop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMask:
-    """Drops a whole sequence unless low <= X <= high, X the product of its x ("sequence MIS").
+    """Drop a sequence unless low <= X <= high, with X the product of its x ("sequence MIS").
 
-    The strictest: what X says of a response of 500 tokens is mostly its length. 0.5 and 2: verl
-    `decoupled_seq_is_rs`, there together with `sequence_tis`.
+    The strictest mask: for 500 tokens X mostly reflects the length. 0.5 and 2: verl
+    `decoupled_seq_is_rs`, there with `sequence_tis`.
 
     Worked: sequences with x = (2, 0.5, 1.5) and (2, 2): X = 1.5 is kept, X = 4 dropped.
     """
@@ -139,13 +136,12 @@ class SequenceMask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeometricMask:
-    """Drops a whole sequence unless low <= exp(mean log x) <= high: `sequence_mask` per token, so
-    the same for any length.
+    """Drop a sequence unless low <= exp(mean log x) <= high: `sequence_mask` for any length.
 
-    The band is of pi over mu. verl's is of the inverse: its bounds l and u are low = 1 / u and high
-    = 1 / l here. It bounds no single token: one of x = 8 hides behind many below 1, so add
-    `token_tis`. 0.999 and 1.001: verl `decoupled_geo_rs` (SkyRL: 0.99 and 1.01). So tight a band is
-    for engine mismatch; staleness needs a wider one.
+    The band bounds pi over mu. verl's bounds the inverse: its l and u are low = 1 / u and high = 1
+    / l here. It bounds no single token: x = 8 hides behind many below 1, so add `token_tis`. 0.999
+    and 1.001: verl `decoupled_geo_rs` (SkyRL: 0.99 and 1.01). So tight a band is for engine
+    mismatch; staleness needs a wider one.
 
     Worked, low 0.9, high 1.1: x = (8, 0.5, 0.5, 0.5) has mean log x = 0, kept; x = (1.3, 1.3) has
     e^0.262, dropped.
@@ -165,11 +161,10 @@ class GeometricMask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class K3Mask:
-    """Drops a whole sequence whose mean of x - 1 - log x is above limit: an estimate of KL(mu ||
-    pi_p), never negative.
+    """Drop a sequence whose mean of x - 1 - log x is above the limit.
 
-    Unlike the geometric mask, ratios above and below 1 cannot hide each other. 0.01: verl
-    `decoupled_k3_rs`.
+    The mean estimates KL(mu || pi_p) and is never negative, so ratios above and below 1 cannot
+    cancel as in the geometric mask. 0.01: verl `decoupled_k3_rs`.
 
     Worked: x = (8, 0.5, 0.5, 0.5): mean of (4.921, 0.193, 0.193, 0.193) = 1.375, dropped.
     """
@@ -188,12 +183,11 @@ class K3Mask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opsm:
-    """Off-policy sequence masking: drops tokens with A < 0 of sequences with mean(log mu - log pi)
-    > delta.
+    """Off-policy sequence masking: drop tokens with A < 0 of sequences that pi has left.
 
-    pi has already left such a sequence; to push it further down is what makes stale batches
-    diverge, while a good sequence is always worth learning. Always by the policy of now, also with
-    a proximal one. 1e-4: slime `--opsm-delta`; DeepSeek-V3.2.
+    Such a sequence has mean(log mu - log pi) > limit. Pushing it further down makes stale batches
+    diverge; a good sequence is always worth learning. It always compares with the current policy,
+    also with a proximal one. 1e-4: slime `--opsm-delta`; DeepSeek-V3.2.
 
     Worked, A < 0: log rho = (-0.3, 0.1): mean(log mu - log pi) = 0.1, both dropped; with A > 0 both
     are kept.
@@ -212,17 +206,16 @@ class Opsm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class M2po:
-    """Second-moment trust region: drops the tokens of largest (log x)^2 until the mean of the rest
-    is below limit.
+    """Second-moment trust region: drop the largest (log x)^2 until their mean is below the limit.
 
     M2PO is this with loss.policy=reinforce; with ppo_clip the clip acts as well. For very stale
     batches: arXiv 2510.01161 is stable at 256 versions. It bounds the batch and not the token, so
-    it needs all tokens of an optimizer update at once (`Objective.batch_wide`); AReaL takes those
-    of a micro-batch, so there what is dropped depends on how the batch was cut. At least one token
-    is kept; of equal ones the first. 0.04: AReaL's example.
+    it needs all tokens of an optimizer update at once (`Objective.batch_wide`). AReaL uses the
+    tokens of a micro-batch, so there the result depends on how the batch was cut. At least one
+    token is kept; of equal ones the first. 0.04: AReaL's example.
 
-    Worked, limit 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the
-    second; only that is dropped.
+    Worked, limit 0.04: (log x)^2 = (0.01, 0.25, 0.09, 0.01): means 0.09, 0.0367 without the second;
+    only that is dropped.
     """
 
     name: ClassVar[str] = "m2po"

@@ -1,6 +1,4 @@
-"""What to look at after a batch: small pure functions over flat tokens [N] or over
-compute_advantages' table.
-"""
+"""Compute what to watch after a batch, from flat tokens [N] or from compute_advantages' table."""
 
 from __future__ import annotations
 
@@ -12,36 +10,38 @@ import pyarrow as pa
 from gigpo.lazy_torch import torch
 from gigpo.tokens import Tokens, policy_log_ratio, sequence_ratio
 
-# Tokens by staleness in versions, (first, last) of each class; staleness 0 is "on_policy", below 0
-# "offline".
+# (first, last) staleness of each class of tokens, in versions. Staleness 0 is "on_policy", below 0
+# is "offline".
 _STALENESS_CLASSES = ((1, 1), (2, 2), (3, 4), (5, 8), (9, math.inf))
-# Steps by the size of their anchor group, (first, last) of each class.
+# (first, last) anchor group size of each class of steps.
 _ANCHOR_SIZE_CLASSES = ((1, 1), (2, 3), (4, 7), (8, math.inf))
 
 
 def token_diagnostics(
     tokens: Tokens, *, factor_N: torch.Tensor, clipped_N: torch.Tensor, staleness_N: torch.Tensor
 ) -> dict[str, float]:
-    """How far pi is from mu and what that cost, over all tokens of an optimizer update. rho = pi /
-    mu, in float64.
+    """Return how far pi is from mu and its cost, over all tokens of an optimizer update.
 
-    ratio_min, ratio_mean, ratio_max, ratio_p99   of rho; p99: 99% of the tokens are at or below it
-    ess, ess_sequence     effective sample size of rho, and of its product over each sequence, as a
-    fraction: 1 = on policy chi2, chi2_sequence   mean(rho^2) - 1 and the same of the products: the
-    variance that importance weights add mismatch_kl           mean of rho - 1 - log rho: estimates
-    KL(mu || pi) in nats, as the tokens come from mu mismatch_kl_on_policy              the same
-    over tokens of staleness 0: the two engines' numerics and nothing else, in the
-                                       first update of a learner step (later ones find pi moved)
-    mismatch_kl_stale_1, _2, _3_4, _5_8, _9_up   over tokens sampled so many versions ago
-    mismatch_kl_offline                 over tokens that another run sampled (staleness below 0:
-    there is none)
-    clip_fraction         tokens that the loss's own trust region leaves without gradient
-    masked_fraction       tokens that a correction drops (factor 0)
-    dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or A
-    < 0, rho < 1 or rho > 1
+    Computed in float64, with rho = pi / mu:
 
-    A class of staleness without tokens has no entry. What is not finite is inf. No tokens at all
-    raise ValueError.
+    ratio_min, ratio_mean, ratio_max, ratio_p99   of rho; 99% of the tokens are at or below p99
+    ess, ess_sequence      effective sample size of rho, and of its product over each sequence, as a
+                           fraction: 1 = on policy
+    chi2, chi2_sequence    mean(rho^2) - 1, and the same of the products: the variance that
+                           importance weights add
+    mismatch_kl            mean of rho - 1 - log rho: estimates KL(mu || pi) in nats, as the tokens
+                           come from mu
+    mismatch_kl_on_policy  the same over tokens of staleness 0. In the first update of a learner
+                           step it is the difference of the two engines' numerics; later pi moved
+    mismatch_kl_stale_1, _2, _3_4, _5_8, _9_up    over tokens sampled so many versions ago
+    mismatch_kl_offline    over tokens that another run sampled (staleness below 0)
+    clip_fraction          tokens that the loss's own trust region leaves without gradient
+    masked_fraction        tokens that a correction drops (factor 0)
+    dropped_{positive,negative}_{low,high}   both together, as a fraction of all tokens: A > 0 or
+                           A < 0, rho < 1 or rho > 1
+
+    A class of staleness without tokens has no entry. A value that is not finite is inf. Raises
+    ValueError for no tokens at all.
     """
     if not len(tokens.advantages_N):
         raise ValueError("token_diagnostics of no tokens are undefined; leave empty updates out")
@@ -85,10 +85,9 @@ def token_diagnostics(
 
 
 def ess(weights: torch.Tensor) -> float:
-    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights
-    equal.
+    """Return the effective sample size (sum w)^2 / (n sum w^2), in (0, 1]; 1 = all weights equal.
 
-    In: weights of any shape, >= 0. No weights, or only 0, raise ValueError.
+    `weights` has any shape, values >= 0. Raises ValueError for no weights, or only zeros.
     """
     if weights.numel() == 0:
         raise ValueError("ess of no weights is undefined; leave empty batches out")
@@ -106,21 +105,20 @@ def _class_name(low: int, high: float) -> str:
 
 
 def anchor_size_histogram(advantages: pa.Table) -> dict[int, int]:
-    """Steps by the size of their anchor group: {1: 40, 8: 24} is 40 steps alone and 24 in groups of
-    8.
+    """Return the number of steps by the size of their anchor group.
 
-    Of steps and not of groups, so that it is right for any selection of rows. Of all rows there are
-    steps / size groups.
+    {1: 40, 8: 24} is 40 steps alone and 24 in groups of 8. It counts steps, so it is right for any
+    selection of rows; with all rows there are steps / size groups.
     """
     sizes, steps = np.unique(advantages["anchor_size"].to_numpy(), return_counts=True)
     return dict(zip(sizes.tolist(), steps.tolist(), strict=True))
 
 
 def anchor_size_shares(advantages: pa.Table) -> dict[str, float]:
-    """Fractions of the steps by the size of their anchor group: size_1 (alone), size_2_3, size_4_7,
-    size_8_up.
+    """Return fractions of the steps by the size of their anchor group.
 
-    They add up to 1, for any selection of rows; all are 0 of no steps.
+    They are size_1 (alone), size_2_3, size_4_7 and size_8_up. They add up to 1 for any selection of
+    rows; without steps all are 0.
     """
     sizes = advantages["anchor_size"].to_numpy()
     classes = {
@@ -134,19 +132,16 @@ def anchor_size_shares(advantages: pa.Table) -> dict[str, float]:
 
 
 def singleton_fraction(advantages: pa.Table) -> float:
-    """Fraction of steps that are alone in their anchor group, so that the step term says nothing
-    about them. No steps: 0.
-    """
+    """Return the fraction of steps that are alone in their anchor group; 0 without steps."""
     return anchor_size_shares(advantages)["size_1"]
 
 
 def step_variance_share(advantages: pa.Table) -> float:
-    """Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1]: how much of the signal is
-    step-level.
+    """Return Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1].
 
-    A - A_E is omega A_S for gigpo and graphgpo, A_S for hgpo, and 0 for what has no step term. The
-    covariance is left out, so that the shares of the two terms add up to 1. No variance at all, or
-    no steps: 0.
+    It says how much of the advantages' variance is step-level. A - A_E is omega A_S for gigpo and
+    graphgpo, A_S for hgpo, and 0 without a step term. The covariance is left out, so that the
+    shares of the two terms add up to 1. Without variance, or without steps, it is 0.
     """
     if len(advantages) == 0:
         return 0.0

@@ -1,23 +1,21 @@
-"""Dynamic sampling: which groups are left out because nothing can be learnt from them, and why.
+"""Find groups to leave out because nothing can be learnt from them, and say why (dynamic sampling).
 
-silent = filtered_groups(compute_advantages(steps, settings), group_filter="rewards")
-# {group_uid: "8 trajectories, all returned 0, they differ in penalties only"}
+    left_out = filtered_groups(compute_advantages(steps, settings), group_filter="rewards")
+    # {group_uid: "8 trajectories, all returned 0, they differ in penalties only"}
 
-What the episodes of a group have to differ in, for it to be trained on:
+A filter names the quantity in which the episodes of a group must differ:
 
-none        nothing: no group is silent. The scripts of GiGPO's authors filter nothing: KL and
-entropy hold for every step
-advantages  anything: a group is silent if every one of its advantages is 0. Penalties count
-rewards     what they earned, penalties not counted: their undiscounted returns, or, where the
-estimator has a step term, the
-            discounted returns from some state on (won sooner, won later)
-returns     their undiscounted returns, penalties not counted: DAPO (arXiv 2503.14476), also "GiGPO
-dynamic"
+none        nothing: all groups pass, as in the scripts of GiGPO's authors. KL and entropy act on
+            every step
+advantages  a group is left out if all its advantages are 0. Penalties count
+rewards     rewards without penalties: their undiscounted returns or, where the estimator has a
+            step term, the discounted returns from some state on (won sooner, won later)
+returns     their undiscounted returns without penalties: DAPO (arXiv 2503.14476)
 
-Under `rewards` and `returns` differences that rounding can make (queries/trajectories.sql) are
-none, and a lone trajectory has nothing to differ from. A group whose advantages are all 0 is silent
-under any but `none`. The baseline of reinforce_pp is the batch and not the group, so there a group
-that won every time has a signal that only `advantages` sees.
+`rewards` and `returns` ignore differences that rounding can make (queries/trajectories.sql), and
+leave out a lone trajectory, which nothing can differ from. Every filter but `none` leaves out a
+group whose advantages are all 0. The baseline of reinforce_pp is the batch, so only `advantages`
+keeps a group of it that won every time.
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 
 
 def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, str]:
-    """The silent groups, each with the reason. In: compute_advantages' table. Out: group_uid -> a
-    line for people.
+    """Return the groups to leave out, each with the reason as a line for people.
 
-    Raises ValueError for an unknown `group_filter`.
+    `advantages` is the table of compute_advantages. Raises ValueError for an unknown filter.
     """
     if group_filter not in GROUP_FILTERS:
         raise ValueError(
@@ -46,35 +43,27 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
     uids, group = coded.dictionary, coded.indices.to_numpy()
     advantage = advantages["advantage"].to_numpy()
     has_advantage = _any(advantage != 0.0, group, len(uids))
-    if group_filter == "advantages":
-        earned = has_advantage
-    else:
-        columns = (
-            ("episodes_differ", "steps_differ")
-            if group_filter == "rewards"
-            else ("episodes_differ",)
-        )
-        earned = _any(
-            np.logical_or.reduce([advantages[name].to_numpy() for name in columns]),
-            group,
-            len(uids),
-        )
-    n_trajectories = np.bincount(
-        group[advantages["step_index"].to_numpy() == 0], minlength=len(uids)
-    )
+    differing = advantages["episodes_differ"].to_numpy()
+    if group_filter == "rewards":
+        differing = differing | advantages["steps_differ"].to_numpy()
+    elif group_filter == "advantages":
+        differing = advantage != 0.0
+    has_difference = _any(differing, group, len(uids))
+    is_first_step = advantages["step_index"].to_numpy() == 0
+    n_trajectories = np.bincount(group[is_first_step], minlength=len(uids))
     lone = (n_trajectories == 1) & (group_filter != "advantages")
-    silent = np.flatnonzero(~earned | ~has_advantage | lone)
-    if not len(silent):
+    filtered = np.flatnonzero(~has_difference | ~has_advantage | lone)
+    if not len(filtered):
         return {}
-    first = np.unique(group, return_index=True)[1]  # row of each group
+    first = np.unique(group, return_index=True)[1]  # first row of each group
     differs = _any(advantage != advantage[first][group], group, len(uids))
     penalties_only = differs & advantages["has_penalties"].to_numpy()[first]
     episode_return = advantages["episode_return"].to_numpy()[first]
     reasons = {}
-    for number in silent:
+    for number in filtered:
         if lone[number]:
             reason = "nothing to compare it with"
-        elif group_filter == "advantages" or earned[number]:
+        elif group_filter == "advantages" or has_difference[number]:
             reason = "no advantage differs from 0"
         elif group_filter == "rewards" and penalties_only[number]:
             reason = f"all returned {episode_return[number]:g}, they differ in penalties only"
@@ -88,5 +77,5 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
 
 
 def _any(flag: np.ndarray, group: np.ndarray, n_groups: int) -> np.ndarray:
-    """bool per group: whether one of its rows has the flag."""
+    """Return a bool per group: whether one of its rows has the flag."""
     return np.bincount(group[flag], minlength=n_groups) > 0

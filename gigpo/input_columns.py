@@ -1,8 +1,6 @@
-"""What a caller brings, as an Arrow table of the columns that are asked for, each of the type that
-it is computed with.
+"""Read the caller's columns as an Arrow table with the types that are computed with.
 
-A type that would have to be guessed at is refused: 0.4 is no step_index, and 0.3 neither true nor
-false.
+A type that would have to be guessed is refused: 0.4 is no step_index, 0.3 neither true nor false.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-# of any type, compared for equality and nothing else
+# Columns of any type, which are only compared for equality.
 KEYS: Final = ("group_uid", "traj_uid", "state_hash", "anchor_key")
 TYPES: Final = MappingProxyType(
     {
@@ -32,26 +30,24 @@ TYPES: Final = MappingProxyType(
 
 
 class ArrowStream(Protocol):
-    """Arrow's C stream interface: tables and record batches of pyarrow, data frames of pandas and
-    polars, DuckDB's results.
+    """Arrow's C stream interface.
+
+    Tables and batches of pyarrow, data frames of pandas and polars, and DuckDB's results have it.
     """
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
-Columns = ArrowStream | Mapping[str, Iterable[object]]  # what a table of columns may be brought as
+Columns = ArrowStream | Mapping[str, Iterable[object]]
 
 
 def table_of(steps: Columns) -> pa.Table:
-    """`steps` as it is if it is an Arrow table, else what pa.table() makes of it: of a data frame
-    of pandas or polars, a record batch, a dictionary of columns. Raises TypeError for anything
-    else.
-    """
+    """Return `steps` as an Arrow table. Raises TypeError if pa.table() cannot make one of it."""
     if isinstance(steps, pa.Table):
         return steps
     try:
         return pa.table(steps)
-    except (TypeError, ValueError) as error:  # pyarrow's own are of these
+    except (TypeError, ValueError) as error:  # pyarrow's errors derive from these
         reason = str(error).splitlines()[0]
         raise TypeError(
             f"steps is {type(steps).__name__}, of which pa.table() makes no table ({reason}); "
@@ -60,11 +56,10 @@ def table_of(steps: Columns) -> pa.Table:
 
 
 def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
-    """Those columns of `steps`: keys without Arrow's wrappings, NaN in them as null, -0.0 as 0.0;
-    all others of TYPES.
+    """Return the named columns of `steps`, with the types of TYPES.
 
-    Raises ValueError for a column that is missing, there twice, or of another type, with its name,
-    its type and the one it should have.
+    Keys lose Arrow's wrappings; NaN in them becomes null and -0.0 becomes 0.0. Raises ValueError
+    for a column that is missing, occurs twice, or has another type, with its name and both types.
     """
     table = table_of(steps)
     there = table.column_names
@@ -83,7 +78,7 @@ def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
 
 
 def _without_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """polars' categories are views of text, which Arrow cannot decode."""
+    """Decode polars' categories, which are views of text that Arrow cannot decode."""
     kind = column.type
     if not types.is_dictionary(kind) or not (
         types.is_string_view(kind.value_type) or types.is_binary_view(kind.value_type)
@@ -100,7 +95,7 @@ def _key(name: str, column: pa.ChunkedArray) -> pa.Array:
     if isinstance(values, pa.DictionaryArray):
         values = values.dictionary_decode()
     if types.is_floating(values.type):
-        # -0.0 + 0.0 is 0.0: codes tell apart what SQL's equality does not
+        # -0.0 + 0.0 is 0.0: codes would tell the two apart, SQL's equality does not
         values = pc.add(values.cast(pa.float64()), 0.0)
         return pc.if_else(pc.is_nan(values), pa.scalar(None, pa.float64()), values)
     if types.is_string_view(values.type) or types.is_binary_view(values.type):
@@ -140,7 +135,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _is_list_of_text(kind: pa.DataType) -> bool:
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
-    # Of nothing but empty lists and nulls Arrow makes a list of null.
+    # Arrow types a column of empty lists and nulls as a list of null.
     return any(is_one(kind) for is_one in lists) and (
         _is_text(kind.value_type) or types.is_null(kind.value_type)
     )

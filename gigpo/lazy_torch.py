@@ -1,6 +1,4 @@
-"""torch, loaded when something is computed: the driver of a run only checks names and numbers of
-losses.
-"""
+"""Load torch when something is computed: the driver only checks the names and numbers of losses."""
 
 from __future__ import annotations
 

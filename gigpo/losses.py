@@ -1,15 +1,14 @@
-"""Policy losses, one number per response token: frozen records of settings that are called on
-Tokens.
+"""Define the policy losses: frozen records of settings that are called on Tokens.
 
     PpoClip(clip_high=0.28)(tokens).loss_N
 
-The defaults are the published ones, of the system that each docstring names. `POLICY_LOSSES` lists
-the losses by the names that configs use; `objective.py` adds corrections, KL and entropy, and takes
-the mean. Letters as in `tokens.py`:
+The defaults are the published values of the system that each docstring names. `POLICY_LOSSES`
+lists the losses by their names in configs. `objective.py` adds corrections, KL and entropy, and
+takes the mean. Letters are as in `tokens.py`:
 
-    rho = pi / mu       all losses compare with the policy that sampled; log mu was recorded then. Only ppo_clip with a
-                        recomputed proximal policy needs another forward pass
-    sg(...)             no gradient flows through it
+    rho = pi / mu   every loss compares with the policy that sampled; log mu was recorded then.
+                    Only ppo_clip with a recomputed proximal policy needs another forward pass
+    sg(...)         no gradient flows through it
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from gigpo.tokens import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A policy loss token by token.
+    """A policy loss per token.
 
     loss_N     float32/64 [N], differentiable in logprobs_N; corrections multiply it
     clipped_N  bool [N], True where the trust region leaves the token no gradient
-    penalty_N  float32/64 [N] or None; added to it, and no correction touches it
+    penalty_N  float32/64 [N] or None; added afterwards, so that no correction changes it
     """
 
     loss_N: torch.Tensor
@@ -46,7 +45,7 @@ class PolicyLoss:
 
 
 class Loss(Protocol):
-    """What POLICY_LOSSES lists: settings by keyword, a call on Tokens."""
+    """The interface of an entry of POLICY_LOSSES: settings by keyword, called on Tokens."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -58,16 +57,16 @@ class Loss(Protocol):
 class PpoClip:
     """PPO-clip with dual clip; decoupled PPO where the tokens have a proximal policy pi_p.
 
-        r    = pi / pi_p,  w = pi_p / mu                        without a proximal policy pi_p = mu: r = rho, w = 1
-        L    = max(-A r, -A clip(r, 1 - low, 1 + high))         Schulman et al. 2017, eq. 7
-        L    = min(L, -A dual_clip)             where A < 0     dual clip, Ye et al. 2020, eq. 5
-        loss = sg(w) L                                          Hilton et al. 2022; AReaL, arXiv 2505.24298
+        r    = pi / pi_p,  w = pi_p / mu        without a proximal policy: r = rho, w = 1
+        L    = max(-A r, -A clip(r, 1 - low, 1 + high))     Schulman et al. 2017, eq. 7
+        L    = min(L, -A dual_clip)   where A < 0           dual clip, Ye et al. 2020, eq. 5
+        loss = sg(w) L                      Hilton et al. 2022; AReaL, arXiv 2505.24298
 
-    For the usual case: one trust region around what sampled the batch. Decoupled, for batches so
-    stale that the region around mu would clip most tokens: it then holds pi near pi_p, and w
-    corrects for the staleness. w is always there; the corrections `token_tis` and `token_icepop`
-    bound it. dual_clip = math.inf switches the dual clip off. Defaults: 0.2, 0.2 and 3, GiGPO's
-    authors and verl.
+    For the usual case: one trust region around the policy that sampled the batch. Decoupled PPO is
+    for batches so stale that this region would clip most tokens: the region then holds pi near
+    pi_p, and w corrects for the staleness. The corrections `token_tis` and `token_icepop` bound w.
+    dual_clip = math.inf switches the dual clip off. Defaults: 0.2, 0.2 and 3, GiGPO's authors and
+    verl.
 
     Worked: A = -1, rho = 2.5: L = 2.5, d loss / d log pi = 2.5. A = 1, rho = 1.5: L = -1.2, no
     gradient.
@@ -113,15 +112,15 @@ class PpoClip:
 class Gspo:
     """Group sequence policy optimisation: PPO-clip on one ratio per sequence.
 
-        s    = exp(mean over the sequence of log rho)           arXiv 2507.18071
-        s_t  = sg(s / pi) pi                                    its GSPO-token: value s, gradient token by token
+        s    = exp(mean over the sequence of log rho)       arXiv 2507.18071
+        s_t  = sg(s / pi) pi            GSPO-token: its value is s, its gradient is per token
         loss = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
     For long responses and mixture-of-experts models, whose single-token ratios are noise: a
     sequence is clipped whole or not at all. The mean makes s vary far less than rho, hence the
     narrow region. Published with the aggregation `sequence_mean_token_mean`. Defaults: 3e-4 and
-    4e-4, as in verl's example and by GiGPO's authors; without a dual clip, as in the paper's
-    equation and by those authors (verl's example has one at 10).
+    4e-4, as in verl's example and by GiGPO's authors. There is no dual clip, as in the paper's
+    equation and by those authors; verl's example has one at 10.
 
     Worked: log rho = (0.0006, 0.0002) in one sequence, A = 1: s = e^0.0004 = 1.0004001 > 1.0004, so
     neither token learns.
@@ -151,11 +150,11 @@ class Gspo:
 class Cispo:
     """Clipped importance sampling: the weight is clipped, no token loses its gradient.
 
-        loss = -sg(clip(rho, 1 - low, 1 + high)) A log pi       MiniMax-M1; ScaleRL, arXiv 2510.13786
+        loss = -sg(clip(rho, 1 - low, 1 + high)) A log pi   MiniMax-M1; ScaleRL, arXiv 2510.13786
 
-    For rare tokens that PPO clips at once although they turn an answer round ("however", "wait").
-    Defaults: 1 and 4, so weights in [0, 5], SkyRL's ScaleRL recipe; ROLL has 0.1 and 0.1. The value
-    of the loss means nothing, its gradient does.
+    For rare tokens that PPO clips at once although they change the answer ("however", "wait").
+    Defaults: 1 and 4, so weights in [0, 5], SkyRL's ScaleRL recipe; ROLL has 0.1 and 0.1. Only the
+    gradient of this loss has a meaning, not its value.
 
     Worked: A = 2, rho = 7: d loss / d log pi = -10, where rho itself would give -14 and PPO-clip 0.
     """
@@ -178,16 +177,16 @@ class Cispo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DppoTv:
-    """DPPO with the binary total-variation mask: a trust region on probabilities, not on their
-    ratio.
+    """DPPO with the binary total-variation mask: a trust region on probabilities, not ratios.
 
         keep = not (A > 0 and pi - mu > delta_high) and not (A < 0 and pi - mu < -delta_low)
-        loss = -keep A rho + quadratic_coef (log rho)^2         arXiv 2602.04879; the square: Kimi-K2.5, arXiv 2602.02276
+        loss = -keep A rho + quadratic_coef (log rho)^2     arXiv 2602.04879
+                                            the square: Kimi-K2.5, arXiv 2602.02276
 
-    For what a ratio gets wrong: it clips a rare token that moved from 0.001 to 0.002 and lets one
-    go from 0.5 to 0.6. rho is differentiated. The quadratic term pulls every token back to mu, the
-    masked ones too. Beyond ratio_cap the gradient's weight stays at the cap (verl: 20; prime-rl has
-    none). Defaults: 0.2, 0.2, no cap, 1e-3, prime-rl's default loss.
+    A ratio clips a rare token that moved from 0.001 to 0.002, and lets one go from 0.5 to 0.6; this
+    mask does the reverse. rho is differentiated. The quadratic term pulls every token back to mu,
+    masked tokens too. Beyond ratio_cap the gradient's weight stays at the cap (verl: 20; prime-rl
+    has none). Defaults: 0.2, 0.2, no cap, 1e-3, prime-rl's default loss.
 
     Worked: A = 1, mu = 0.5. pi = 0.6: loss = -1.2 + 0.001 (log 1.2)^2. pi = 0.75: masked, loss =
     0.001 (log 1.5)^2.
@@ -230,12 +229,13 @@ class DppoTv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sapo:
-    """Soft adaptive policy optimisation: a smooth gate in the place of the clip.
+    """Soft adaptive policy optimisation: a smooth gate instead of the clip.
 
-        loss = -A sigmoid(tau (rho - 1)) 4 / tau                tau_positive where A > 0, else tau_negative; arXiv 2511.20347
+        loss = -A sigmoid(tau (rho - 1)) 4 / tau            arXiv 2511.20347
+                                    tau_positive where A > 0, else tau_negative
 
-    The gradient's weight, rho times 4 sigmoid (1 - sigmoid), is 1 on policy and falls off on both
-    sides without a step. For runs whose clip fraction jumps about. Published with the aggregation
+    The gradient's weight, rho times 4 sigmoid (1 - sigmoid), is 1 on policy and falls off smoothly
+    on both sides. For runs whose clip fraction jumps. Published with the aggregation
     `sequence_mean_token_mean`. Defaults: 1.0 and 1.05 (a sharper gate for A < 0), the paper, verl
     and AReaL. On policy the value is -2 A / tau.
 
@@ -268,18 +268,18 @@ class Sapo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topr:
-    """Tapered off-policy REINFORCE: imitate what went well, unlearn what went badly only as far as
-    pi still does it.
+    """Tapered off-policy REINFORCE: imitate good actions, unlearn bad ones only while pi takes
+    them.
 
         loss = -A log pi                      where A >= 0      arXiv 2503.14286, eq. 8
         loss = -sg(min(rho, 1)) A log pi      where A < 0
 
     For very stale or recorded data: no weight exceeds 1. The taper is per token and by the sign of
-    the advantage, as each token has one here; the paper tapers by the ratio and the sign of the
-    whole trajectory's reward, and ROLL's code takes the token's ratio with the sign of the
-    episode's score. No settings.
+    the advantage, which each token has here. The paper tapers by the ratio and the sign of the
+    whole trajectory's reward; ROLL's code by the token's ratio and the sign of the episode's score.
+    No settings.
 
-    Worked: A = 2: d loss / d log pi = -2 whatever rho. A = -2: 1 at rho = 0.5, and 2 at rho = 3.
+    Worked: A = 2: d loss / d log pi = -2 for every rho. A = -2: 1 at rho = 0.5, and 2 at rho = 3.
     """
 
     name: ClassVar[str] = "topr"
@@ -296,13 +296,12 @@ class Topr:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reinforce:
-    """The plain policy gradient, weighted by importance: loss = -A rho, d loss / d log pi = -A rho.
-    No settings.
+    """Importance-weighted policy gradient: loss = -A rho, d loss / d log pi = -A rho. No settings.
 
-    What every other loss here comes to on policy (rho = 1). No trust region: unbiased, and of any
-    variance, so bound rho by a correction. With `token_tis` at a cap of 2 to 10 it is AIPO
-    (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`, with `token_icepop` verl's
-    `bypass_pg_token_icepop`.
+    On policy (rho = 1) every other loss here has this gradient. There is no trust region: it is
+    unbiased with unbounded variance, so bound rho by a correction. With `token_tis` at a cap of 2
+    to 10 it is AIPO (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`; with `token_icepop` it
+    is verl's `bypass_pg_token_icepop`.
     """
 
     name: ClassVar[str] = "reinforce"
@@ -317,9 +316,7 @@ class Reinforce:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BehaviourCloning:
-    """Negative log-likelihood of the recorded tokens, -log pi: every token is wanted, whatever its
-    advantage. No settings.
-    """
+    """Negative log-likelihood of the recorded tokens, -log pi, for any advantage. No settings."""
 
     name: ClassVar[str] = "behaviour_cloning"
 

@@ -1,15 +1,14 @@
-"""What an optimizer update minimises: a policy loss, its corrections, KL and entropy, and how
-tokens are averaged.
+"""Combine the loss of an optimizer update: policy loss, corrections, KL, entropy, and their mean.
 
-    objective = Objective(policy=PpoClip(), corrections=(TokenTis(),))       # refuses combinations that make no sense
-    terms = objective(tokens, reference_logprobs_N=None, entropy_N=None)     # of one micro-batch
-    loss = objective.aggregation(terms.loss_N, tokens.sequence_N, totals)    # its share of the update's loss
+    objective = Objective(policy=PpoClip(), corrections=(TokenTis(),))
+    terms = objective(tokens, reference_logprobs_N=None, entropy_N=None)   # of one micro-batch
+    loss = objective.aggregation(terms.loss_N, tokens.sequence_N, totals)  # its share of the loss
 
     loss_N = factor policy_N + penalty_N + kl_coef KL_N - entropy_coef entropy_N
 
 Micro-batches of one update add up to the same loss however they were cut, as long as each sequence
-is in one of them: the denominators are those of the whole update (`BatchTotals`), and they count
-the tokens that corrections drop.
+is in one of them: the denominators are those of the whole update (`BatchTotals`) and count dropped
+tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
 
-# What a loss is usually used with: corrections and aggregation. Configs that name neither get
-# these. The aggregations, and that the other losses need no correction, are published with them.
-# token_tis on ppo_clip and reinforce is our choice for data that is always a little stale: verl has
-# it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip (`decoupled_token_is`) alone.
+# Loss -> its usual corrections and aggregation, which "auto" in a config stands for. They are
+# published with the loss, except token_tis on ppo_clip and reinforce: our choice, because data is
+# always a little stale. verl has it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip
+# (`decoupled_token_is`) only.
 DEFAULT_PAIRING: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
         "behaviour_cloning": ((), "token_mean"),
@@ -46,14 +45,12 @@ DEFAULT_PAIRING: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxy
     }
 )
 
-_BATCH_WIDE: Final = ("m2po",)
+_BATCH_WIDE: Final = ("m2po",)  # they rank the tokens of the whole update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTotals:
-    """Of a whole optimizer update, over all micro-batches and ranks: response tokens and
-    sequences.
-    """
+    """Count the response tokens and sequences of an update, over all micro-batches and ranks."""
 
     n_tokens: int
     n_sequences: int
@@ -62,15 +59,16 @@ class BatchTotals:
         if not 1 <= self.n_sequences <= self.n_tokens:
             raise ValueError(
                 f"n_tokens={self.n_tokens}, n_sequences={self.n_sequences}: count the response "
-                "tokens of the whole "
-                "update, and its sequences with at least one of them"
+                "tokens of the whole update, and its sequences with at least one of them"
             )
 
 
 class Aggregation(Protocol):
-    """What AGGREGATIONS lists: from losses per token, float32/64 [N], to a scalar that adds up over
-    micro-batches. It is given the sequence of each token, int64 [N], whether it asks for it or
-    not."""
+    """The interface of an entry of AGGREGATIONS: losses per token [N] to a scalar.
+
+    Scalars of micro-batches add up. Every aggregation is given the sequence of each token, int64
+    [N].
+    """
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -82,7 +80,7 @@ class Aggregation(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMean:
-    """sum(loss) / n_tokens: every token weighs the same. DAPO, verl's default, GiGPO's authors.
+    """sum(loss) / n_tokens: every token has the same weight. DAPO, verl's default, GiGPO's authors.
 
     Worked: losses (1, 2) and (6) of two sequences: 9 / 3 = 3.
     """
@@ -97,10 +95,10 @@ class TokenMean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMeanTokenMean:
-    """Mean over sequences of the mean over their tokens: every response weighs the same, long ones'
-    tokens less. GRPO, GSPO.
+    """Mean over sequences of the mean over their tokens. GRPO, GSPO.
 
-    Worked: losses (1, 2) and (6) of two sequences: (1.5 + 6) / 2 = 3.75.
+    Every response has the same weight, so tokens of long ones have less. Worked: losses (1, 2) and
+    (6) of two sequences: (1.5 + 6) / 2 = 3.75.
     """
 
     name: ClassVar[str] = "sequence_mean_token_mean"
@@ -115,12 +113,11 @@ class SequenceMeanTokenMean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMeanTokenSumNorm:
-    """Mean over sequences of their sum / norm_tokens, one constant length for the whole run.
-    Dr.GRPO, arXiv 2503.20783.
+    """Mean over sequences of their sum / norm_tokens. Dr.GRPO, arXiv 2503.20783.
 
-    No token's weight depends on the length of its response, so wrong answers do not get cheaper by
-    being long. There is no published number: norm_tokens is the longest response that can be
-    generated.
+    norm_tokens is one constant for the whole run, the longest response that can be generated; there
+    is no published number. No token's weight depends on the length of its response, so wrong
+    answers do not get cheaper by being long.
 
     Worked, norm_tokens 10: losses (1, 2) and (6) of two sequences: (0.3 + 0.6) / 2 = 0.45.
     """
@@ -151,7 +148,7 @@ AGGREGATIONS: Final[Mapping[str, type[Aggregation]]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What an Objective says of N tokens; all but loss_N detached.
+    """The terms of an Objective for N tokens; all but loss_N are detached.
 
     loss_N     float32/64 [N], differentiable: everything that is minimised
     factor_N   float32/64 [N], product of the corrections; 0 where one drops the token
@@ -167,16 +164,16 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """A policy loss with what goes with it. Raises ValueError for what does not, with the reason
-    and the way out.
+    """A policy loss with its corrections, penalties and mean.
+
+    Raises ValueError for parts that do not go together, with the reason and the fix.
 
     corrections   multiplied; at most one of each
-    proximal      "none": the trust region is around mu. "recomputed" or "interpolated": around the
-    tokens'
-                  proximal_logprobs_N (decoupled PPO), which the caller has from a forward pass before the first update of
-                  the batch, or from `interpolated_proximal`
+    proximal      centre of the trust region. "none": mu. "recomputed" or "interpolated": the
+                  tokens' proximal_logprobs_N (decoupled PPO), from a forward pass before the first
+                  update of the batch, or from `interpolated_proximal`
     kl, kl_coef   estimator and weight of the penalty that holds pi at a reference policy; kl_coef 0
-    needs no reference
+                  needs no reference
     entropy_coef  weight of the entropy bonus
     aggregation   how the loss per token becomes a number
     """
@@ -209,8 +206,7 @@ class Objective:
         if self.kl == "k1" and self.kl_coef:
             raise ValueError(
                 "kl='k1' cannot be a penalty: its gradient is 1 whatever the reference says, 0 on "
-                "average, so it would not "
-                "hold the policy; use k2 (the gradient of this KL) or k3"
+                "average, so it would not hold the policy; use k2 (the gradient of this KL) or k3"
             )
         for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if not (math.isfinite(value) and value >= 0.0):
@@ -218,13 +214,11 @@ class Objective:
 
     @property
     def batch_wide(self) -> bool:
-        """True if a correction ranks tokens over the update: `factor` then needs all of them at
-        once.
-        """
+        """Return whether `factor` needs all tokens of the update at once, to rank them."""
         return any(correction.name in _BATCH_WIDE for correction in self.corrections)
 
     def factor(self, tokens: Tokens) -> torch.Tensor:
-        """Product of the corrections' factors, float32/64 [N], no gradient."""
+        """Return the product of the corrections' factors, float32/64 [N], without gradient."""
         factor_N = torch.ones_like(tokens.advantages_N)
         for correction in self.corrections:
             factor_N = factor_N * correction(tokens)
@@ -238,8 +232,9 @@ class Objective:
         entropy_N: torch.Tensor | None,
         factor_N: torch.Tensor | None = None,
     ) -> Terms:
-        """`factor_N`: of these tokens, where `factor` was called for the whole update already; None
-        calls it here.
+        """Return the terms of these tokens.
+
+        `factor_N` is the result of `factor` for the whole update; None computes it here.
         """
         if (tokens.proximal_logprobs_N is not None) != (self.proximal != "none"):
             given = (
@@ -274,8 +269,10 @@ class Objective:
 
 
 def _check_part(field: str, value: object, registry: Mapping[str, type]) -> None:
-    """A class, a name or a part of another kind would be accepted and fail in the first update, in
-    other words. A record that no registry knows is somebody's own."""
+    """Refuse a class, a name, or a part of another kind, which would fail in the first update.
+
+    A record that no registry knows is the caller's own.
+    """
     if type(value) in registry.values():
         return
     kind = registry.get(value) if isinstance(value, str) else value

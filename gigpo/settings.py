@@ -1,14 +1,16 @@
-"""What decides an advantage, as one record, and the names it may use. The SQL in `queries/` says
-what each name means.
+"""Define the settings of an advantage, and the names that they may have.
+
+The SQL in `queries/` says what each name means.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from dataclasses import dataclass, fields
 from typing import Final
+
+from printable import did_you_mean
 
 ESTIMATORS: Final = (
     "gigpo",
@@ -20,7 +22,7 @@ ESTIMATORS: Final = (
     "hgpo",
     "graphgpo",
 )
-# over the whole batch: all others know groups alone
+# normalised over the whole batch; the others use each group separately
 WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
@@ -28,37 +30,38 @@ ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_gr
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
 _REALS: Final = ("gamma", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
-# and for versions: their differences, and the window + 1, have to fit into 64 bits
+# differences of versions, and the window + 1, have to fit into 64 bits
 _INTEGER_LIMIT: Final = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
-    """What decides an advantage. The macro's parameters have the same names (all but `similarity`).
-    numpy's numbers become Python's; text, None, True and False for a number, and 3.0 for a whole
-    one, raise ValueError as all else that is refused.
+    """Hold everything that decides an advantage.
+
+    The macro's parameters have the same names, except `similarity`. numpy's numbers become
+    Python's. Text, None, True and False are refused as numbers, and 3.0 as a whole number.
 
     estimator        'gigpo' (eq. 8); 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp',
-    'reinforce_pp_baseline' (episode term only);
-                     'hgpo' (nested anchor groups); 'graphgpo' (distance-to-success returns)
-    gamma            discount per step of the environment, in [0, 1] (eq. 5); only step returns have
-    it
-    omega            weight of the step term (eq. 8), of 'gigpo' and 'graphgpo'
+                     'reinforce_pp_baseline' (episode term only); 'hgpo' (nested anchor groups);
+                     'graphgpo' (distance-to-success returns)
+    gamma            discount per step of the environment, in [0, 1] (eq. 5), in step returns only
+    omega            weight of the step term (eq. 8), for 'gigpo' and 'graphgpo'
     normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or
-    'leave_one_out' (the mean of the
-                     others is the baseline; free of the row's own trajectory in the step term, and in the episode term
-                     with weighting 'trajectories'). Of 'gigpo', 'grpo', 'hgpo', 'graphgpo'; the rest fix their own
-    weighting        episode statistics over 'steps' (the authors' code) or 'trajectories' (the
-    paper's eq. 3) invalid_penalty  subtracted from the return and the episode score of a row whose
-    action was invalid; in reward units anchor           which steps are in the same state: 'state',
-    'state_and_actions', 'suffix', 'similar' (similarity.py's
-                     method 'linked'), 'similar_greedy' (as the authors' code) or 'anchor_key'
-    anchor_history   states in the longest suffix, this one included: of anchor 'suffix', and of
-    'hgpo' (its K + 1)
+                     'leave_one_out' (the mean of the others is the baseline); for 'gigpo', 'grpo',
+                     'hgpo' and 'graphgpo'. The baseline leaves out the row's own trajectory in the
+                     step term and, with weighting 'trajectories', in the episode term
+    weighting        episode statistics over 'steps' (authors' code) or 'trajectories' (eq. 3)
+    invalid_penalty  subtracted from the return and the episode score of a row with an invalid
+                     action; in reward units
+    anchor           which steps share a state: 'state', 'state_and_actions', 'suffix', 'similar'
+                     (method 'linked' of similarity.py), 'similar_greedy' (authors' code) or
+                     'anchor_key'
+    anchor_history   states in the longest suffix, this one included; for anchor 'suffix' and for
+                     'hgpo' (its K + 1)
     similarity       threshold of anchors 'similar' and 'similar_greedy', in (0, 1)
     anchor_versions  anchor groups over policy versions: 'mixed', within a 'window', or 'weighted'
-    version_window   versions that the members of one anchor group may be apart; of anchor_versions
-    'window'; 0 = the same
+    version_window   most versions between members of one anchor group, for anchor_versions
+                     'window'; 0 = the same version
     """
 
     estimator: str
@@ -75,9 +78,7 @@ class AdvantageSettings:
 
     @classmethod
     def of(cls, record: object) -> AdvantageSettings:
-        """Those of a record that has them among others under the same names, such as a config's
-        `algorithm`.
-        """
+        """Return the settings in a record that has their names, such as `config.algorithm`."""
         return cls(**{field.name: getattr(record, field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -105,8 +106,7 @@ class AdvantageSettings:
         if not (math.isfinite(self.invalid_penalty) and self.invalid_penalty >= 0.0):
             raise ValueError(
                 f"invalid_penalty={self.invalid_penalty} must be finite and >= 0: it is "
-                "subtracted, "
-                "so below 0 it would reward invalid actions"
+                "subtracted, so below 0 it would reward invalid actions"
             )
         if self.anchor_history < 1:
             raise ValueError(
@@ -131,15 +131,15 @@ class AdvantageSettings:
 
 
 def _check_name(field: str, value: object, *, known: tuple[str, ...]) -> None:
-    if isinstance(value, str) and value in known:
-        return
-    nearest = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(known)}{hint}")
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(
+            f"{field}={value!r} is unknown; it is one of "
+            f"{', '.join(known)}{did_you_mean(value, known)}"
+        )
 
 
 def _python_number(field: str, value: object, *, whole: bool) -> float:
-    """`value` as the int or float that the SQL is written with; True is no 1, and 3.0 no 3."""
+    """Return `value` as the int or float that the SQL is written with."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value) if whole else float(value)
     if isinstance(value, numbers.Real) and not (whole or isinstance(value, bool)):
@@ -148,9 +148,8 @@ def _python_number(field: str, value: object, *, whole: bool) -> float:
     raise ValueError(f"{field}={value!r} is of type {type(value).__name__}; it must be a {example}")
 
 
-# The authors' ALFWorld script (rows as the unit of episode statistics). Not used by it, published
-# elsewhere: anchor_history 3 is HGPO's K = 2; similarity 0.9 is the paper's threshold and the
-# search script's.
+# The authors' ALFWorld script. It does not use anchor_history, 3 as HGPO's K = 2, nor similarity,
+# 0.9 as in the paper and in the search script.
 PUBLISHED_SETTINGS: Final = AdvantageSettings(
     estimator="gigpo",
     gamma=0.95,

@@ -1,11 +1,10 @@
-"""Anchor keys for states that are alike rather than the same: texts of one group, compared in
-pairs.
+"""Make anchor keys for similar states: texts of one group, compared in pairs.
 
-Two texts a and b are as alike as their longest common subsequence is long: 2 LCS(a, b) / (|a| +
-|b|), from 0 to 1. The paper (arXiv 2505.10978) groups search results by "longest matching
-subsequence > 0.9"; its authors' code computes difflib's ratio instead (longest common *blocks*,
-Ratcliff/Obershelp), which is never more than this, depends on the order of its arguments, and by
-its `autojunk` heuristic may give 0 to texts of 200 characters or more that differ in one.
+The similarity of two texts is 2 LCS(a, b) / (|a| + |b|), from 0 to 1, with LCS the length of their
+longest common subsequence. The paper (arXiv 2505.10978) groups search results by "longest matching
+subsequence > 0.9". Its authors' code computes difflib's ratio instead (longest common *blocks*,
+Ratcliff/Obershelp). That ratio is never larger and depends on the order of its arguments. Its
+`autojunk` heuristic may give 0 to texts of 200 characters or more that differ in one.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from rapidfuzz.process import cdist
 
 from gigpo.input_columns import columns_of
 
-# rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers after it
+# rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers afterwards
 _MARGIN: Final = 1e-3
 
 
 def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Array:
-    """A key per step: texts with the same key, in the same group, count as the same state. Null
-    where anchor_text is null.
+    """Return a key per step: texts of one group with the same key count as the same state.
 
-    In: a table of group_uid (never null), anchor_text (text). A key is one of its texts, so that it
-    can be read. `method`: linked   Alike (>= threshold) texts have the same key, and so do texts
-    that are linked by a chain of alike ones:
-             the connected components of the group's texts, named by the smallest. Neither the order of rows nor repeats
-             of a text change anything. Two texts of one key may be less alike than `threshold`.
-    greedy   As the authors' code, for comparison: rows in order, each joins the first key whose
-    text, the first that had it,
-             is >= threshold by difflib's ratio, autojunk included. Depends on the order of rows.
+    Input: a table with group_uid (never null) and anchor_text (text). A key is one of its texts; it
+    is null where anchor_text is null. `method`:
+
+    linked   Similar texts (>= threshold) have the same key, and so have texts that a chain of
+             similar ones links: the connected components of the group's texts, named by the
+             smallest. Row order and repeats do not matter. Two texts of one key may be less similar
+             than the threshold.
+    greedy   As the authors' code, for comparison. Rows are read in order; each joins the first key
+             whose text is >= threshold by difflib's ratio, autojunk included. Row order matters.
 
     Raises ValueError for a threshold outside (0, 1), an unknown method, and columns that are
-    missing or of another type.
+    missing or have another type.
     """
     if not 0.0 < threshold < 1.0:
         raise ValueError(
@@ -60,7 +59,7 @@ def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Arr
     group = columns["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
     text = pc.fill_null(texts.indices, -1).to_numpy()
     known = text >= 0
-    # Each text of each group once, groups one after the other and texts in the order of rows.
+    # Each text of each group once: by group, then in the order of rows.
     pairs, first, row_pair = np.unique(
         np.stack([group[known], text[known]]), axis=1, return_index=True, return_inverse=True
     )
@@ -78,8 +77,9 @@ def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Arr
 
 
 def _linked(texts: list[str], threshold: float) -> list[str]:
-    """Components by search: a text is compared with those that no component has yet, so alike texts
-    are cheap.
+    """Return the connected component of each text.
+
+    A text is compared only with texts that are in no component yet, so similar texts are cheap.
     """
     ordered = np.array(sorted(texts), dtype=object)
     lengths = np.array([len(text) for text in ordered])
@@ -103,7 +103,10 @@ def _linked(texts: list[str], threshold: float) -> list[str]:
 def _at_least(
     text: str, others: np.ndarray, total_lengths: np.ndarray, threshold: float
 ) -> np.ndarray:
-    """bool: 2 LCS / (|a| + |b|) >= threshold, divided as difflib does, so that 38 / 40 >= 0.95."""
+    """Return, as bool, whether 2 LCS / (|a| + |b|) >= threshold.
+
+    The division is difflib's, so that 38 / 40 >= 0.95.
+    """
     if not len(others):
         return np.zeros(0, bool)
     similarity = cdist(
@@ -118,9 +121,9 @@ def _at_least(
 
 
 def _greedy(texts: list[str], threshold: float) -> list[str]:
-    """A text that came before finds the key that it found then, so each is asked once.
+    """Return the key of each text, by difflib's ratio in row order.
 
-    difflib is slow; common blocks are a common subsequence, so only a text that passes by LCS can
+    difflib is slow. Common blocks are a common subsequence, so only a text that passes by LCS can
     pass by blocks.
     """
     keys: list[str] = []

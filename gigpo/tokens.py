@@ -1,8 +1,8 @@
-"""The response tokens of a batch, flat: all that a loss, a correction or a diagnostic reads.
+"""Hold the response tokens of a batch, flat: all that a loss, correction or diagnostic reads.
 
-Suffix _N: N response tokens, whatever sequences they came from. A sequence is one response, the
-tokens of one step of an episode (one row of the store), never a whole trajectory. Floats are
-float32, or float64 (tests, audits), all of one batch alike; what is made of them has their dtype:
+Suffix _N: N response tokens of any sequences. Suffix _S: S sequences. A sequence is one response:
+the tokens of one step of an episode (one row of the store), never a whole trajectory. Floats are
+float32, or float64 in tests and audits, the same for a whole batch; results have their dtype:
 "float32/64 [N]".
 """
 
@@ -13,26 +13,30 @@ from typing import Final
 
 from gigpo.lazy_torch import torch
 
-# Bound on |log pi - log mu| before exp, as in verl (SAFETY_BOUND): e^20 is past any cap, and finite
-# in float32.
+# Bound on |log pi - log mu| before exp, as in verl (SAFETY_BOUND): e^20 is above any cap and
+# finite in float32.
 LOG_RATIO_BOUND: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """N response tokens. All tensors are flat, of one length and on one device.
+    """N response tokens. All tensors are flat, have one length and are on one device.
 
     logprobs_N            log pi, the policy being trained; float32/64 [N], with gradient
-    behaviour_logprobs_N  log mu, the policy that sampled; float32/64 [N], recorded then, never
-    recomputed
-    advantages_N          A; float32/64 [N], every token has that of its step
-    sequence_N            int64, the sequence of a token: equal numbers, one sequence; any numbers,
-    in any order proximal_logprobs_N   log pi_p, the centre of the trust region; float32/64 [N].
-    None: the trust region is around mu
+    behaviour_logprobs_N  log mu, the policy that sampled; float32/64 [N], recorded then and never
+                          recomputed
+    advantages_N          A; float32/64 [N], the same for all tokens of a step
+    sequence_N            int64 [N]; equal numbers are one sequence; any numbers, in any order
+    proximal_logprobs_N   log pi_p, the centre of the trust region; float32/64 [N]. None: mu is the
+                          centre
 
     Two responses of 2 and 1 tokens:
-        Tokens(logprobs_N=x, behaviour_logprobs_N=tensor([-0.5, -1.0, -2.0]), advantages_N=tensor([2.0, 2.0, -1.0]),
-               sequence_N=tensor([0, 0, 7]))
+        Tokens(
+            logprobs_N=x,
+            behaviour_logprobs_N=tensor([-0.5, -1.0, -2.0]),
+            advantages_N=tensor([2.0, 2.0, -1.0]),
+            sequence_N=tensor([0, 0, 7]),
+        )
     """
 
     logprobs_N: torch.Tensor
@@ -57,11 +61,10 @@ class Tokens:
 
 
 def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """log rho = clamp(log pi - log mu, +-20), float32/64 [N]; differentiable in both as if there
-    were no bound.
+    """Return log rho = clamp(log pi - log mu, +-20), float32/64 [N].
 
-    The bound is on the value alone: where a token is beyond it, d rho / d log pi is rho at the
-    bound and not 0, so a loss that promises a weight (min(rho, C) with token_tis) gives it there
+    It is differentiable as if unbounded. For a token beyond the bound d rho / d log pi is rho at
+    the bound, not 0. So a loss that promises a weight (min(rho, C) with token_tis) gives it there
     too.
     """
     check_same_tokens(logprobs_N=logprobs_N, other_logprobs_N=other_logprobs_N)
@@ -71,18 +74,16 @@ def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch
 
 
 def policy_log_ratio(tokens: Tokens) -> torch.Tensor:
-    """log rho = log pi - log mu, float32/64 [N], no gradient: how far the policy of now is from the
-    one that sampled.
-    """
+    """Return log rho = log pi - log mu, float32/64 [N], without gradient."""
     return log_ratio(tokens.logprobs_N.detach(), tokens.behaviour_logprobs_N)
 
 
 def behaviour_log_ratio(tokens: Tokens) -> torch.Tensor:
-    """log x, float32/64 [N], no gradient: the importance weight that a loss carries outside its
-    trust region.
+    """Return log x, float32/64 [N], without gradient.
 
-    x = pi_p / mu with a proximal policy (the trust region then holds pi near pi_p), else rho = pi /
-    mu.
+    x is the importance weight outside the trust region:
+    x = pi_p / mu with a proximal policy, whose trust region then holds pi near pi_p; else
+    x = rho = pi / mu.
     """
     if tokens.proximal_logprobs_N is None:
         return policy_log_ratio(tokens)
@@ -92,16 +93,17 @@ def behaviour_log_ratio(tokens: Tokens) -> torch.Tensor:
 def interpolated_proximal(
     logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, staleness_N: torch.Tensor
 ) -> torch.Tensor:
-    """log pi_p = log mu + alpha (sg(log pi) - log mu), float32/64 [N], no gradient: A-3PO, a
-    proximal policy without another forward pass.
+    """Return log pi_p = log mu + alpha (sg(log pi) - log mu), float32/64 [N], without gradient.
 
-        alpha = clip((v_prox - v_behave) / (v_theta - v_behave), 0, 1)      arXiv 2512.06547, AReaL `loglinear`
+    A-3PO: a proximal policy without another forward pass (arXiv 2512.06547, AReaL `loglinear`).
 
-    v_behave sampled the token, v_prox is the newest published version and v_theta = v_prox + 1 the
-    one being made, so with staleness s = v_prox - v_behave (int [N], versions, >= 0): alpha = s /
-    (s + 1). A fresh token (s = 0) has pi_p = mu, one of s = 1 the geometric mean of mu and pi, and
-    an old one nearly pi itself: its trust region lets it move, and its weight pi_p / mu says how
-    far it is.
+        alpha = clip((v_prox - v_behave) / (v_theta - v_behave), 0, 1)
+
+    v_behave sampled the token, v_prox is the newest published version, v_theta = v_prox + 1 is
+    being made. With staleness s = v_prox - v_behave (int [N], versions, >= 0): alpha = s / (s + 1).
+    A fresh token (s = 0) has pi_p = mu, s = 1 gives the geometric mean of mu and pi. For an old
+    token pi_p is nearly pi: the trust region lets it move, and its weight pi_p / mu says how far it
+    is.
     """
     check_same_tokens(
         logprobs_N=logprobs_N, behaviour_logprobs_N=behaviour_logprobs_N, staleness_N=staleness_N
@@ -118,16 +120,18 @@ def interpolated_proximal(
 
 
 def sequence_sum(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
-    """Per token, the sum over its sequence; float32/64 [N]. Values (1, 2, 4) of sequences (0, 0,
-    7): (3, 3, 4).
+    """Return per token the sum over its sequence, float32/64 [N].
+
+    Values (1, 2, 4) of sequences (0, 0, 7): (3, 3, 4).
     """
     sums_S, index_N = _sums(values_N, sequence_N)
     return sums_S[index_N]
 
 
 def sequence_mean(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
-    """Per token, the mean over its sequence; float32/64 [N]. Values (1, 2, 4) of sequences (0, 0,
-    7): (1.5, 1.5, 4).
+    """Return per token the mean over its sequence, float32/64 [N].
+
+    Values (1, 2, 4) of sequences (0, 0, 7): (1.5, 1.5, 4).
     """
     return sequence_sum(values_N, sequence_N) / sequence_sum(torch.ones_like(values_N), sequence_N)
 
@@ -135,9 +139,11 @@ def sequence_mean(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Ten
 def sequence_ratio(
     log_ratio_N: torch.Tensor, sequence_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per sequence, the product of its ratios, bounded like a single ratio, float32/64 [S]; and per
-    token which of them is its own, int64 [N]. log (2, 3, 4) of sequences (0, 0, 7): (6, 4) and (0,
-    0, 1).
+    """Return the product of ratios per sequence, float32/64 [S], and its index per token, int64
+    [N].
+
+    The product is bounded like a single ratio. Ratios (2, 3, 4) of sequences (0, 0, 7): (6, 4) and
+    (0, 0, 1).
     """
     log_products_S, index_N = _sums(log_ratio_N, sequence_N)
     return torch.exp(
@@ -160,9 +166,7 @@ def check_cap(name: str, cap: float) -> None:
 
 
 def check_same_tokens(**tensors_N: torch.Tensor) -> None:
-    """Refuse anything but flat tensors of one length: broadcasting would pair tokens with the wrong
-    numbers.
-    """
+    """Refuse tensors that are not flat and of one length, which broadcasting would mix up."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors_N.items()}
     if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) != 1:
         raise ValueError(f"expected flat tensors [N] of one length, got {shapes}")

@@ -63,8 +63,8 @@ class Committer:
 
 def as_group_of_its_own(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory as the only member of an imported group, which is not trained on."""
-    # The name "surplus" is part of uids in stored runs.
-    group_uid = uid(trajectory.traj_uid, "surplus")
+    # The name "extra" is part of uids in stored runs.
+    group_uid = uid(trajectory.traj_uid, "extra")
     return replace(
         trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split="imported"
     )

@@ -1,22 +1,26 @@
 -- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo and graphgpo.
--- hgpo: A = A_S of hierarchy.sql. grpo, rloo, dr_grpo, reinforce_pp and reinforce_pp_baseline have no step term: their
--- step_advantage reads 0; anchor_size is what it would have been compared with.
--- The last three columns say whether there is anything to learn, see gigpo/group_filter.py. Differences that rounding can make
--- (trajectories.sql) are none: .1 + .2 + .3 and .3 + .2 + .1 are the same return, whatever their last bits say.
+-- hgpo: A = A_S of hierarchy.sql. The other estimators have no step term: their step_advantage is
+-- 0, and anchor_size is the size of the group it would have been compared with.
+-- The last three columns say whether there is anything to learn, see gigpo/group_filter.py. They
+-- ignore differences that rounding can make (trajectories.sql): .1 + .2 + .3 and .3 + .2 + .1 are
+-- the same return, whatever their last bits are.
 -- in:  step_advantage, hierarchy, episode_advantage, whitening; estimator, omega
--- out: group_uid, traj_uid, step_index BIGINT, step_return DOUBLE (penalised), episode_advantage DOUBLE,
---      step_advantage DOUBLE, advantage DOUBLE, anchor_size BIGINT (steps in the anchor group, 1 = alone),
+-- out: group_uid, traj_uid, step_index BIGINT, step_return DOUBLE (penalised),
+--      episode_advantage DOUBLE, step_advantage DOUBLE, advantage DOUBLE,
+--      anchor_size BIGINT (steps in the anchor group, 1 = alone),
 --      episode_return DOUBLE (of the trajectory: undiscounted, no penalty),
 --      episodes_differ BOOLEAN (episode returns of its group differ),
---      steps_differ BOOLEAN (step returns of its anchor group differ before penalties; false without a step term),
---      has_penalties BOOLEAN (some row of its group has lost a penalty)
+--      steps_differ BOOLEAN (step returns of its anchor group differ before penalties; false
+--      without a step term),
+--      has_penalties BOOLEAN (a row of its group has a penalty)
 SELECT
     step_terms.group_uid,
     step_terms.traj_uid,
     step_terms.step_index,
     step_terms.step_return,
     episode_terms.episode_advantage,
-    CASE WHEN estimator IN ('gigpo', 'graphgpo', 'hgpo') THEN step_terms.step_advantage ELSE 0 END AS step_advantage,
+    CASE WHEN estimator IN ('gigpo', 'graphgpo', 'hgpo') THEN step_terms.step_advantage ELSE 0
+    END AS step_advantage,
     CASE
         WHEN estimator IN ('gigpo', 'graphgpo')
             THEN episode_terms.episode_advantage + omega::DOUBLE * step_terms.step_advantage
@@ -35,7 +39,8 @@ FROM (
     FROM hierarchy WHERE estimator = 'hgpo'
 ) AS step_terms
 JOIN (
-    FROM episode_advantage WHERE (estimator IN ('reinforce_pp', 'reinforce_pp_baseline')) IS NOT TRUE
+    FROM episode_advantage
+    WHERE (estimator IN ('reinforce_pp', 'reinforce_pp_baseline')) IS NOT TRUE
     UNION ALL BY NAME
     FROM whitening WHERE estimator IN ('reinforce_pp', 'reinforce_pp_baseline')
 ) AS episode_terms

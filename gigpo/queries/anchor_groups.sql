@@ -1,9 +1,10 @@
--- Anchor groups, eq. 6: the steps of one group with the same anchor key, whoever took them and when (a state met twice in
--- one trajectory counts twice), with the statistics eq. 7 needs. Steps without a key are in none.
+-- Anchor groups, eq. 6, with the statistics of eq. 7: the steps of one group with the same anchor
+-- key, of any trajectory and step. A state met twice in one trajectory counts twice. Steps without
+-- a key are in no anchor group.
 -- in:  anchor_keys
 -- out: group_uid, state_key, refinement, anchor_size BIGINT, max_weight DOUBLE, mean DOUBLE,
---      deviation DOUBLE (ddof 1, NULL for one step), deviation_0 DOUBLE (ddof 0), all_equal BOOLEAN,
---      spread DOUBLE (largest less smallest return, no penalty)
+--      deviation DOUBLE (ddof 1, NULL for one step), deviation_0 DOUBLE (ddof 0),
+--      all_equal BOOLEAN, spread DOUBLE (largest less smallest return, no penalty)
 SELECT
     group_uid,
     state_key,

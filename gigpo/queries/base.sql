@@ -1,32 +1,43 @@
--- The narrow relation every other query stands on: one row per step, only what the equations name.
--- Whole numbers are of an integer type and flags BOOLEAN, or refused: a cast would make step 0 of 0.4, and true of 0.3.
--- A uid, hash or key that is NaN is NULL: that is how some tools write a missing value. A hash or key that is -0.0 is 0.0: the
--- two are equal, and some queries compare the text. ('0.0' without a cast takes the type of the column, whatever it is.)
--- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of any type that compares.
---      Optional, NULL where the table lacks them: version_min, weight, won, anchor_key, admissible_actions
--- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = this step has no anchor state),
---      step_index BIGINT, reward DOUBLE, is_action_valid BOOLEAN, version_min BIGINT (oldest policy version of the step),
---      weight DOUBLE (importance weight), won BOOLEAN, anchor_key VARCHAR, admissible_actions VARCHAR[]
--- It is materialised by the caller: recursing over a Parquet view would read the files once per step of an episode.
--- The second part of the union has no rows; it only lends its columns. What a call does not use is never read.
+-- Read the columns of `steps` that the equations name: one row per step.
+-- Whole numbers have an integer type and flags are BOOLEAN, or they are refused: a cast would make
+-- step 0 of 0.4, and true of 0.3. A NaN uid, hash or key is NULL, because some tools write missing
+-- values so. A hash or key of -0.0 is 0.0: the two are equal, and some queries compare the text.
+-- ('0.0' without a cast takes the type of its column.)
+-- The caller materialises this relation, because recursing over a Parquet view would read the
+-- files once per step of an episode. The second part of the union has no rows; it only adds
+-- columns that are missing. Columns that a call does not use are never read.
+-- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of
+--      any type that can be compared. Optional, NULL if missing: version_min, weight, won,
+--      anchor_key, admissible_actions
+-- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = no anchor state),
+--      step_index BIGINT, reward DOUBLE, is_action_valid BOOLEAN,
+--      version_min BIGINT (oldest policy version of the step), weight DOUBLE (importance weight),
+--      won BOOLEAN, anchor_key VARCHAR, admissible_actions VARCHAR[]
 SELECT
-    CASE WHEN typeof(group_uid) IN ('FLOAT', 'DOUBLE') AND group_uid::VARCHAR = 'nan' THEN NULL ELSE group_uid
+    CASE WHEN typeof(group_uid) IN ('FLOAT', 'DOUBLE') AND group_uid::VARCHAR = 'nan' THEN NULL
+        ELSE group_uid
     END AS group_uid,
-    CASE WHEN typeof(traj_uid) IN ('FLOAT', 'DOUBLE') AND traj_uid::VARCHAR = 'nan' THEN NULL ELSE traj_uid
+    CASE WHEN typeof(traj_uid) IN ('FLOAT', 'DOUBLE') AND traj_uid::VARCHAR = 'nan' THEN NULL
+        ELSE traj_uid
     END AS traj_uid,
-    CASE WHEN typeof(step_index) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")' THEN step_index::BIGINT
-        ELSE error('step_index is ' || typeof(step_index) || ', and must be an integer; cast it where steps is made')
+    CASE WHEN typeof(step_index) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")'
+        THEN step_index::BIGINT
+        ELSE error('step_index is ' || typeof(step_index)
+            || ', and must be an integer; cast it where steps is made')
     END AS step_index,
     reward::DOUBLE AS reward,
     CASE WHEN typeof(is_action_valid) IN ('BOOLEAN', '"NULL"') THEN is_action_valid::BOOLEAN
-        ELSE error('is_action_valid is ' || typeof(is_action_valid) || ', and must be BOOLEAN; cast it where steps is made')
+        ELSE error('is_action_valid is ' || typeof(is_action_valid)
+            || ', and must be BOOLEAN; cast it where steps is made')
     END AS is_action_valid,
     CASE WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = 'nan' THEN NULL
         WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = '-0.0' THEN '0.0'
         ELSE state_hash
     END AS state_hash,
-    CASE WHEN typeof(version_min) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")' THEN version_min::BIGINT
-        ELSE error('version_min is ' || typeof(version_min) || ', and must be an integer; cast it where steps is made')
+    CASE WHEN typeof(version_min) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")'
+        THEN version_min::BIGINT
+        ELSE error('version_min is ' || typeof(version_min)
+            || ', and must be an integer; cast it where steps is made')
     END AS version_min,
     weight::DOUBLE AS weight,
     CASE WHEN typeof(won) IN ('BOOLEAN', '"NULL"') THEN won::BOOLEAN

@@ -1,20 +1,23 @@
 -- Episode advantage, eq. 3:  A_E = (x - baseline) / F,  x = score.
 --   gigpo, grpo, graphgpo  by `normalise`:
 --       mean            x - mean                         (the paper's F = 1)
---       mean_std        (x - mean) / (deviation + 1e-6)  (GRPO, arXiv 2402.03300, with the authors' epsilon)
---       leave_one_out   x - mean of the others           (unbiased: the baseline does not contain x; Kool et al. 2019).
---                       With weighting 'steps' the others are the other rows, (x - mean) * n / (n - 1), some of which
---                       are of the same trajectory (the authors' code); only with 'trajectories' is it unbiased.
---   rloo                   leave_one_out always (arXiv 2402.14740)
---   dr_grpo                mean always (arXiv 2503.20783). The other half of Dr.GRPO, no division by the response's
---                          length, is the loss aggregation's: a sum over tokens divided by a constant.
---   reinforce_pp           x, whitened over the batch by whitening.sql; no baseline from the group (arXiv 2501.03262)
+--       mean_std        (x - mean) / (deviation + 1e-6)  (GRPO, arXiv 2402.03300, authors' epsilon)
+--       leave_one_out   x - mean of the others           (Kool et al. 2019)
+--                       With weighting 'trajectories' the baseline does not contain x, so it is
+--                       unbiased. With 'steps' the others are the other rows,
+--                       (x - mean) * n / (n - 1), some of the same trajectory (authors' code).
+--   rloo                   always leave_one_out (arXiv 2402.14740)
+--   dr_grpo                always mean (arXiv 2503.20783). The other half of Dr.GRPO, no division
+--                          by the response's length, is a loss aggregation.
+--   reinforce_pp           x, whitened over the batch by whitening.sql, without a baseline of the
+--                          group (arXiv 2501.03262)
 --   reinforce_pp_baseline  x - mean, then whitened over the batch
---   hgpo                   0: its statement is all in the step term
--- Nothing to compare (n = 1): the score itself, as the authors do (divided by 1 + 1e-6 under mean_std).
--- All scores equal: exactly 0.
+--   hgpo                   0: hgpo has a step term only
+-- Nothing to compare (n = 1): the score, as in the authors' code (divided by 1 + 1e-6 with
+-- mean_std). All scores equal: exactly 0.
 -- in:  episodes, episode_groups; estimator, normalise, weighting
--- out: episodes' columns but rounding, episode_groups' rounding, episodes_differ, has_penalties, episode_advantage DOUBLE
+-- out: episodes' columns but rounding, episode_groups' rounding, episodes_differ, has_penalties,
+--      episode_advantage DOUBLE
 SELECT
     episodes.* EXCLUDE (rounding),
     episode_groups.rounding,
@@ -25,8 +28,10 @@ SELECT
         WHEN estimator = 'reinforce_pp' THEN score
         WHEN n = 1 THEN score
         WHEN all_equal THEN 0
-        WHEN estimator = 'rloo' OR (normalise = 'leave_one_out' AND estimator IN ('gigpo', 'grpo', 'graphgpo'))
-            THEN score - (n * mean - CASE weighting WHEN 'steps' THEN score ELSE mean_score END) / (n - 1)
+        WHEN estimator = 'rloo'
+            OR (normalise = 'leave_one_out' AND estimator IN ('gigpo', 'grpo', 'graphgpo'))
+            THEN score
+                - (n * mean - CASE weighting WHEN 'steps' THEN score ELSE mean_score END) / (n - 1)
         ELSE score - mean
     END / CASE
         WHEN normalise = 'mean_std' AND estimator IN ('gigpo', 'grpo', 'graphgpo')

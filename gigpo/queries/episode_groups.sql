@@ -1,17 +1,18 @@
--- What a trajectory is compared with, eq. 3: mean and standard deviation (ddof 1) of the scores of one group (one task).
+-- Statistics of the scores of one group (one task), eq. 3: mean and standard deviation (ddof 1).
 --   mean = sum(u x) / n,   var = sum(u (x - mean)^2) / (n - 1),   u = units,   n = sum(u)
--- And whether there is anything to learn from, see gigpo/group_filter.py: episode returns (no penalty) differ if they are further
--- apart than rounding can put them; one lone trajectory differs from nothing.
--- Its lines are kept as two lists: to read `episodes` a second time for the deviation is a second aggregate and two joins.
+-- For gigpo/group_filter.py: episode returns (no penalty) differ if they are further apart than
+-- rounding can put them; one lone trajectory differs from nothing.
+-- Scores are kept as two lists, because reading `episodes` again for the deviation would take a
+-- second aggregate and two joins.
 -- in:  episodes; weighting, invalid_penalty
--- out: group_uid, n DOUBLE (rows or trajectories), mean DOUBLE, deviation DOUBLE (NULL for n = 1), all_equal BOOLEAN,
---      rounding DOUBLE (two returns of the group this close may be the same), episodes_differ BOOLEAN,
---      has_penalties BOOLEAN (some row has lost a penalty)
+-- out: group_uid, n DOUBLE (rows or trajectories), mean DOUBLE, deviation DOUBLE (NULL for n = 1),
+--      all_equal BOOLEAN, rounding DOUBLE (returns of the group this close may be the same),
+--      episodes_differ BOOLEAN, has_penalties BOOLEAN (a row has a penalty)
 SELECT
     * EXCLUDE (all_units, scores),
-    SQRT(
-        list_sum(list_transform(list_zip(all_units, scores), lambda line: line[1] * (line[2] - mean) ** 2)) / NULLIF(n - 1, 0)
-    ) AS deviation
+    SQRT(list_sum(list_transform(
+        list_zip(all_units, scores), lambda line: line[1] * (line[2] - mean) ** 2
+    )) / NULLIF(n - 1, 0)) AS deviation
 FROM (
     SELECT
         * EXCLUDE (n_steps, n_trajectories, total),
@@ -23,7 +24,8 @@ FROM (
             LIST(units) AS all_units,
             LIST(score) AS scores,
             SUM(units) AS n_steps,
-            SUM(is_counted)::DOUBLE AS n_trajectories, -- counted: the units of one need not add up to exactly 1
+            -- counted, because the units of one trajectory may not add up to exactly 1
+            SUM(is_counted)::DOUBLE AS n_trajectories,
             SUM(units * score) AS total,
             MIN(score) = MAX(score) AS all_equal,
             2 * MAX(rounding) AS rounding,

@@ -1,14 +1,14 @@
--- Distance-to-success returns, after GraphGPO (ICML 2026), but not exactly as its authors compute them:
--- docs/algorithms.md, section 3, says where they differ. The states that one group met are nodes of a directed graph,
--- each step an edge to the state it led to, the last step of a won trajectory an edge to 'success'.
+-- Distance-to-success returns, after GraphGPO (ICML 2026); docs/algorithms.md, section 3, lists the
+-- differences. The states that one group met are the nodes of a directed graph. Each step is an
+-- edge to the next state; the last step of a won trajectory is an edge to 'success'.
 -- d(s) = edges on the shortest path from s to 'success'; the return of a step that led to s' is
 --   scale * 0.1 ^ d(s'),  0 where no path is known.
--- 0.1 is the authors' factor for ALFWorld (0.2 for WebShop, 0.8 for Sokoban), and not `gamma`, which eq. 5 keeps.
--- The published scale is 10, what success pays there. Here it is the largest return of a trajectory of the group that
--- was won, so that it is 10 where winning pays 10. It has to be positive: where every step costs and a win does not
--- make up for it, "near success" would read as "worse", so that is refused.
--- A node is a state_hash whatever `anchor` says (anchor decides what is compared, not what is connected); a step without
--- a state hash is a node of its own. For graphgpo only; without 'won' it refuses.
+-- 0.1 is the authors' factor for ALFWorld (0.2 for WebShop, 0.8 for Sokoban). It is not `gamma`,
+-- which belongs to eq. 5. The published scale is 10, the reward of success there. Here it is the
+-- largest return of a won trajectory of the group, so 10 where winning pays 10. A scale that is not
+-- positive is refused: "near success" would then mean "worse".
+-- A node is a state_hash for every `anchor`, which decides what is compared, not what is connected.
+-- A step without a state hash is a node of its own. For graphgpo only; it needs the column won.
 -- in:  base, trajectories, returns
 -- out: returns' columns, with the graph's return for step_return
 WITH RECURSIVE nodes AS (
@@ -16,7 +16,9 @@ WITH RECURSIVE nodes AS (
         group_uid,
         traj_uid,
         step_index,
-        COALESCE('state ' || state_hash::VARCHAR, format('step {} of {}', step_index, traj_uid::VARCHAR)) AS node
+        COALESCE(
+            'state ' || state_hash::VARCHAR, format('step {} of {}', step_index, traj_uid::VARCHAR)
+        ) AS node
     FROM base
 ),
 edges AS (
@@ -27,23 +29,26 @@ edges AS (
         nodes.node,
         CASE
             WHEN trajectories.won IS NULL
-                THEN error(format('graphgpo needs to know whether trajectory {} was won; give `steps` a column won',
+                THEN error(format('graphgpo needs to know whether trajectory {} was won; '
+                    || 'give `steps` a column won',
                     nodes.traj_uid::VARCHAR))
             WHEN later.node IS NOT NULL THEN later.node
             WHEN trajectories.won THEN 'success'
         END AS next_node
     FROM nodes
     JOIN trajectories USING (traj_uid)
-    LEFT JOIN nodes AS later ON nodes.traj_uid = later.traj_uid AND nodes.step_index + 1 = later.step_index
+    LEFT JOIN nodes AS later
+        ON nodes.traj_uid = later.traj_uid AND nodes.step_index + 1 = later.step_index
 ),
--- Breadth first from 'success' against the edges: what a round reaches first is at that round's distance.
+-- Breadth-first search from 'success' against the edges: round d finds the nodes at distance d.
 distances(group_uid, node, distance) USING KEY (group_uid, node) AS (
     SELECT DISTINCT group_uid, 'success', 0 FROM edges WHERE next_node = 'success'
     UNION ALL
     SELECT edges.group_uid, edges.node, MIN(distances.distance) + 1
     FROM distances
     JOIN edges ON edges.group_uid = distances.group_uid AND edges.next_node = distances.node
-    LEFT JOIN recurring.distances AS known ON known.group_uid = edges.group_uid AND known.node = edges.node
+    LEFT JOIN recurring.distances AS known
+        ON known.group_uid = edges.group_uid AND known.node = edges.node
     WHERE known.node IS NULL
     GROUP BY edges.group_uid, edges.node
 ),
@@ -51,7 +56,8 @@ scales AS (
     SELECT
         trajectories.group_uid,
         CASE WHEN MAX(reward_to_go) > 0 THEN MAX(reward_to_go) ELSE error(format(
-            'graphgpo needs winning to pay more than it costs; the best won trajectory of group {} returned {}',
+            'graphgpo needs winning to pay more than it costs; the best won trajectory of group {} '
+            || 'returned {}',
             trajectories.group_uid::VARCHAR, MAX(reward_to_go))) END AS scale
     FROM returns
     JOIN trajectories USING (traj_uid)

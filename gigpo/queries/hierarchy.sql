@@ -1,10 +1,13 @@
--- HGPO (ICLR 2026): a step is compared within nested anchor groups, those of its last 1, 2, ... K + 1 states, and the
--- longer the shared history the more a comparison counts:  A_S = sum(w_k A_k) / sum(w_k),  w_k = k + 1 (alpha = 1),
--- over the suffixes whose advantage is not 0, as its authors compute it; none: 0. Up to 1e-9 is 0: whether the middle of
--- three returns is one ulp off their mean must not move the weights. anchor_size is that of the state alone.
--- For hgpo only; all other estimators have one line per step already.
+-- HGPO (ICLR 2026): a step is compared within nested anchor groups, those of its last 1, 2, ...
+-- K + 1 states. Longer shared histories count more:
+--   A_S = sum(w_k A_k) / sum(w_k),  w_k = k + 1 (alpha = 1),
+-- over the suffixes whose advantage is not 0, as in the authors' code; without any: 0. Advantages
+-- up to 1e-9 count as 0, because a middle return that is one ulp off the mean must not move the
+-- weights. anchor_size is that of the state alone. For hgpo only; the other estimators have one
+-- line per step already.
 -- in:  step_advantage
--- out: group_uid, traj_uid, step_index, is_action_valid, step_return, step_advantage, spread DOUBLE, anchor_size BIGINT
+-- out: group_uid, traj_uid, step_index, is_action_valid, step_return, step_advantage,
+--      spread DOUBLE, anchor_size BIGINT
 SELECT
     group_uid,
     traj_uid,

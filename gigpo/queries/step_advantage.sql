@@ -1,14 +1,18 @@
--- Step advantage, eq. 7:  A_S = (R_t - baseline) / F  over the anchor group, by `normalise`: mean, mean_std (deviation +
--- 1e-6) or leave_one_out: the baseline is the mean over the other trajectories' steps. All steps of a step's own trajectory
--- are left out, because a state that is met twice has returns that share rewards; one trajectory alone: 0. With d = R - mean
--- and n members the mean of the others is  mean - sum_own(d) / (n - n_own). With weights v the others are added up instead:
--- where the own trajectory has nearly all the weight, V - sum_own(v) would be rounding and nothing else.
--- The deviation has ddof 1, as GiGPO's authors compute it; ddof 0 for hgpo, as its authors do.
--- One step alone, or returns that are all equal: exactly 0. (A float32 mean misses by one ulp, and one ulp divided by
--- one ulp + 1e-6 is up to 0.65: the fault this comparison, and DOUBLE throughout, are here for.)
--- in:  anchor_keys (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise, anchor_versions
--- out: anchor_keys' columns, anchor_size BIGINT (1 = alone), spread DOUBLE (of returns without penalty; 0 = alone),
---      step_advantage DOUBLE
+-- Step advantage, eq. 7:  A_S = (R_t - baseline) / F  over the anchor group, by `normalise`: mean,
+-- mean_std (deviation + 1e-6) or leave_one_out.
+-- leave_one_out: the baseline is the mean over the steps of other trajectories. All steps of the
+-- own trajectory are left out, because the returns of a state met twice share rewards; one
+-- trajectory alone: 0. With d = R - mean and n members the mean of the others is
+--   mean - sum_own(d) / (n - n_own).
+-- With weights v the others are summed instead: if the own trajectory has nearly all the weight,
+-- V - sum_own(v) would be rounding only.
+-- The deviation has ddof 1 as in GiGPO's code, and ddof 0 for hgpo as in HGPO's.
+-- One step alone, or equal returns: exactly 0. (A float32 mean misses by one ulp, and one ulp
+-- divided by one ulp + 1e-6 is up to 0.65. This comparison and DOUBLE throughout prevent that.)
+-- in:  anchor_keys (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise,
+--      anchor_versions
+-- out: anchor_keys' columns, anchor_size BIGINT (1 = alone),
+--      spread DOUBLE (of returns without penalty; 0 = alone), step_advantage DOUBLE
 WITH compared AS (
     SELECT
         anchor_keys.*,
@@ -35,7 +39,8 @@ SELECT
         WHEN normalise = 'mean_std' THEN d / (deviation + 1e-6::DOUBLE)
         WHEN normalise = 'mean' THEN d
         WHEN COUNT(*) OVER own = anchor_size THEN 0
-        WHEN anchor_versions = 'weighted' THEN step_return - SUM(v * step_return) OVER others / SUM(v) OVER others
+        WHEN anchor_versions = 'weighted'
+            THEN step_return - SUM(v * step_return) OVER others / SUM(v) OVER others
         ELSE d + SUM(d) OVER own / (anchor_size - COUNT(*) OVER own)
     END AS step_advantage
 FROM compared

@@ -1,7 +1,8 @@
--- Whitening over the whole batch, REINFORCE++ (arXiv 2501.03262):  A <- (A - mean(A)) / sqrt(var(A) + 1e-8), ddof 1,
--- the mean over units as in episodes.sql. Published over tokens; here over steps (or trajectories), because the relation
--- knows no tokens. All equal, or a single unit: exactly 0.
--- Here another task's rows do change an advantage: the batch is the baseline. For reinforce_pp and reinforce_pp_baseline.
+-- Whitening over the whole batch, REINFORCE++ (arXiv 2501.03262):
+--   A <- (A - mean(A)) / sqrt(var(A) + 1e-8),  ddof 1, over units as in episodes.sql.
+-- It is published over tokens; here it is over steps (or trajectories), because the relation has no
+-- tokens. All equal, or a single unit: exactly 0. The batch is the baseline, so rows of other tasks
+-- change an advantage. For reinforce_pp and reinforce_pp_baseline.
 -- in:  episode_advantage; weighting
 -- out: episode_advantage's columns
 WITH sums AS (
@@ -13,11 +14,18 @@ WITH sums AS (
     FROM episode_advantage
 ),
 batch AS (
-    SELECT CASE weighting WHEN 'steps' THEN n_steps ELSE n_trajectories END AS n, total / n AS mean, all_equal
+    SELECT
+        CASE weighting WHEN 'steps' THEN n_steps ELSE n_trajectories END AS n,
+        total / n AS mean,
+        all_equal
     FROM sums
 ),
 variance AS (
-    SELECT mean, all_equal, n, SUM(units * (episode_advantage - mean) ** 2) / NULLIF(n - 1, 0) AS variance
+    SELECT
+        mean,
+        all_equal,
+        n,
+        SUM(units * (episode_advantage - mean) ** 2) / NULLIF(n - 1, 0) AS variance
     FROM episode_advantage
     CROSS JOIN batch
     GROUP BY mean, all_equal, n

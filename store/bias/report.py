@@ -1,12 +1,11 @@
-"""Are dropped trajectories different from the trained ones? In length, reward and task, with a
-permutation test.
+"""Compare dropped trajectories with trained ones: length, reward and task, by permutation test.
 
-Dropped is a training group that is stale, filtered or abandoned now, whatever was played of it,
-and extra: what a group with spare members had too many of. Groups that are still to be played or
-trained on, held-out ones and imported ones are neither.
+Dropped are the trajectories of training groups that are stale, filtered or abandoned now, and
+extra trajectories: extra members that a group did not need. Groups that may still be played or
+trained on, held-out groups and imported ones are neither dropped nor trained.
 
-Unfinished training episodes, a kind for each reason, are compared with the trained members of their
-own groups. They are measured by how far they got before they were given up, so their whole lengths
+Unfinished training episodes, one kind for each reason, are compared with the trained members of
+their own groups. They are measured up to the moment they were given up, so their whole lengths
 are at least that.
 """
 
@@ -35,19 +34,19 @@ QUERY_TIMEOUT_S = 3600.0
 SEED = 0
 KINDS = ("stale", "filtered", "abandoned", "extra")
 EXTRA = "extra"
+GROUP_STATES = ("trained", "stale", "filtered", "abandoned")
 MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")
 TASKS = "tasks"
-# compared with the members of their own groups, so with the same task
+# Kinds that are compared with members of their own groups, so with the same task.
 WITHIN_GROUP = (EXTRA, *WHY_UNFINISHED)
-# What a kind differs in by definition, so there is nothing to test.
+# Measures in which a kind differs by definition, so there is nothing to test.
 BY_DEFINITION = {"filtered": ("episode_return", "won"), **dict.fromkeys(WITHIN_GROUP, (TASKS,))}
-# dropped, and trained, that can be compared; fewer permutations could not tell them from chance
+# least groups on each side; with fewer, permutations could not tell a difference from chance
 MIN_GROUPS = 5
-# of policy versions: at most so many, of at least so many trained groups
+# blocks of policy versions: most of them, and least trained groups in each
 MAX_BLOCKS, GROUPS_PER_BLOCK = 10, 10
 
-# The columns a condition may use: those of `trajectories`, and those of `groups` that
-# `trajectories` does not have.
+# The columns that a condition may use: those of `trajectories`, and the others of `groups`.
 PLAYED = """(SELECT * FROM (
     SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
     FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid)
@@ -58,78 +57,83 @@ SUMS = "count(*)::DOUBLE AS n, " + ", ".join(
     f"sum({measure}::DOUBLE) AS {measure}" for measure in MEASURES
 )
 VALUES = ", ".join(f"{measure}::DOUBLE AS {measure}" for measure in MEASURES)
-GROUPS = """SELECT state, any_value(task_id) AS task, min(version_min) AS version, {sums} FROM {played}
+GROUPS = """SELECT state, any_value(task_id) AS task, min(version_min) AS version, {sums}
+FROM {played}
 WHERE split = 'train' AND state IN ('trained', 'stale', 'filtered', 'abandoned')
 GROUP BY group_uid, state ORDER BY group_uid"""
-# Every extra trajectory, and beside those of trained groups the members that were trained on.
+# Every extra trajectory, and the trained members of their groups.
 MEMBERS = """WITH played AS {played},
-extra AS (SELECT group_uid, regexp_extract(reason, '^imported from extra of group ([0-9a-f-]+)$', 1) AS of_group
-            FROM groups WHERE split = 'imported' AND reason LIKE 'imported from extra of group %'),
+extra AS (
+    SELECT
+        group_uid,
+        regexp_extract(reason, '^imported from extra of group ([0-9a-f-]+)$', 1) AS of_group
+    FROM groups WHERE split = 'imported' AND reason LIKE 'imported from extra of group %'),
 members AS (
     SELECT of_group, true AS dropped, p.* FROM played AS p JOIN extra USING (group_uid)
     UNION ALL BY NAME
     SELECT group_uid::VARCHAR AS of_group, false AS dropped, * FROM played
-    WHERE split = 'train' AND state = 'trained' AND group_uid::VARCHAR IN (SELECT of_group FROM extra))
-SELECT dense_rank() OVER (ORDER BY of_group) - 1 AS of_group, dropped, task_id AS task, 1::DOUBLE AS n,
-       {values}
+    WHERE split = 'train' AND state = 'trained'
+        AND group_uid::VARCHAR IN (SELECT of_group FROM extra))
+SELECT dense_rank() OVER (ORDER BY of_group) - 1 AS of_group, dropped, task_id AS task,
+    1::DOUBLE AS n, {values}
 FROM members ORDER BY of_group, dropped, traj_uid"""
-# Unfinished training episodes, and with `why` null the members of their groups that were trained
-# on.
+# Unfinished training episodes, and the trained members of their groups, whose `why` is NULL.
 UNFINISHED = """WITH played AS {played},
-given_up AS (SELECT why, group_uid, task_id AS task, n_steps, n_response_tokens FROM unfinished
-             WHERE split = 'train' AND n_steps IS NOT NULL
-             AND ({all_groups} OR group_uid IN (SELECT group_uid FROM played))),
-members AS (SELECT NULL AS why, group_uid, task_id AS task, n_steps, n_response_tokens FROM played
-            WHERE split = 'train' AND state = 'trained' AND group_uid IN (SELECT group_uid FROM given_up))
+given_up AS (
+    SELECT why, group_uid, task_id AS task, n_steps, n_response_tokens FROM unfinished
+    WHERE split = 'train' AND n_steps IS NOT NULL
+        AND ({all_groups} OR group_uid IN (SELECT group_uid FROM played))),
+members AS (
+    SELECT NULL AS why, group_uid, task_id AS task, n_steps, n_response_tokens FROM played
+    WHERE split = 'train' AND state = 'trained'
+        AND group_uid IN (SELECT group_uid FROM given_up))
 SELECT why, group_uid::VARCHAR AS of_group, task, 1::DOUBLE AS n, n_steps::DOUBLE AS n_steps,
-       n_response_tokens::DOUBLE AS n_response_tokens
+    n_response_tokens::DOUBLE AS n_response_tokens
 FROM (FROM given_up UNION ALL BY NAME FROM members) ORDER BY ALL"""
-HAS_UNFINISHED = "SELECT count(*) > 0 AS there FROM duckdb_views() WHERE view_name = 'unfinished'"
 N_GROUPS = "SELECT state, count(*) AS n FROM groups WHERE split = 'train' GROUP BY 1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """The trajectories of one way of being dropped, or of the trained groups."""
+    """The trajectories that were dropped for one reason, or the trained ones."""
 
     name: str
-    n_groups: int  # with a trajectory here
+    n_groups: int  # with a trajectory in the run
     n_trajectories: int
-    # of MEASURES, per trajectory; of unfinished episodes the first two; none without one
+    # of MEASURES, per trajectory; unfinished episodes have the first two; () without trajectories
     means: tuple[float, ...]
     n_tasks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A measure of one kind against the trained trajectories of about the same policy versions.
+    """A measure of one kind against trained trajectories of about the same policy versions.
 
-    Extra and unfinished episodes are compared with those of their own groups.
+    Extra and unfinished episodes are compared with members of their own groups.
     """
 
     kind: str
-    measure: str  # of MEASURES, or TASKS: shares of the task that differs most
+    measure: str  # of MEASURES, or TASKS: shares of the most different task
     difference: Difference
     task: str | None
-    # by Holm, for the number of comparisons of the report; None where it is so by definition
+    # by Holm, for the number of comparisons of the report; None for a difference by definition
     p_corrected: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasReport:
     lsn: int | None
-    kinds: tuple[Kind, ...]  # the trained first
+    kinds: tuple[Kind, ...]  # the trained ones first
     comparisons: tuple[Comparison, ...]
-    not_compared: dict[str, str]  # kind → why
-    n_unseen: dict[str, int]  # kind → its groups that have no trajectory here
+    not_compared: dict[str, str]  # kind → reason
+    n_unseen: dict[str, int]  # kind → its groups without a trajectory in the run
 
 
 def bias_report(run: Path, *, as_of: int | None, where: str | None) -> BiasReport:
-    """Of the trajectories for which `where` holds, now or at the lsn `as_of`; the run may be
-    training.
+    """Compare the trajectories where `where` holds, now or at the lsn `as_of`.
 
-    Raises StoreError for a condition that is none, and if files cannot be read: what is missing
-    could be the difference.
+    The run may be training. Raises StoreError for an invalid condition, and for files that cannot
+    be read, because missing trajectories could be the difference.
     """
     if where is not None:
         check_condition(where)
@@ -148,34 +152,27 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
     kinds = [_kind("trained", groups.filter(pa.array(state_U == "trained")))]
     comparisons: list[Comparison] = []
     not_compared = {}
+    selected = []  # (kind, its rows, the tasks and the units to compare)
     for name in KINDS:
-        of_kind = extra if name == EXTRA else groups.filter(pa.array(state_U == name))
-        kinds.append(_kind(name, of_kind))
-        tasks, units = (
-            _members_as_units(members)
-            if name == EXTRA
-            else _groups_as_units(groups, state_U, dropped=name)
-        )
-        units = units.comparable()
-        why = _too_few(units, kinds[-1])
-        if why is None:
-            comparisons += _compare(name, units, tasks)
+        if name == EXTRA:
+            selected.append((name, extra, *_members_as_units(members)))
         else:
-            not_compared[name] = why
-    dropped_kinds = kinds[1:-1]
-    for name, rows in _unfinished(reader, played, all_groups=where is None).items():
-        kinds.append(_kind(name, rows.filter(rows["dropped"])))
-        tasks, units = _members_as_units(rows)
-        units = units.comparable()
-        why = _too_few(units, kinds[-1])
-        if why is None:
+            dropped = groups.filter(pa.array(state_U == name))
+            selected.append((name, dropped, *_groups_as_units(groups, state_U, dropped=name)))
+    unfinished = _unfinished(reader, played, all_groups=where is None)
+    for name, rows in unfinished.items():
+        selected.append((name, rows.filter(rows["dropped"]), *_members_as_units(rows)))
+    for name, dropped, tasks, all_units in selected:
+        kinds.append(_kind(name, dropped))
+        units = all_units.comparable()
+        if (why := _too_few(units, kinds[-1])) is None:
             comparisons += _compare(name, units, tasks)
         else:
             not_compared[name] = why
     totals = dict(
         zip(*(column.to_pylist() for column in reader.sql(N_GROUPS).columns), strict=True)
     )
-    counted = [] if where is not None else [kinds[0], *dropped_kinds]
+    counted = [] if where is not None else [kind for kind in kinds if kind.name in GROUP_STATES]
     unseen = {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in counted}
     return BiasReport(
         lsn=reader.lsn,
@@ -187,13 +184,10 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
 
 
 def _unfinished(reader: Reader, played: str, *, all_groups: bool) -> dict[str, pa.Table]:
-    """Return the unfinished episodes by reason, each with the trained members of their groups;
-    `dropped` tells them apart.
+    """Return the unfinished episodes by reason, with the trained members of their groups.
 
-    A run of an older format that nobody has opened since has none.
+    The column `dropped` tells them apart.
     """
-    if not reader.sql(HAS_UNFINISHED)["there"][0].as_py():
-        return {}
     query = UNFINISHED.format(played=played, all_groups=str(all_groups).lower())
     rows = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
     why_U = np.asarray(rows["why"].to_pylist(), dtype=object)
@@ -213,12 +207,12 @@ def _unfinished(reader: Reader, played: str, *, all_groups: bool) -> dict[str, p
 
 
 def _measures(rows: pa.Table) -> list[str]:
-    """Return the MEASURES that these rows have: an unfinished episode has no return."""
+    """Return the MEASURES of these rows: an unfinished episode has no return."""
     return [measure for measure in MEASURES if measure in rows.column_names]
 
 
 def _kind(name: str, rows: pa.Table) -> Kind:
-    """In: a row per group, or per trajectory of extra, or per unfinished episode."""
+    """Summarise rows: one per group, per extra trajectory, or per unfinished episode."""
     n = int(np.sum(rows["n"].to_numpy()))
     means = (
         tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in _measures(rows))
@@ -238,8 +232,9 @@ def _kind(name: str, rows: pa.Table) -> Kind:
 def _groups_as_units(
     groups: pa.Table, state_U: np.ndarray, *, dropped: str
 ) -> tuple[list[str], Units]:
-    """Groups against trained ones of about the same policy versions: else what a policy learnt
-    meanwhile would be found.
+    """Return the groups of a state and trained ones, in strata of about the same policy versions.
+
+    Without strata the test would find what the policy learnt meanwhile.
     """
     trained_U = state_U == "trained"
     version_U = groups["version"].to_numpy()
@@ -254,7 +249,7 @@ def _groups_as_units(
 
 
 def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:
-    """Extra, or unfinished episodes, against the members of the very group."""
+    """Return extra or unfinished episodes and trained members, in one stratum per group."""
     dropped_U = np.asarray(members["dropped"].to_pylist(), bool)
     return _units(members, stratum_U=members["of_group"].to_numpy(), dropped_U=dropped_U)
 
@@ -262,7 +257,7 @@ def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:
 def _units(
     rows: pa.Table, *, stratum_U: np.ndarray, dropped_U: np.ndarray
 ) -> tuple[list[str], Units]:
-    """And what each code of `task_U` stands for."""
+    """Return the tasks that `task_U` has the indices of, and the units."""
     coded = rows["task"].combine_chunks().dictionary_encode()
     units = Units(
         stratum_U=np.asarray(stratum_U, np.int64),
@@ -285,7 +280,10 @@ def _too_few(units: Units, kind: Kind) -> str | None:
     if kind.name in WITHIN_GROUP:
         what = EXTRA if kind.name == EXTRA else f"{kind.name} episodes"
         return f"{n_dropped} trained groups have {what}, too few to compare; it takes {MIN_GROUPS}"
-    return f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes {MIN_GROUPS} of each"
+    return (
+        f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes "
+        f"{MIN_GROUPS} of each"
+    )
 
 
 def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
@@ -306,17 +304,14 @@ def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
 
 
 def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    tested = [row.measure not in BY_DEFINITION.get(row.kind, ()) for row in comparisons]
-    corrected = iter(
-        holm(
-            [
-                row.difference.p
-                for row, is_tested in zip(comparisons, tested, strict=True)
-                if is_tested
-            ]
-        )
-    )
-    return [
-        replace(row, p_corrected=next(corrected)) if is_tested else row
-        for row, is_tested in zip(comparisons, tested, strict=True)
+    """Return the comparisons with their p-values corrected for their number."""
+    tested = [
+        index
+        for index, row in enumerate(comparisons)
+        if row.measure not in BY_DEFINITION.get(row.kind, ())
     ]
+    corrected = holm([comparisons[index].difference.p for index in tested])
+    found = list(comparisons)
+    for index, p in zip(tested, corrected, strict=True):
+        found[index] = replace(found[index], p_corrected=p)
+    return found

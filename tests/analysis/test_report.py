@@ -1,4 +1,4 @@
-"""What is printed at the end of a run."""
+"""Print the summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.console import Console
 
 import driver
 from analysis import report
-from configs import Config, EnvConfig, ModelConfig, to_yaml
-from driver.preflight import with_defaults
+from cli import train
+from configs import Config, EnvConfig, ModelConfig, as_yaml
 from store import Catalog, RunLayout, export, write_open_sql
 from store.reading.query import connect
 from tests.support.store_samples import play
@@ -25,7 +25,7 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
         replace(config, source=["elsewhere"]),
     )
     assert not report.is_finished(at_3), "there is none yet"
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     assert (report.trained_to(at_3), report.is_finished(at_3)) == (0, False), (
         "it has no catalog yet"
@@ -41,7 +41,7 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
         export(catalog, layout)
         assert (report.trained_to(at_3), report.is_finished(at_3)) == (4, False)
         assert report.is_finished(
-            replace(offline, learner=at_3.learner, stored=replace(config.stored, share=1.0))
+            replace(offline, learner=at_3.learner, offline=replace(config.offline, share=1.0))
         )
         catalog.record_metrics(learner_step=4, policy_version=4, values={"heldout/success": 0.5})
         export(catalog, layout)
@@ -51,11 +51,9 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
 
 def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
     key_room = EnvConfig(name="key_room", options={})
-    config = with_defaults(
-        replace(
-            Config(run_dir=str(tmp_path / "run"), env=key_room),
-            model=ModelConfig(path=str(tmp_path)),
-        )
+    config = replace(
+        Config(run_dir=str(tmp_path / "run"), env=key_room),
+        model=ModelConfig(path=str(tmp_path)),
     )
     (tmp_path / "config.json").write_text("{}")
     layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))

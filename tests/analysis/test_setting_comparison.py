@@ -9,7 +9,14 @@ import pyarrow as pa
 import pytest
 
 from analysis import setting_comparison as comparison
-from analysis.setting_comparison import CHANGE_KINDS, NO_BATCH, Span, fates, plot_settings, spans
+from analysis.setting_comparison import (
+    CHANGE_KINDS,
+    NO_BATCH,
+    Span,
+    change_kinds,
+    plot_settings,
+    spans,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -46,7 +53,7 @@ def rows(steps: Sequence[tuple[int | None, float | None, float | None]]) -> pa.T
     ],
 )
 def test_what_becomes_of_a_step(a: float | None, b: float | None, fate: str) -> None:
-    assert [CHANGE_KINDS[code] for code in fates(rows([(1, a, b)]))] == [fate]
+    assert [CHANGE_KINDS[code] for code in change_kinds(rows([(1, a, b)]))] == [fate]
 
 
 def test_a_zero_and_a_small_advantage_have_other_signs() -> None:
@@ -55,7 +62,7 @@ def test_a_zero_and_a_small_advantage_have_other_signs() -> None:
         .set_column(1, "advantage_a", [[0.0]])
         .set_column(2, "advantage_b", [[0.001]])
     )
-    assert [CHANGE_KINDS[code] for code in fates(table)] == ["another sign"], (
+    assert [CHANGE_KINDS[code] for code in change_kinds(table)] == ["another sign"], (
         "one pushes and the other does not"
     )
 

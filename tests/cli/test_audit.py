@@ -85,7 +85,7 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.to_yaml(Config()))
+    return make_run(tmp_path_factory.mktemp("audit") / "run", config_yaml=configs.as_yaml(Config()))
 
 
 def rows_of(run: Path, tmp_path: Path, *arguments: str) -> pa.Table:
@@ -202,7 +202,7 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     2.
     """
     layout = RunLayout.create(
-        tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.to_yaml(Config())
+        tmp_path_factory.mktemp("offline") / "run", config_yaml=configs.as_yaml(Config())
     )
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     take_sources(layout.root, [parse_source(f"{run}@ordinal < 3")], order="ordinal")

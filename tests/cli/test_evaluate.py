@@ -21,7 +21,7 @@ import configs
 import store
 from analysis import evaluation_stats as evaluation
 from analysis.evaluation_stats import (
-    Played,
+    TaskResult,
     interval,
     mean_score,
     newest_round,
@@ -40,8 +40,8 @@ from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
 
 
-def task(won: int, played: int) -> Played:
-    return Played(task_id="t", won=won, played=played, score=None, steps=3.0)
+def task(won: int, played: int) -> TaskResult:
+    return TaskResult(task_id="t", won=won, played=played, score=None, steps=3.0)
 
 
 def test_one_episode_a_task_has_wilsons_interval() -> None:
@@ -86,7 +86,7 @@ def played(tmp_path: Path) -> Path:
     """A run with two evaluation rounds of its 20 held-out tasks."""
     run = tmp_path / "run"
     config = make_config(run, max_staleness=0)
-    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=0)
     coordinator = Coordinator(config, learns=False)
     for version in (0, 1):
@@ -114,7 +114,7 @@ def graded_round(tmp_path: Path, *, graded_task: int | None) -> Path:
     run = tmp_path / "run"
     config = make_config(run, max_staleness=0)
     write_open_sql(
-        RunLayout.create(run, config_yaml=configs.to_yaml(config)), macros=[], max_staleness=0
+        RunLayout.create(run, config_yaml=configs.as_yaml(config)), macros=[], max_staleness=0
     )
     coordinator = Coordinator(config, learns=False)
     publish(coordinator, 0, 0)
@@ -155,8 +155,8 @@ def test_a_round_without_any_grade_has_no_score(tmp_path: Path) -> None:
 
 
 def test_a_task_counts_as_often_in_the_score_as_it_was_played() -> None:
-    often = Played(task_id="a", won=0, played=3, score=1.0, steps=1.0)
-    once = Played(task_id="b", won=0, played=1, score=0.0, steps=1.0)
+    often = TaskResult(task_id="a", won=0, played=3, score=1.0, steps=1.0)
+    once = TaskResult(task_id="b", won=0, played=1, score=0.0, steps=1.0)
     assert mean_score([often, once]) == 0.75
 
 
@@ -169,7 +169,7 @@ def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
 
 def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=0)
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=0)
     Coordinator(config, learns=False).close()
     with pytest.raises(StoreError, match="nothing was played on held-out tasks yet"):
@@ -205,7 +205,7 @@ def test_a_run_that_trains_is_named_by_its_driver_with_a_way_out(
     config = replace(configs.load(ROOT / "configs/key_room.yaml"), run_dir=str(run))
     ticks = run_lock.started_ticks(other)
     assert ticks is not None
-    layout = RunLayout.create(run, config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
     driver = run_lock.Driver(
         pid=other, started_ticks=ticks, host=socket.gethostname(), run=str(run)
     )
@@ -245,7 +245,7 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
     def asked(step: int) -> Config:
         return fill_defaults(new_run_settings(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"]))
 
-    RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(asked(3)))
+    RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(asked(3)))
     check_same_run(asked(3))
     with pytest.raises(
         ConfigError,

@@ -168,7 +168,7 @@ def test_the_settings_are_the_runs_and_nothing_of_ours_is_loaded(tmp_path: Path)
     config = new_run_settings(str(ROOT / "configs" / "alfworld_qwen2.5_1.5b.yaml"), given)
     assert (config.model.path, config.model.lora_rank, config.actors.gpus_per_worker) == ("", 0, 0)
     made = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}", "env.max_steps=7"])
-    RunLayout.create(tmp_path / "run", config_yaml=configs.to_yaml(made))
+    RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(made))
     of_run = new_run_settings(str(tmp_path / "run"), given)
     assert (of_run.env.max_steps, of_run.endpoint.model, of_run.run_dir) == (
         7,

@@ -66,7 +66,7 @@ def test_the_names_and_the_defaults_are_the_same() -> None:
 
 @pytest.mark.parametrize("name", [*CHOICES, "group_filter"])
 def test_the_choices_are_the_same(name: str) -> None:
-    """As the config's refusal lists them, and the SQL."""
+    """Compare the choices with the lists in the config's refusal and in the SQL."""
     known = set(GROUP_FILTERS if name == "group_filter" else CHOICES[name])
     with pytest.raises(ConfigError, match=f"algorithm.{name}='no such' is not one of") as caught:
         configs.check(Config(algorithm=AlgorithmConfig(**{name: "no such"})))

@@ -265,8 +265,9 @@ def test_a_rank_holds_what_deepspeed_keeps(
 
 
 def test_every_config_leaves_room_for_activations_on_an_80_gb_gpu() -> None:
-    """Of their real sizes; checkpointed activations of 16,384 tokens are about a tenth of it, of
-    32,768 a fifth.
+    """Use the models' real sizes.
+
+    Checkpointed activations of 16,384 tokens take about a tenth of the memory, of 32,768 a fifth.
     """
     real = {"1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9, "VL-3B": 3.75e9}
     for path in FILES:
@@ -371,8 +372,9 @@ def test_a_setting_that_nothing_reads_is_refused(empty: Path, algorithm: str, wo
 
 
 def some_steps() -> pa.Table:
-    """Of three tasks, drawn: states that recur, invalid actions, wins of several lengths, three
-    policy versions.
+    """Return random steps of three tasks.
+
+    States recur, actions may be invalid, wins have several lengths, and there are three versions.
     """
     generator, rows = random.Random(0), []
     for traj in range(15):

@@ -52,7 +52,7 @@ def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> N
     config = from_source(tmp_path, f"{played}@won")
     sources.check_sources(config, Console(quiet=True))
     assert not (tmp_path / "new").exists(), "what is mistyped leaves no run behind"
-    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.to_yaml(config))
+    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=1)
     copied = sources.copy_base_policy(config, tmp_path / "new" / "base" / "policy")
     files = {path.name: path.read_bytes() for path in (played / "base" / "policy").iterdir()}
@@ -125,7 +125,7 @@ def strangers(played: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     path = played / "run.json"
     content = json.loads(path.read_text())
     config = configs.from_yaml(content["config_yaml"])
-    text = configs.to_yaml(replace(config, model=replace(config.model, path=str(base))))
+    text = configs.as_yaml(replace(config, model=replace(config.model, path=str(base))))
     path.unlink()
     path.write_text(json.dumps({**content, "config_yaml": text}))
     monkeypatch.setenv("XDG_STATE_HOME", str(played.parent / "another home"))

@@ -120,10 +120,9 @@ def test_example_6_a_loop_meets_its_own_anchor():
 
 
 def test_example_7_states_are_the_same_when_their_hashes_are():
-    """Which texts hash alike is the store's affair, see below. Here equal hashes join, unequal ones
-    do not, NULL joins nothing.
+    """Equal hashes share an anchor group, unequal ones do not, NULL joins none.
 
-    Example 8, grouping by similarity, is in test_gigpo_anchors.py.
+    The store decides which texts have equal hashes. Example 8 is in test_anchors.py.
     """
     steps = table(
         {f"t{i}": [(state, float(i), True)] for i, state in enumerate(["a", "b", "c", "a"])}
@@ -382,8 +381,10 @@ def test_the_macro_has_the_published_defaults(shell):
     assert total == pytest.approx(
         sum(abs(a) for a in column(CASE_10, "advantage", normalise="mean_std"))
     )
-    shell.execute("CREATE OR REPLACE VIEW steps AS SELECT uuid() AS group_uid, uuid() AS traj_uid, 3 AS step_index, "
-                  "1.0 AS reward, true AS is_action_valid, uuid() AS state_hash")  # fmt: skip
+    shell.execute(
+        "CREATE OR REPLACE VIEW steps AS SELECT uuid() AS group_uid, uuid() AS traj_uid, "
+        "3 AS step_index, 1.0 AS reward, true AS is_action_valid, uuid() AS state_hash"
+    )
     with pytest.raises(duckdb.InvalidInputException, match="without a gap"):
         shell.execute("FROM advantages()").fetchall()
 
@@ -406,9 +407,7 @@ BAD = {  # every parameter of the macro
     ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
 )
 def test_the_macro_refuses_what_python_refuses(shell, name, value):
-    """Whatever else is asked for: also settings that this call has no use for, and a column that
-    does not need them.
-    """
+    """Refuse each with other settings too, and beside columns that the call does not need."""
     with pytest.raises(ValueError, match=name):
         settings(**{name: value})
     literal = (

@@ -1,6 +1,4 @@
-"""What may be handed to compute_advantages, the macro and AdvantageSettings; and the docs' recipe
-for a table of one's own.
-"""
+"""Give inputs of all kinds to compute_advantages and the macro, and run the recipe of the docs."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ def test_a_data_frame_or_a_dictionary_of_columns_is_a_table_too():
 
 @pytest.mark.parametrize("kind", [polars.Categorical, polars.Enum(["s0", "s1", "s2"])])
 def test_categories_of_polars_are_texts(kind):
-    """Also of two frames, each with categories of its own."""
+    """Read two frames, each with its own categories."""
     frame = polars.from_arrow(STEPS).with_columns(polars.col("anchor_text").alias("state_hash"))
     frame = frame.with_columns(polars.col("anchor_text", "state_hash").cast(kind))
     tables = pa.concat_tables([pa.table(frame[:2]), pa.table(frame[2:])])
@@ -148,7 +146,7 @@ def test_minus_zero_is_zero_in_python_and_in_sql(anchor, kind):
 
 
 def test_extreme_versions_are_refused_by_value():
-    """Those just within the bounds are as far apart as 64 bits can say."""
+    """Accept versions just within the bounds, whose difference just fits into 64 bits."""
     largest = 2**62 - 1
     for versions, window in (([-largest, largest] * 2 + [0], largest), ([0] * 5, 0)):
         steps = STEPS.append_column("version_min", pa.array(versions))
@@ -225,7 +223,7 @@ def test_the_recipe_in_the_docs_works_in_a_bare_shell(tmp_path, monkeypatch):
     if shutil.which("duckdb", path=str(folder)) is None:
         pytest.skip("no duckdb binary: pip install duckdb-cli")
     text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    text = text[text.index("### A table of your own") : text.index("## 2. ")]
+    text = text[text.index("### Your own table") : text.index("## 2. ")]
     ((make_macro, in_shell),) = re.findall(
         r"```sh\npython -c \"(.*)\" > advantages.sql\n(.*?)```", text, re.DOTALL
     )

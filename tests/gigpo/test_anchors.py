@@ -1,6 +1,4 @@
-"""Which steps are compared: anchor keys of every kind, similar texts, and policy versions. Numbers
-worked out by hand.
-"""
+"""Check which steps are compared: anchor keys, similar texts and policy versions, by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.support.gigpo_samples import column, episode, settings, table, uid
 
 
 def one_step_each(*values: float, states: str = "") -> pa.Table:
-    """One trajectory of one step per value; all in one state unless `states` names them."""
+    """Return a trajectory of one step per value, in one state unless `states` names others."""
     names = states.split() or ["s"] * len(values)
     return table({f"t{i}": [(names[i], value, True)] for i, value in enumerate(values)})
 

@@ -33,8 +33,9 @@ ID = {"ids": lambda correction: correction.name}
 def tokens_of(
     *sequences: list[float], advantage: float = 1.0, proximal: float | None = None
 ) -> Tokens:
-    """One sequence per list of rho = pi / mu, float64. With `proximal`, pi_p / mu is rho, and pi is
-    that times pi_p.
+    """Return tokens with a sequence per list of rho = pi / mu, float64.
+
+    With `proximal`, pi_p / mu is rho, and pi is that times pi_p.
     """
     ratios_N = torch.tensor(
         [rho for sequence in sequences for rho in sequence], dtype=torch.float64

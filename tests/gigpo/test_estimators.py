@@ -34,7 +34,7 @@ EXAMPLE_10 = table(
 
 
 def scores(*values: float, group: str = "task") -> pa.Table:
-    """One trajectory of one step per score, each in a state of its own."""
+    """Return a trajectory of one step per score, each in its own state."""
     return table(
         {f"{group}{i}": [(f"s{i}", value, True)] for i, value in enumerate(values)}, group=group
     )

@@ -1,4 +1,4 @@
-"""Groups without a signal: which they are, what a difference is, and that the reason is true."""
+"""Check which groups are filtered, the meaning of a difference, and that the reason is true."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PENALTIES = "2 trajectories, all returned 0, they differ in penalties only"
 
 
 @pytest.mark.parametrize(
-    ("group_filter", "changes", "silent"),
+    ("group_filter", "changes", "filtered"),
     [
         (
             "advantages",
@@ -71,10 +71,10 @@ PENALTIES = "2 trajectories, all returned 0, they differ in penalties only"
         ),
     ],
 )
-def test_a_group_without_signal_has_the_true_reason(group_filter, changes, silent):
+def test_a_filtered_group_has_the_true_reason(group_filter, changes, filtered):
     steps = pa.concat_tables(table(episodes, group=name) for name, episodes in GROUPS.items())
     got = filtered_groups(compute_advantages(steps, settings(**changes)), group_filter=group_filter)
-    assert got == {uid(name): reason for name, reason in silent.items()}
+    assert got == {uid(name): reason for name, reason in filtered.items()}
 
 
 def test_without_weight_a_step_term_is_no_signal():
@@ -144,21 +144,19 @@ def test_signals_are_known_by_name_and_no_group_is_no_trouble():
 
 
 @pytest.mark.parametrize("estimator", ["gigpo", "grpo", "hgpo"])
-def test_a_shell_can_ask_for_the_signal_as_the_docs_say(estimator):
-    """Also where a group won and lost, but in states of which none is met twice: hgpo has nothing
-    to say of it.
-    """
+def test_a_shell_can_ask_for_filtered_groups_as_the_docs_say(estimator):
+    """Include a group that won and lost in states that never recur: hgpo has no advantage there."""
     unlike = {"L": episode("u", end=10), "M": episode("v", end=0)}
     steps = pa.concat_tables(
         table(episodes, group=name) for name, episodes in {**GROUPS, "unlike": unlike}.items()
     )
-    (asked,) = re.findall(r"```sql\n([^`]*-- silent under rewards[^`]*)```", DOCS.read_text())
+    (asked,) = re.findall(r"```sql\n([^`]*-- left out by rewards[^`]*)```", DOCS.read_text())
     with duckdb.connect() as shell:
         shell.register("steps", steps)
         shell.execute(advantages_macro(settings(estimator=estimator)))
-        silent = {row[0] for row in shell.execute(asked).fetchall()}
+        filtered = {row[0] for row in shell.execute(asked).fetchall()}
     expected = filtered_groups(
         compute_advantages(steps, settings(estimator=estimator)), group_filter="rewards"
     )
-    assert silent == expected.keys()
-    assert (uid("unlike") in silent) is (estimator == "hgpo")
+    assert filtered == expected.keys()
+    assert (uid("unlike") in filtered) is (estimator == "hgpo")

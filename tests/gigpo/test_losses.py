@@ -35,7 +35,7 @@ def f64(*values: float) -> torch.Tensor:
 
 
 def at_ratio(rho: float, *, advantage: float, mu: float = 0.01) -> Tokens:
-    """One token of this advantage whose probability is rho * mu, with gradient."""
+    """Return a token of this advantage with probability rho * mu, with gradient."""
     behaviour = f64(math.log(mu))
     return Tokens(
         logprobs_N=(behaviour + math.log(rho)).requires_grad_(),
@@ -148,9 +148,7 @@ def numeric_gradient(
     "loss", [kind() for kind in POLICY_LOSSES.values()] + [Gspo(clip_low=0.2, clip_high=0.2)], **ID
 )
 def test_gradient_against_finite_differences(loss):
-    """Where a weight stands under sg(...), mu moves along with pi, so that the weight stays what it
-    is.
-    """
+    """Move mu with pi where a weight stands under sg(...), so that the weight stays constant."""
     tokens = drawn()
     total(loss, tokens).backward()
     at_N, mu_N = tokens.logprobs_N.detach(), tokens.behaviour_logprobs_N

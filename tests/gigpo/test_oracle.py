@@ -213,7 +213,7 @@ def test_the_order_of_rows_and_other_tasks_change_nothing(s):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_equal_episodes_give_exactly_zero(estimator):
-    """Also for dense rewards whose sum depends on the order of addition, and rows in any order."""
+    """Include dense rewards whose sum depends on the order of addition, and rows in any order."""
     rng = random.Random(5)
     for s in list(settings_of(estimator))[1::3]:
         for members in (2, 3, 7, 8, 9):

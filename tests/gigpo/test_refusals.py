@@ -117,8 +117,9 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
 
 
 def refusals() -> Iterator[str]:
-    """What check_combination says of every loss with every one or two corrections, usual and with
-    numbers at the edges.
+    """Yield the refusals of every loss with every one or two corrections.
+
+    Numbers are the usual ones and those at the bounds.
     """
     numbers = {
         "token_tis": ({}, {"cap": 8.0}, {"cap": math.inf}),
@@ -170,7 +171,7 @@ def test_the_names_in_a_row_are_those_that_are_refused(row: str) -> None:
         if any(re.search(pattern, message) for pattern in COMBINATIONS[row])
     ]
     assert named <= {name for message in messages for name in re.findall(r"\w+", message)}
-    never_act = {name for message in messages for name in re.findall(r"so (\w+)=", message)}
+    never_act = {name for message in messages for name in re.findall(r"so ([\w.]+)=", message)}
     assert all(f"`{name}`" in line for name in never_act)
     if row.startswith("`token_tis`, `sequence_tis`, "):
         pairs = {

@@ -476,9 +476,7 @@ def test_p_values_are_uniform_where_there_is_no_difference() -> None:
 def test_dropped_groups_that_are_smaller_do_not_pass_for_different(
     n_dropped: int, n_kept: int, size: int
 ) -> None:
-    """One trajectory in ten is won, of groups of 8 and of unfinished ones: few of these, so often
-    none of them is won.
-    """
+    """Win one trajectory in ten, in groups of 8 and in small unfinished ones."""
     random, sizes = np.random.default_rng(3), np.array([size] * n_dropped + [8] * n_kept)
     samples = [
         units(random.binomial(sizes, 0.1).tolist(), sizes=sizes.tolist(), n_dropped=n_dropped)

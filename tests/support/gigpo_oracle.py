@@ -61,7 +61,7 @@ def to_table(rows: Sequence[Row]) -> pa.Table:
 def by_trajectory_and_group(
     rows: Sequence[Row],
 ) -> tuple[dict[int, list[Row]], dict[int, list[Row]]]:
-    """Those of a trajectory in the order of its steps, those of a group in the order given."""
+    """Return the rows by trajectory, in step order, and by group, in the given order."""
     trajectories: dict[int, list[Row]] = defaultdict(list)
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.step):

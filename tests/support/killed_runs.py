@@ -232,7 +232,7 @@ def killed_and_undisturbed(
     ]
     overrides = [f"run_dir={runs[0].run}", f"model.path={model}", *settings]
     config = fill_defaults(configs.load(home / "killed.yaml", overrides))
-    RunLayout.create(runs[0].run, config_yaml=configs.to_yaml(config))
+    RunLayout.create(runs[0].run, config_yaml=configs.as_yaml(config))
     shutil.copytree(runs[0].run, runs[1].run)
     return runs[0], runs[1]
 
