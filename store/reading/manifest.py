@@ -79,9 +79,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
             lsn=json_values.whole(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
-            tables={
-                table: _parse_parts(table, parts, name=name) for table, parts in tables.items()
-            },
+            tables={table: _parse_parts(tables, table, name=name) for table in tables},
             superseded={
                 checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path)
                 for path in superseded
@@ -103,13 +101,10 @@ def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
     )
 
 
-def _parse_parts(table: str, parts: object, *, name: str) -> tuple[Part, ...]:
-    if (
-        not isinstance(parts, list)
-        or not parts
-        or not all(isinstance(part, dict) for part in parts)
-    ):
-        raise ValueError(f"table {table:.80} is {parts!r:.80}, not a list of parts")
+def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[Part, ...]:
+    parts = json_values.entries(tables, table)
+    if not parts:
+        raise ValueError(f"table {table:.80} has no parts")
     return tuple(
         Part(
             path=checked_name(part.get("path"), EXPORT_PATH, where=name),
