@@ -57,7 +57,7 @@ class Group:
     n_won: int
     return_min: float
     return_max: float
-    # versions, of its oldest token; None of a offline group, whose versions are another run's
+    # versions, of its oldest token; None of an offline group, whose versions are another run's
     staleness: int | None
     learnt: GroupGradient | None  # None: it has nothing to teach
     why_not: str

@@ -135,7 +135,7 @@ def _row(
     *,
     lsn: int,
 ) -> Row:
-    # of a offline group, whose state does not change when it is used
+    # of an offline group, whose state does not change when it is used
     source = live.get("source") if live else None
     state = "complete" if source else live["outcome"] if live else lines[-1]["state"]
     completed = [row["at"] for row in lines if row["state"] == "complete"]
