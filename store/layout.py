@@ -287,11 +287,8 @@ class RunLayout:
                 raise FormatError(
                     f"{uri_text} is a URI; bring the run here: gigpo fetch {uri_text} DIR"
                 ) from error
-            lost = (
-                f"; if it was lost: gigpo rebuild {root}"
-                if beneath.is_file(root / "catalog.sqlite", root=root)
-                else ""
-            )
+            has_catalog = beneath.is_file(root / "catalog.sqlite", root=root)
+            lost = f"; if it was lost: gigpo rebuild {root}" if has_catalog else ""
             raise FormatError(
                 f"{root} is not a run directory (no run.json in it); check the path{lost}"
             ) from error
@@ -335,11 +332,8 @@ class RunLayout:
     @property
     def storage(self) -> Storage:
         """Return the storage of the immutable files."""
-        return (
-            LocalStorage(self.root)
-            if self.info.storage_uri is None
-            else open_storage(self.info.storage_uri)
-        )
+        uri = self.info.storage_uri
+        return LocalStorage(self.root) if uri is None else open_storage(uri)
 
     @property
     def run_directory(self) -> Path:

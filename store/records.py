@@ -254,10 +254,7 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
         attribute = _RENAMED.get(name, name)
         values = [getattr(step, attribute) for _, step in rows]
     if field.type == IMAGES_TYPE:
-        values = [
-            [(image.height, image.width, image.pixels) for image in images] or None
-            for images in values
-        ]
+        values = list(map(_image_tuples, values))
     try:
         if field.type in _LIST_TYPECODES:
             return _lists(
@@ -266,6 +263,10 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
         return _array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError, struct.error) as error:
         raise StoreError(f"column {name} does not hold {field.type} values: {error}") from error
+
+
+def _image_tuples(images: Sequence[StepImage]) -> list[tuple[int, int, bytes]] | None:
+    return [(image.height, image.width, image.pixels) for image in images] or None
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
@@ -311,11 +312,12 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
         )
     for row in rows:
         row["images"] = [StepImage(**image) for image in row["images"] or ()]
-    steps = tuple(
-        Step(**{_RENAMED.get(name, name): _frozen(row[name]) for name in _STEP_COLUMNS})
-        for row in rows
-    )
-    return Trajectory(**{name: first[name] for name in _TRAJECTORY_COLUMNS}, steps=steps)
+    columns = {name: first[name] for name in _TRAJECTORY_COLUMNS}
+    return Trajectory(**columns, steps=tuple(map(_step, rows)))
+
+
+def _step(row: dict[str, Any]) -> Step:
+    return Step(**{_RENAMED.get(name, name): _frozen(row[name]) for name in _STEP_COLUMNS})
 
 
 def _frozen(value: Any) -> Any:

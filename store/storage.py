@@ -196,11 +196,8 @@ class RemoteStorage:
         parts = urllib.parse.urlsplit(uri)
         self._name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         # One PUT for a file of up to 5 MB, instead of three requests of a multipart upload.
-        options = (
-            "&".join(filter(None, [parts.query, "allow_delayed_open=true"]))
-            if parts.scheme == "s3"
-            else parts.query
-        )
+        one_put = "allow_delayed_open=true" if parts.scheme == "s3" else ""
+        options = "&".join(filter(None, [parts.query, one_put]))
         self._uri = f"{self._name}?{options}" if options else self._name
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:

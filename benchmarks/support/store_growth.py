@@ -135,15 +135,25 @@ def many_groups(n_groups: int, label: str) -> dict[str, float]:
     """Return what the counts of the status cost in a run of so many trained groups."""
     with new_run() as (catalog, _):
         with catalog._database.transaction() as tx:  # the public path would play them all
-            tx.run_many(
-                """INSERT INTO grp (group_uid, split, ordinal, task_id, size, state, n_members, n_steps, n_won, return_sum,
-                                    version_min, version_max, opened_lsn, opened_us)
-                   VALUES (:group_uid, 'train', :ordinal, 't', 8, 'trained', 8, 320, 4, 4.0, 0, 0, 1, 1)""",
-                (
-                    {"group_uid": uid("growth", ordinal), "ordinal": ordinal}
-                    for ordinal in range(n_groups)
-                ),
-            )
+            columns = {
+                "split": "train",
+                "task_id": "t",
+                "size": 8,
+                "state": "trained",
+                "n_members": 8,
+                "n_steps": 320,
+                "n_won": 4,
+                "return_sum": 4.0,
+                "version_min": 0,
+                "version_max": 0,
+                "opened_lsn": 1,
+                "opened_us": 1,
+            }
+            rows = [
+                {"group_uid": uid("growth", ordinal), "ordinal": ordinal} | columns
+                for ordinal in range(n_groups)
+            ]
+            tx.insert_many("grp", rows)
             tx.touch("groups")
         started = time.perf_counter()
         for ask in (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from store.catalog import imported_groups
-from store.catalog.database import Transaction
+from store.catalog.database import Transaction, pick
 from store.catalog.group_counts import ROLLED_BACK, complete_by_version, counts
 from store.catalog.groups import as_group, reopen
 from store.catalog.records import Batch, RollBack
@@ -64,8 +64,7 @@ def claim(
         claimed_lsn=tx.lsn,
     )
     for row in rows:
-        names = ("group_uid", "version_min", "version_max", "use")
-        claimed = {name: row[name] for name in names}
+        claimed = pick(row, ("group_uid", "version_min", "version_max", "use"))
         tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")

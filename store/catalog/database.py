@@ -92,6 +92,16 @@ class Transaction:
         self.touch("events")
 
 
+def pick(row: Mapping[str, Any] | sqlite3.Row, names: Iterable[str]) -> dict[str, Any]:
+    """Return some columns of a row by name."""
+    return {name: row[name] for name in names}
+
+
+def columns_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a slotted record by name, without copying their values."""
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
 def _insert(table: str, columns: Iterable[str]) -> str:
     values = ", ".join(f":{name}" for name in columns)
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({values})"

@@ -8,7 +8,7 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 
-from store.catalog.database import Transaction
+from store.catalog.database import Transaction, columns_of, pick
 from store.catalog.records import CommitResult, Group
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
@@ -280,8 +280,7 @@ def _check_split(split: str, purpose_version: int | None) -> None:
 
 def as_group(tx: Transaction, row: sqlite3.Row, *, missing: Iterable[int] = ()) -> Group:
     """Return a row that has all GROUP_COLUMNS as a Group."""
-    columns = {name: row[name] for name in GROUP_COLUMNS}
-    return Group(**columns, missing=tuple(missing), epoch=tx.epoch)
+    return Group(**pick(row, GROUP_COLUMNS), missing=tuple(missing), epoch=tx.epoch)
 
 
 def _open_group(tx: Transaction, row: sqlite3.Row) -> Group:
@@ -338,13 +337,8 @@ def insert_trajectories(
     """Enter trajectories that are read from this segment. The caller updates the sums of their
     groups.
     """
-    names = TrajectoryMeta.__slots__
-    rows = [
-        {name: getattr(trajectory, name) for name in names}
-        | {"segment_id": segment_id, "lsn": tx.lsn}
-        for trajectory in trajectories
-    ]
-    tx.insert_many("trajectory", rows)
+    more = {"segment_id": segment_id, "lsn": tx.lsn}
+    tx.insert_many("trajectory", [columns_of(trajectory) | more for trajectory in trajectories])
 
 
 def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:

@@ -60,12 +60,7 @@ def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_grou
 
 
 def import_groups(
-    tx: Transaction,
-    *,
-    segment: SegmentMeta,
-    groups: Sequence[Group],
-    source: str,
-    own: bool,
+    tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Group], source: str, own: bool
 ) -> None:
     """Make a segment count whose trajectories the run does not have.
 

@@ -220,14 +220,7 @@ def _give_back(
 
 
 def correct_segment(
-    tx: Transaction,
-    path: str,
-    *,
-    digest: str,
-    n_bytes: int,
-    n_steps: int,
-    worker: str,
-    epoch: int,
+    tx: Transaction, path: str, *, digest: str, n_bytes: int, n_steps: int, worker: str, epoch: int
 ) -> None:
     """Set a segment's row to the values that its file says."""
     tx.run(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from store.catalog.database import Transaction
+from store.catalog.database import Transaction, columns_of
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.errors import StoreError
 from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
@@ -135,12 +135,8 @@ def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker
             raise StoreError(
                 f"an episode cannot end as {episode.why!r}; use one of {', '.join(WHY_UNFINISHED)}"
             )
-    rows = [
-        {name: getattr(episode, name) for name in Unfinished.__slots__}
-        | {"worker": worker, "lsn": tx.lsn}
-        for episode in episodes
-    ]
-    tx.insert_many("unfinished", rows)
+    more = {"worker": worker, "lsn": tx.lsn}
+    tx.insert_many("unfinished", [columns_of(episode) | more for episode in episodes])
     if episodes:
         tx.touch("unfinished")
 

@@ -50,7 +50,8 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
     except UnicodeDecodeError as error:  # SQLite's message quotes the schema that it could not read
         raise sqlite3.DatabaseError(f"malformed database schema ({error})") from error
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-    if objects and application_id != APPLICATION_ID:
+    is_catalog = any(name == b"meta" for _, name, _, _ in objects)  # each format has this table
+    if is_catalog and application_id != APPLICATION_ID:
         raise other_format(str(path), f"application_id {application_id}")
     for kind, name, table, sql in objects:
         if not _is_known((kind, name, table), sql):

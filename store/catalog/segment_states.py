@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from store.catalog.database import Transaction
+from store.catalog.database import Transaction, pick
 from store.catalog.records import LiveSegment
 from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
@@ -67,23 +67,14 @@ def segment_meta(
     """Return rows of the tables `segment` and `trajectory` as the SegmentMeta that
     `read_segment` needs.
     """
-    return SegmentMeta(
-        segment_id=segment["segment_id"],
-        path=segment["path"],
-        digest=segment["digest"],
-        n_steps=segment["n_steps"],
-        n_bytes=segment["n_bytes"],
-        worker=segment["worker"],
-        trajectories=tuple(
-            TrajectoryMeta(
-                **{
-                    **{name: row[name] for name in TrajectoryMeta.__slots__},
-                    "won": bool(row["won"]),
-                }
-            )
-            for row in trajectories
-        ),
-    )
+    names = ("segment_id", "path", "digest", "n_steps", "n_bytes", "worker")
+    metas = tuple(map(_trajectory_meta, trajectories))
+    return SegmentMeta(**pick(segment, names), trajectories=metas)
+
+
+def _trajectory_meta(row: Mapping[str, Any]) -> TrajectoryMeta:
+    columns = pick(row, TrajectoryMeta.__slots__)
+    return TrajectoryMeta(**{**columns, "won": bool(row["won"])})
 
 
 def replace_segments(

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from store.catalog.batches import segments_of_batch
-from store.catalog.database import Transaction, connect_read_only
+from store.catalog.database import Transaction, connect_read_only, pick
 from store.catalog.groups import as_group
 from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
 from store.catalog.run_records import live_checkpoints
@@ -128,7 +128,7 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
             lsn=lsn,
         )
     names = ("learner_step", "policy_version", "name", "value", "at_us")
-    counting = [Metric(**{name: row[name] for name in names}) for row in changed if row["live"]]
+    counting = [Metric(**pick(row, names)) for row in changed if row["live"]]
     newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
     is_append = all(row["live"] and not row["replaces"] for row in changed)
     return MetricChanges(lsn=meta["lsn"], rows=tuple(newest.values()), is_append=is_append)

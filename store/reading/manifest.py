@@ -6,7 +6,6 @@ one consistent snapshot: the live segments and the tables of one lsn.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 
 from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.catalog import Catalog
+from store.catalog.database import columns_of
 from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError
@@ -79,9 +79,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
             lsn=json_values.whole(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
-            tables={
-                table: _parse_parts(table, parts, name=name) for table, parts in tables.items()
-            },
+            tables={table: _parse_parts(tables, table, name=name) for table in tables},
             superseded={
                 checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path)
                 for path in superseded
@@ -103,13 +101,10 @@ def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
     )
 
 
-def _parse_parts(table: str, parts: object, *, name: str) -> tuple[Part, ...]:
-    if (
-        not isinstance(parts, list)
-        or not parts
-        or not all(isinstance(part, dict) for part in parts)
-    ):
-        raise ValueError(f"table {table:.80} is {parts!r:.80}, not a list of parts")
+def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[Part, ...]:
+    parts = json_values.entries(tables, table)
+    if not parts:
+        raise ValueError(f"table {table:.80} has no parts")
     return tuple(
         Part(
             path=checked_name(part.get("path"), EXPORT_PATH, where=name),
@@ -194,18 +189,8 @@ def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
 
 
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
-    content = {
-        # asdict would copy every path
-        **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)},
-        "tables": {
-            name: [dataclasses.asdict(part) for part in parts]
-            for name, parts in manifest.tables.items()
-        },
-        "superseded": {
-            path: dataclasses.asdict(entry) for path, entry in manifest.superseded.items()
-        },
-    }
-    data = json.dumps(content).encode()
+    # Not `asdict`, which would copy every path: records within the manifest are converted below.
+    data = json.dumps(columns_of(manifest), default=columns_of).encode()
     # The remote storage first: after a crash in between, the write is repeated.
     if layout.info.storage_uri is not None:
         layout.storage.write(MANIFEST_NAME, data)

@@ -61,11 +61,13 @@ def show(
             "the run again"
         )
     text = read_text(layout.open_sql, root=layout.root, errors="replace")
-    sources, _, views = text.partition(VIEWS_MARK)
+    sources, mark, views = text.partition(VIEWS_MARK)
     root = f"{prefix}{layout.root}"
     try:
         for text in (sources, views):
             check_statements(text)
+        if not mark:
+            raise FormatError(f"it has no line {VIEWS_MARK!r}")
         connection.execute(fixed(sources, root))
         if as_of is not None:
             _show_as_of(connection, layout, as_of, root=root)

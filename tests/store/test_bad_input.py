@@ -167,7 +167,7 @@ def test_a_lost_catalog_is_never_begun_anew(layout: RunLayout, content: bytes | 
 
 
 def test_two_coordinators_cannot_have_one_run(layout: RunLayout) -> None:
-    script = "import sys, pathlib, store; store.Catalog.open(store.RunLayout.open(pathlib.Path(sys.argv[1])))"
+    script = "import sys, store; store.Catalog.open(store.RunLayout.open(sys.argv[1]))"
     with Catalog.open(layout) as catalog:
         open_train_group(catalog, 7)
         with pytest.raises(LockedError) as problem:
@@ -204,9 +204,8 @@ def writes_fail_and_then_work_again(
                 write_segment(layout, [make_trajectory(group, 2)], worker="w0", epoch=group.epoch)
             one_line(problem, names=layout.segments, remedy="free space")
             done = 0  # a few still fit into what the log has allocated
-            with pytest.raises(
-                StoreError, match="nothing of this transaction was written"
-            ) as problem:  # noqa: PT012
+            refused = "nothing of this transaction was written"
+            with pytest.raises(StoreError, match=refused) as problem:  # noqa: PT012
                 while done < 2000:
                     open_train_group(catalog, 100 + done)
                     done += 1

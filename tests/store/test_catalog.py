@@ -274,7 +274,7 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
         assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None
 
 
-def test_a_round_that_was_played_but_for_what_was_abandoned_is_a_result_and_one_that_was_rolled_back_is_none(
+def test_abandoned_episodes_do_not_keep_a_round_from_its_result_and_a_roll_back_does(
     layout: RunLayout,
 ) -> None:
     with Catalog.open(layout) as catalog:

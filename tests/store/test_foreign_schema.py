@@ -23,7 +23,10 @@ from tests.support.store_runs import copy_run, make_run
 ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 60  # an attack that succeeds never ends
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
-ENDLESS_TRIGGER = f"CREATE TRIGGER evil AFTER UPDATE ON meta BEGIN SELECT count(*) FROM ({ENDLESS} SELECT i FROM n); END"
+ENDLESS_TRIGGER = (
+    "CREATE TRIGGER evil AFTER UPDATE ON meta BEGIN "
+    f"SELECT count(*) FROM ({ENDLESS} SELECT i FROM n); END"
+)
 
 ENDLESS_PROGRAMS = {  # the schema, and the commands that it hung
     "trigger": (ENDLESS_TRIGGER, ("compact",)),
@@ -74,8 +77,8 @@ UNREADABLE = {
     "no text": "UPDATE sqlite_schema SET sql = NULL WHERE name = 'grp_by_state'",
     "no UTF-8": "UPDATE sqlite_schema SET sql = CAST(sql || x'ff' AS TEXT) WHERE name = 'event'",
     "a table twice": "INSERT INTO sqlite_schema SELECT * FROM sqlite_schema WHERE name = 'event'",
-    "two tables of one name": "INSERT INTO sqlite_schema SELECT type, 'more', 'more', rootpage, sql FROM sqlite_schema "
-    "WHERE name = 'event'",
+    "two tables of one name": "INSERT INTO sqlite_schema "
+    "SELECT type, 'more', 'more', rootpage, sql FROM sqlite_schema WHERE name = 'event'",
 }
 
 INTERRUPTED = f"""

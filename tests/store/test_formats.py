@@ -1,4 +1,6 @@
-"""A run of another format is refused in one line: in run.json, the manifest, the catalog, a file."""
+"""A run of another format is refused in one line: run.json, the manifest, the catalog, a
+segment.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a reader, an export, a merge and the status cost while a run grows: counted in files, rows
-and plans, never in time.
+"""The cost of a reader, an export, a merge and the status while a run grows, counted in files
+and rows.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def change_and_fail(catalog: Catalog) -> None:
 def test_the_counts_are_those_of_the_groups_after_every_change_and_after_one_that_failed(
     layout: RunLayout,
 ) -> None:
-    counted = "SELECT split, state, count(*), sum(n_members), sum(n_steps) FROM main.grp GROUP BY split, state ORDER BY 1, 2"
+    counted = """SELECT split, state, count(*), sum(n_members), sum(n_steps)
+                 FROM main.grp GROUP BY split, state ORDER BY 1, 2"""
     kept = "SELECT * FROM group_count WHERE n_groups > 0 ORDER BY 1, 2"
 
     def check(catalog: Catalog) -> None:

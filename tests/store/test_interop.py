@@ -105,8 +105,10 @@ def assert_same(found: pa.Table, sample: Sample) -> None:
 @pytest.mark.skipif(DUCKDB_SHELL is None, reason="no duckdb binary: pip install duckdb-cli")
 def test_a_bare_duckdb_shell_opens_a_run(sample: Sample) -> None:
     assert DUCKDB_SHELL is not None
-    query = """SELECT s.traj_uid, s.step_index, s.response_ids, s.obs_text, s.state_hash, s.t_start, g.state, a.advantage
-               FROM steps AS s JOIN groups AS g USING (group_uid) JOIN advantages() AS a USING (traj_uid, step_index)
+    query = """SELECT s.traj_uid, s.step_index, s.response_ids, s.obs_text, s.state_hash,
+                      s.t_start, g.state, a.advantage
+               FROM steps AS s JOIN groups AS g USING (group_uid)
+               JOIN advantages() AS a USING (traj_uid, step_index)
                ORDER BY ALL"""
     command = [DUCKDB_SHELL, "-init", "open.sql", "-json", "-c", query]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a learner step was trained on, as it is told afterwards, is what was claimed."""
+"""`trained_step` tells afterwards exactly the groups that were claimed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def claim(catalog: Catalog, *, version: int) -> Batch:
 def settle(
     catalog: Catalog, batch: Batch, *, learner_step: int, version_in: int, loss: float
 ) -> None:
-    """As the learner does it: published, then settled."""
+    """Publish a version, then settle, as the learner does."""
     version = version_in + 1
     catalog.record_version(
         version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=learner_step

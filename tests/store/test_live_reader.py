@@ -1,9 +1,8 @@
-"""A reader beside writers and compaction: every snapshot is whole. A reader that lists the
-directory is the control; it is not.
+"""Read a run beside writers and compaction: every snapshot must be whole.
 
-One process owns the catalog: three threads write, one claims and settles as a learner does, the
-maintainer merges at four settled files and removes what it replaced at once, so that nothing but
-manifest and pins protects a reader.
+One process owns the catalog: three threads write, one claims and settles as a learner does, and the
+maintainer merges at four settled files. Replaced files are removed at once, so only the manifest
+and pins protect a reader. A reader that lists the directory is the control, and sees torn groups.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ EAGER = MaintainerSettings(
 KEEP = "CREATE TEMP TABLE kept AS SELECT traj_uid, group_uid, step_index, episode_steps FROM steps"
 LOOK = """
 WITH whole AS (
-    SELECT traj_uid, any_value(group_uid) AS group_uid, count(*) AS n_steps, any_value(episode_steps) AS episode_steps
+    SELECT traj_uid, any_value(group_uid) AS group_uid, count(*) AS n_steps,
+           any_value(episode_steps) AS episode_steps
     FROM kept GROUP BY traj_uid
 )
 SELECT (SELECT count(*) FROM kept) AS steps,
@@ -58,9 +58,11 @@ SELECT (SELECT count(*) FROM kept) AS steps,
        (SELECT count(*) FROM whole) AS trajectories,
        (SELECT count(*) FROM whole WHERE n_steps <> episode_steps) AS torn_trajectories,
        (SELECT coalesce(sum(n_steps), 0)::BIGINT FROM groups) AS steps_by_groups,
-       (SELECT count(*) FROM groups LEFT JOIN (SELECT group_uid, count(*) AS n FROM whole GROUP BY ALL) USING (group_uid)
+       (SELECT count(*) FROM groups
+        LEFT JOIN (SELECT group_uid, count(*) AS n FROM whole GROUP BY ALL) USING (group_uid)
         WHERE n_members <> coalesce(n, 0)) AS torn_groups,
-       (SELECT count(*) FROM groups WHERE state <> 'open' AND n_members <> size) AS incomplete_groups,
+       (SELECT count(*) FROM groups WHERE state <> 'open' AND n_members <> size)
+           AS incomplete_groups,
        (SELECT count(*) FROM groups) AS groups
 """
 
@@ -96,7 +98,7 @@ class Look:
 
 
 def look(layout: RunLayout) -> Look:
-    """As a reader does it: pin what the manifest shows, then read the manifest, which may be
+    """Read as a reader does: pin the manifest's snapshot, then read the manifest, which may be
     newer.
     """
     manifest = read_manifest(layout)
@@ -113,8 +115,9 @@ def look(layout: RunLayout) -> Look:
 
 
 def glob_anomaly(layout: RunLayout) -> str | None:
-    """The control: what a reader of all files there are finds wrong."""
-    sql = f"SELECT count(*), count(DISTINCT (traj_uid, step_index)) FROM read_parquet('{layout.segments}/**/*.parquet')"
+    """Count what is wrong for a reader that lists the directory: the control."""
+    files = f"read_parquet('{layout.segments}/**/*.parquet')"
+    sql = f"SELECT count(*), count(DISTINCT (traj_uid, step_index)) FROM {files}"
     try:
         with duckdb.connect() as connection:
             steps, distinct = connection.sql(sql).fetchall()[0]

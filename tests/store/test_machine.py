@@ -1,5 +1,5 @@
-"""The store against a dictionary: whatever is committed, retried, crashed, rolled back, compacted
-and expired, in any order.
+"""Compare a store with a model in dictionaries after random operations: commits, retries,
+crashes, roll-backs, compaction, retention.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 2))
     def play(self, n: int) -> None:
-        """What workers do all day: the rest of open groups, then new ones, a file each."""
+        """Play the rest of open groups, then new groups, each into a file of its own."""
         for _ in range(n):
             opened = [
                 number
@@ -215,8 +215,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n_groups=st.integers(1, 2))
     def claim(self, n_groups: int) -> None:
-        """As a learner that prefetches: each batch claimed before this one will publish a
-        version.
+        """Claim as a learner that prefetches: each earlier claimed batch will publish a version
+        first.
         """
         version = self.model.version + len(self.model.claimed)
         expected = self.model.expect_claim(n_groups, version=version, max_staleness=MAX_STALENESS)

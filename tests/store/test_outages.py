@@ -1,5 +1,5 @@
-"""What is no damage: storage that does not answer, files of other users, files that go while we
-look. Nothing is lost by it.
+"""Outages are not damage: silent storage, files of other users, files that vanish while they are
+read.
 """
 
 from __future__ import annotations

@@ -270,7 +270,8 @@ def test_a_live_reader_sees_every_trajectory_whole_and_never_less(
         assert writer.stdout.readline()
     seen = 0
     deadline = time.monotonic() + 3.0
-    sql = """SELECT count(*), count(*) FILTER (n_steps <> 3), (SELECT sum(n_members)::BIGINT FROM groups) FROM trajectories"""
+    sql = """SELECT count(*), count(*) FILTER (n_steps <> 3),
+                    (SELECT sum(n_members)::BIGINT FROM groups) FROM trajectories"""
     # a busy machine takes longer
     while (left_s := deadline - time.monotonic()) > 0 or (seen <= 6 and left_s > -300.0):
         with connect(RunLayout.open(tmp_path / "run")) as connection:
@@ -312,7 +313,10 @@ def test_nothing_acknowledged_is_lost_and_nothing_doubled_by_kill_9(tmp_path: Pa
     assert query(layout, "SELECT count(*) FROM steps") == [(counts.steps,)]
 
 
-ODD = "SELECT [1, 2] AS ids, 'nan'::DOUBLE AS bad, 3::HUGEINT AS n, MAP {'a': [1.5]} AS m, 'x'::BLOB AS b, NULL AS no"
+ODD = (
+    "SELECT [1, 2] AS ids, 'nan'::DOUBLE AS bad, 3::HUGEINT AS n, MAP {'a': [1.5]} AS m, "
+    "'x'::BLOB AS b, NULL AS no"
+)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Users' SQL: whatever the statement, nothing is written, nothing outside the run is read, and
-every limit holds.
+"""Run hostile statements: nothing is written, nothing outside the run is read, and every limit
+holds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from tests.support.store_samples import open_train_group, play
 REPOSITORY = Path(__file__).resolve().parents[2]
 N_STEPS = 6
 LIMIT_S = 0.5  # of a heavy statement; every other takes milliseconds
-ENDLESS = "SELECT count(*) FROM range(100000) a, range(100000) b, range(100000) c WHERE a.range + b.range + c.range = 7"
+ENDLESS = """SELECT count(*) FROM range(100000) a, range(100000) b, range(100000) c
+             WHERE a.range + b.range + c.range = 7"""
 needs_landlock = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
 MODES = [pytest.param("landlock", marks=needs_landlock), "filesystem"]
 
@@ -65,8 +66,8 @@ def reader(world: World) -> Iterator[Reader]:
 
 
 def try_statement(world: World, reader: Reader, statement: str) -> str | None:
-    """What was answered, None if it was refused; the run, the outside and the reader must be as
-    before.
+    """Return the answer, None if it was refused. The run, the files outside and the reader must
+    not change.
     """
     before = world.fingerprint()
     answers, reasons = [], []
@@ -378,6 +379,7 @@ def test_a_read_only_run_is_open_to_another_user(
 def test_a_lower_limit_of_the_user_is_kept(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     write_open_sql(layout, macros=(), max_staleness=1)
-    command = f"ulimit -d 3000000; exec {sys.executable} -m cli sql {layout.root} 'SELECT 7 AS n' --format csv"
+    query = f"{sys.executable} -m cli sql {layout.root} 'SELECT 7 AS n' --format csv"
+    command = f"ulimit -d 3000000; exec {query}"
     answer = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout.split()) == (0, ["n", "7"]), answer.stderr

@@ -1,6 +1,4 @@
-"""Which runs this user made: a copy of one, yes; a stranger's, one with another config, and one of
-an open key, no.
-"""
+"""Runs that this user made, and copies of them, are known; others and changed ones are not."""
 
 from __future__ import annotations
 
@@ -103,7 +101,8 @@ from pathlib import Path
 from store import RunLayout, StoreError, made_by_this_user
 os.setgid(65534); os.setuid(65534)
 print(made_by_this_user(RunLayout.create(Path("run"), config_yaml="").root))
-try: RunLayout.create(Path("elsewhere"), config_yaml="", storage_uri=Path("storage").absolute().as_uri())
+uri = Path("storage").absolute().as_uri()
+try: RunLayout.create(Path("elsewhere"), config_yaml="", storage_uri=uri)
 except StoreError as error: print(error)
 """
     if os.geteuid() != 0:

@@ -212,12 +212,18 @@ def test_what_is_no_run_is_not_trusted(tmp_path: Path) -> None:
         trust(tmp_path / "nowhere")
 
 
+# Each alias stands for four of the one before: 4^12 items in all.
+ALIASES = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 4)}]\n"
+    for before, name in pairwise("abcdefghijklm")
+)
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "env: {name: 'a\\e]52;c;aGk=\\a:Env'}",
-        "a: &a [x, x]\n" + "".join(f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}]\n" for p, n in pairwise("abcdefghijklm"))
-        + "env: {name: x, options: *m}",
+        ALIASES + "env: {name: x, options: *m}",
         "env: " + "{env: " * 2000,
         MERGED,
         "env: {name: 'x', <<: {options: hidden}}",

@@ -1,6 +1,4 @@
-"""What the store should say, kept in dictionaries: the other side of
-tests/store/test_machine.py.
-"""
+"""Keep in dictionaries the state that a store should have, for tests/store/test_machine.py."""
 
 from __future__ import annotations
 
@@ -49,13 +47,15 @@ SEEN_BY_SQL = {
     "groups": "SELECT group_uid::VARCHAR, state FROM groups",
     "ledger": "SELECT group_uid::VARCHAR, last(state ORDER BY lsn, number) FROM "
     "(SELECT *, row_number() OVER () AS number FROM ledger) GROUP BY ALL",
-    "lineage": "SELECT group_uid::VARCHAR, learner_step FROM lineage WHERE live AND batch_state = 'trained'",
+    "lineage": "SELECT group_uid::VARCHAR, learner_step FROM lineage "
+    "WHERE live AND batch_state = 'trained'",
     "too_old": "SELECT group_uid, staleness FROM staleness_violations",
 }
 # Newest state in the ledger, state, and how many live claims a group has.
 STATES = """SELECT g.group_uid, g.state, s.state AS newest,
                    (SELECT count(*) FROM batch_group b WHERE b.group_uid = g.group_uid AND live)
-            FROM grp g JOIN group_state s ON s.seq = (SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid)"""
+            FROM grp g JOIN group_state s ON s.seq = (
+                SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid)"""
 
 
 @dataclass
@@ -116,7 +116,9 @@ class Model:
         return [group for group in self.groups.values() if group.leased_by == worker]
 
     def give_up(self, group: ModelGroup, *, worker: str, state: str) -> None:
-        """Of an open group that the worker holds; one that is played in part is not played anew."""
+        """Give up an open group that the worker holds. A group with committed members becomes
+        stale.
+        """
         if group.state == "open" and group.leased_by == worker:
             group.state, group.leased_by = (
                 "stale" if state == "open" and group.members else state,
@@ -137,7 +139,9 @@ class Model:
     def expect_claim(
         self, n_groups: int, *, version: int, max_staleness: int
     ) -> list[bytes] | None:
-        """What a claim returns; groups beyond the bound become stale also where that is nothing."""
+        """Return the groups that a claim must return. Groups beyond the bound become stale
+        first.
+        """
         ready = []
         for group in self.groups.values():
             if group.is_train and group.state == "complete":
@@ -254,7 +258,8 @@ class Model:
             self.groups[group_uid].state = state
 
 
-TOO_OLD = """SELECT group_uid FROM batch JOIN batch_group USING (batch_id) JOIN grp g USING (group_uid)
+TOO_OLD = """SELECT group_uid
+             FROM batch JOIN batch_group USING (batch_id) JOIN grp g USING (group_uid)
              WHERE live AND batch.state = 'trained' AND version_in - g.version_min > :bound"""
 
 
@@ -346,6 +351,6 @@ def dies_within(catalog: Catalog, *, n_writes: int) -> Iterator[None]:
 
 
 def look_at(shell: duckdb.DuckDBPyConnection, layout: RunLayout, *, also_views: bool) -> None:
-    """What a shell runs to see a run. The views are the same for all runs, and most of the work."""
+    """Execute the views as a shell does. Their text is the same for all runs."""
     text = fixed(layout.open_sql.read_text(), layout.root)
     shell.execute(text if also_views else text.partition(VIEWS_BEGIN)[0])
