@@ -314,7 +314,7 @@ class StoreConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConfig:
     """How a run with a `source` trains on groups that other runs have played;
-    docs/stored_rollouts.md.
+    docs/offline_groups.md.
     """
 
     # of each batch's groups; 1 plays nothing: no workers, no engine, no environment

@@ -3,13 +3,12 @@ between.
 
 What it assumes, which ext4, XFS and Btrfs keep or better:
 - Bytes of a file are safe once fsync of the file has returned. Before that, each sector (512 bytes;
-  at times each page of
-  4 KiB) holds what any of the writes since left there, or what was there before, independently of its neighbours. The
-  length of the file may be any it had; what was lost of a longer file reads as zeros.
-- A name (new, linked, renamed, removed) is safe once fsync of its directory has returned, of a
-  renamed one the directory
-  it moved to. Before that any of these changes may be missing, in any combination in which each makes sense. fsync of a
-  file does not save its name.
+  at times each page of 4 KiB) holds the bytes of any write since, or those of before,
+  independently of its neighbours. The length of the file may be any it had; lost bytes of a longer
+  file read as zeros.
+- A name (new, linked, renamed, removed) is safe once fsync of its directory has returned; for a
+  renamed one, of the directory it moved to. Before that any of these changes may be missing, in any
+  combination in which each makes sense. fsync of a file does not save its name.
 - A rename is one step: never both names, never neither.
 - What was safe stays so: no decayed bits (that is what digests are for), no disk that only says it
   has written.

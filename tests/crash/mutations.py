@@ -392,7 +392,7 @@ NO_SAFEGUARD = {
     "event_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
     "batch_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
     "unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
-    "CREATE UNIQUE INDEX batch_group_once ON batch_group (group_uid) WHERE live = 1;": "text that is compared, never run",
+    "CREATE UNIQUE INDEX batch_group_once ON batch_group (group_uid) WHERE live = 1;": "compared",
     "PRIMARY KEY (split, state)": "`counts` is temporary and counted anew by every owner",
     "PRIMARY KEY (traj_uid, lsn)": "`lost_trajectory` is history, for people",
 }

@@ -160,7 +160,8 @@ def why_not() -> str | None:
         trace = run("os:mkdir", f"{directory}/seen", watched=Path(directory).resolve())
     if [call.name for call in trace.calls] == ["mkdir"]:
         return None
-    return f"ptrace does not work here, no system call was seen: {trace.error.strip().rpartition(chr(10))[2] or trace.status}"
+    reason = trace.error.strip().rpartition("\n")[2] or trace.status
+    return f"ptrace does not work here, no system call was seen: {reason}"
 
 
 def _be_the_child(

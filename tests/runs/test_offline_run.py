@@ -24,7 +24,7 @@ from tests.support.learner_loop import make_config, open_coordinator, play
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTED_QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "stored_rollouts.md").read_text(), re.DOTALL)
+DOCUMENTED_QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "offline_groups.md").read_text(), re.DOTALL)
 CONFIG = """
 env: {name: not_installed_here:World}
 learner: {steps: 99, groups_per_step: 2, learning_rate: 1.0e-3, checkpoint_every: 2}
