@@ -22,7 +22,7 @@ from store.segments import SegmentMeta, TrajectoryMeta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFile:
-    """A readable segment file and what its rows say."""
+    """A readable segment file with the trajectories of its rows."""
 
     meta: SegmentMeta  # with every trajectory of its rows
     epoch: int
@@ -43,7 +43,7 @@ class FoundGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """What changed since the backup."""
+    """Counts of what a rebuild changed in the backup."""
 
     released: tuple[int, ...]  # batches that were claimed
     adopted: int  # trajectories that the backup does not know

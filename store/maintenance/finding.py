@@ -1,4 +1,4 @@
-"""What fsck can find: one table of code, meaning and remedy."""
+"""List everything that fsck can find: one table of code, severity, meaning and remedy."""
 
 from __future__ import annotations
 

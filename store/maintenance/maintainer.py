@@ -145,7 +145,7 @@ class Maintainer:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether the error was caused by a full disk or quota, under a file or under the catalog."""
+    """Return whether a full disk or quota caused the error, of a file or of the catalog."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

@@ -1,5 +1,4 @@
-"""Runs a function in a process of its own under ptrace: records its file-system calls with their
-data, or kills it at one.
+"""Run a function in its own process under ptrace: record its file-system calls, or kill it at one.
 
 ptrace through ctypes, because strace is missing on many laptops and CI images, and preloading a
 library needs a compiler. Every call of the process is seen, SQLite's too; a seccomp filter lets it
@@ -275,7 +274,7 @@ def _syscall_info(thread: int) -> bytes:
 
 
 def _understand(tracee: _Tracee, name: str, a: list[int]) -> FileCall | None:
-    """The call, None if it does not concern the watched directory."""
+    """Return the call, None if it does not concern the watched directory."""
     if name in ("write", "pwrite64", "fsync", "ftruncate", "close", "unknown"):
         path = _path_of(tracee, a[0])
         if path == tracee.marks and name == "write":
@@ -330,7 +329,7 @@ def _path_of(tracee: _Tracee, descriptor: int) -> str:
 
 
 def _descriptor_info(tracee: _Tracee, descriptor: int) -> tuple[int, int]:
-    """Its position and flags."""
+    """Return its position and flags."""
     lines = dict(
         line.split(":")
         for line in Path(f"/proc/{tracee.pid}/fdinfo/{descriptor}").read_text().splitlines()[:2]
