@@ -3,23 +3,36 @@
 run_status.py          how far a run is
 report.py              the summary at the end of a training
 evaluation_stats.py    success on held-out tasks with intervals, and two evaluations compared
+audit.py               advantages of a run under other settings
 setting_comparison.py  which steps two settings train differently, as tables and as a plot
 """
 
+from analysis.audit import (
+    Setting,
+    audit_rows,
+    changed_setting,
+    describe_settings,
+    run_setting,
+    show_audit,
+)
 from analysis.evaluation_stats import show_evaluation, show_evaluation_comparison
 from analysis.report import is_finished, show_report, trained_to
-from analysis.run_status import CONFIG_FILE, duration, progress_lines
-from analysis.setting_comparison import plot_settings, show_setting_comparison
+from analysis.run_status import duration, progress_lines
+from analysis.setting_comparison import plot_settings
 
 __all__ = [
-    "CONFIG_FILE",
+    "Setting",
+    "audit_rows",
+    "changed_setting",
+    "describe_settings",
     "duration",
     "is_finished",
     "plot_settings",
     "progress_lines",
+    "run_setting",
+    "show_audit",
     "show_evaluation",
     "show_evaluation_comparison",
     "show_report",
-    "show_setting_comparison",
     "trained_to",
 ]

@@ -22,7 +22,7 @@ from store.segments import SegmentMeta, TrajectoryMeta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFile:
-    """A readable segment file and what its rows say."""
+    """A readable segment file with the trajectories of its rows."""
 
     meta: SegmentMeta  # with every trajectory of its rows
     epoch: int
@@ -43,7 +43,7 @@ class FoundGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """What changed since the backup."""
+    """Counts of what a rebuild changed in the backup."""
 
     released: tuple[int, ...]  # batches that were claimed
     adopted: int  # trajectories that the backup does not know
@@ -99,8 +99,8 @@ def _n_open(tx: Transaction) -> int:
 
 def _enter_group(tx: Transaction, group: FoundGroup) -> None:
     tx.run(
-        """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state, reason,
-                            n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
+        """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state,
+                            reason, n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
            VALUES (:group_uid, :split, :ordinal, :task_id, :size, :purpose_version, :state,
                    'found in a file when the catalog was rebuilt', 0, 0, 0, 0.0, :lsn, :now_us)""",
         group_uid=group.group_uid,
@@ -117,7 +117,7 @@ def _enter_group(tx: Transaction, group: FoundGroup) -> None:
 
 
 def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[str, int]) -> None:
-    """Count the file's trajectories that no other file on disk holds. Skip it if there are none."""
+    """Count the file's trajectories that no other file on disk holds."""
     segment_id = file.meta.segment_id
     new: list[TrajectoryMeta] = []
     moved: list[TrajectoryMeta] = []
@@ -170,13 +170,14 @@ def _belongs(tx: Transaction, trajectory: TrajectoryMeta) -> bool:
 def _correct_figures(tx: Transaction, meta: SegmentMeta) -> None:
     """Set the figures of a known file's trajectories to those of its rows."""
     names = [name for name in TrajectoryMeta.__slots__ if name not in ("traj_uid", "member")]
+    columns, values_of = ", ".join(names), ", ".join(f":{name}" for name in names)
     changed = []
     for trajectory in meta.trajectories:
         values = {name: getattr(trajectory, name) for name in names}
         n_changed = tx.run(
-            f"""UPDATE trajectory SET ({", ".join(names)}) = ({", ".join(":" + name for name in names)})
+            f"""UPDATE trajectory SET ({columns}) = ({values_of})
                 WHERE traj_uid = :traj_uid AND segment_id = :segment_id
-                  AND ({", ".join(names)}) IS NOT ({", ".join(":" + name for name in names)})""",
+                  AND ({columns}) IS NOT ({values_of})""",
             **values,
             traj_uid=trajectory.traj_uid,
             segment_id=meta.segment_id,

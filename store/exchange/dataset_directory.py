@@ -1,6 +1,4 @@
-"""A dataset directory: what `gigpo export` writes beside the Parquet files, and how it is
-read again.
-"""
+"""Read and describe a dataset directory, which `gigpo export` writes."""
 
 from __future__ import annotations
 
@@ -23,12 +21,13 @@ UID_COLUMNS = ("traj_uid", "group_uid", "state_hash")
 UIDS = {BINARY: "16 bytes each", TEXT: "text, as in SQL"}
 README = """# {n_trajectories} trajectories, {n_steps} steps
 
-From run {run_id} at lsn {lsn}; condition: {where}. One row per step, whole trajectories only; `dataset.json` has the details.
+From run {run_id} at lsn {lsn}; condition: {where}.
+One row per step, whole trajectories only; `dataset.json` has the details.
 `traj_uid`, `group_uid` and `state_hash` are {uid_form}. Load it with any of
 
     pandas.read_parquet("{here}/data")
     polars.scan_parquet("{here}/data/*.parquet")
-    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(["response_ids"]).with_format("torch")
+    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].with_format("torch")
     duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
 
 or take it into another run: `gigpo import RUN {here}`.
@@ -47,9 +46,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The content of dataset.json. It is written last: a directory without it is not a whole
-    dataset.
-    """
+    """The content of dataset.json, which is written last: without it a dataset is not whole."""
 
     format: str
     run_id: str
@@ -58,14 +55,14 @@ class Dataset:
     created_us: int
     n_trajectories: int
     n_steps: int
-    # group_uid in hex → size where it was played, whether all members are here or not
+    # group_uid in hex -> its size in its own run, whether all members are here or not
     groups: Mapping[str, int]
     parts: tuple[Part, ...]
     uids: str = BINARY
 
 
 def read_dataset(storage: Storage) -> Dataset:
-    """Return what dataset.json says. Raises FormatError for a dataset that no run can take in."""
+    """Read dataset.json. Raises FormatError for a dataset that no run can take in."""
     name = storage.locate(DATASET_JSON)
     if not storage.exists(DATASET_JSON):
         raise FormatError(
@@ -104,7 +101,7 @@ def read_dataset(storage: Storage) -> Dataset:
 
 
 def read_part(storage: Storage, part: Part) -> pa.Buffer:
-    """The bytes of one file of a dataset. DigestError if it is not as it was written."""
+    """Return the bytes of one file of a dataset. Raises DigestError if it was changed."""
     data = storage.read(part.path)
     if file_digest(data) != part.digest:
         raise DigestError(

@@ -1,5 +1,4 @@
-"""A selection of a run's trajectories as a dataset directory of plain Parquet files, and such a
-dataset back into a run.
+"""Export trajectories of a run as a directory of plain Parquet files, and import them into a run.
 
     export_selection(Path("runs/a"), "datasets/won", where="won AND n_steps < 20", as_of=None)
     import_selection(Path("runs/b"), "datasets/won")
@@ -51,19 +50,21 @@ from store.untrusted.file_access import open_file
 
 PARTS = "data"  # the directory of a dataset's files
 WORKER = "import"  # the directory of imported segments
-# of decoded rows; 40 to 60 MB as a file, and what an import holds in memory
+# Decoded rows of a file, which an import holds in memory; the file has 40 to 60 MB.
 PART_BYTES = 256 * 1024**2
 SELECT_TIMEOUT_S = 3600.0
 # The columns a condition may use: those of `trajectories`, and those of `groups` that
 # `trajectories` does not have.
-SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps FROM (
+SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps
+FROM (
     SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
     FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid) AS selection
 WHERE (
 {where}
 )"""
-# All trajectories of the groups of which one is selected.
-WHOLE_GROUPS = """SELECT t.traj_uid::VARCHAR AS traj_uid, t.group_uid::VARCHAR AS group_uid, g.size, t.n_steps
+# All trajectories of each group with a selected one.
+WHOLE_GROUPS = """SELECT t.traj_uid::VARCHAR AS traj_uid, t.group_uid::VARCHAR AS group_uid,
+       g.size, t.n_steps
 FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid
 WHERE t.group_uid::VARCHAR IN (SELECT group_uid FROM ({selection}))"""
 
@@ -72,7 +73,7 @@ WHERE t.group_uid::VARCHAR IN (SELECT group_uid FROM ({selection}))"""
 class ImportReport:
     n_trajectories: int  # that the run did not have
     n_steps: int
-    n_known: int  # trajectories that it had, and that stay as they are
+    n_known: int  # trajectories that the run had; they stay as they are
 
 
 def export_selection(
@@ -85,21 +86,20 @@ def export_selection(
     text_uids: bool = False,
 ) -> Dataset:
     """Write the trajectories for which `where` holds, now or at the lsn `as_of`, as a dataset.
-    None: all of them.
 
-    `whole_groups`: write all trajectories of a group for which it holds for one of them.
-    `text_uids`: write uids as SQL shows them, for programs without binary columns; no run takes
-    such a dataset in.
+    Without `where` all of them are written. `whole_groups` writes all trajectories of a group if
+    it holds for one of them. `text_uids` writes uids as SQL shows them, for programs without
+    binary columns; no run can import such a dataset.
 
     `where` is an SQL condition on the columns of `trajectories`, and of `groups` where the names
-    differ; it may ask the views:
+    differ. It may ask the views:
 
         won AND n_steps < 20
         state = 'trained' AND version_min >= 10
         group_uid IN (SELECT group_uid FROM lineage WHERE learner_step BETWEEN 5 AND 9)
 
-    Raises StoreError if it selects nothing, `dest` is not empty or in the run, or files cannot be
-    read; DigestError if changed.
+    Raises StoreError if it selects nothing, if `dest` is not empty or in the run, or if files
+    cannot be read; DigestError if files were changed.
     """
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
@@ -151,12 +151,11 @@ def export_selection(
 
 
 def import_selection(run: Path, source: Path | str) -> ImportReport:
-    """Take a dataset into a run that nobody is writing: its groups are then seen by SQL, and never
-    played or trained on.
+    """Import a dataset into a run without an owner, for SQL: its groups are never trained on.
 
-    What the run has already stays as it is, so a second import changes nothing; into the run it
-    came from it brings back what was lost. Raises LockedError if the run has an owner, DigestError
-    or FormatError if the dataset is not as it was written.
+    Trajectories that the run has stay as they are, so a second import changes nothing. In the run
+    that the dataset came from, lost trajectories come back. Raises LockedError if the run has an
+    owner, DigestError or FormatError if the dataset was changed.
     """
     storage, layout = open_storage(str(source)), RunLayout.open(run)
     dataset = read_dataset(storage)
@@ -164,21 +163,18 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
     with Catalog.open(layout) as catalog:
         for part in dataset.parts:
             new, steps, known = _import_part(catalog, layout, storage, dataset=dataset, part=part)
-            n_trajectories, n_steps, n_known = (
-                n_trajectories + new,
-                n_steps + steps,
-                n_known + known,
-            )
+            n_trajectories += new
+            n_steps += steps
+            n_known += known
         export(catalog, layout)
     return ImportReport(n_trajectories=n_trajectories, n_steps=n_steps, n_known=n_known)
 
 
 def live_files(run: Path | str) -> tuple[Path, ...]:
-    """The Parquet files that hold the run's steps now, for tools that read files; a run that goes
-    on replaces them in time.
+    """Return the Parquet files of the run's steps, for tools that read files.
 
-    Raises StoreError if some of their rows do not count, as after a crash between two commits of
-    one group, until compaction.
+    A run that goes on replaces them in time. Raises StoreError if some of their rows do not count,
+    which a crash between two commits of a group can leave until compaction.
     """
     layout = mirror(RunLayout.open(run))
     manifest = read_manifest(layout)
@@ -198,24 +194,20 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     place, homes = storage.locate(""), [f"{layout.root}/", layout.storage.locate("")]
     if any(f"{place.rstrip('/')}/".startswith(f"{home.rstrip('/')}/") for home in homes):
         raise StoreError(f"{dest} is in the run {layout.root}; choose a directory outside of it")
-    if (is_file := storage.exists("")) or next(storage.files(""), None) is not None:
-        if (
-            not is_file
-            and storage.exists(f"{PARTS}/part-00000.parquet")
-            and not storage.exists(DATASET_JSON)
-        ):
-            raise StoreError(
-                f"{dest} is not empty: an export to it was cut short; remove it, or choose a new "
-                "directory"
-            )
+    if storage.exists(""):
+        raise StoreError(f"{dest} is a file; choose a new directory")
+    if next(storage.files(""), None) is None:
+        return storage
+    if storage.exists(f"{PARTS}/part-00000.parquet") and not storage.exists(DATASET_JSON):
         raise StoreError(
-            f"{dest} is {'a file' if is_file else 'not empty'}; choose a new directory"
+            f"{dest} is not empty: an export to it was cut short; remove it, or choose a new "
+            "directory"
         )
-    return storage
+    raise StoreError(f"{dest} is not empty; choose a new directory")
 
 
 def check_condition(where: str) -> None:
-    """It must parse without the parentheses of SELECTION too: then it closes none of them."""
+    """Raise StoreError if the condition is no SQL, or would close the parentheses of SELECTION."""
     try:
         duckdb.extract_statements(f"SELECT 1 WHERE {where}")
     except duckdb.Error as error:
@@ -225,7 +217,7 @@ def check_condition(where: str) -> None:
 
 
 def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
-    """The rows of the selected trajectories, file by file, from the very files the reader sees."""
+    """Yield the rows of the selected trajectories, file by file, of the files the reader sees."""
     layout = reader.layout
     files = reader.sql("SELECT unnest(getvariable('segments')) AS file")["file"].to_pylist()
     excluded: dict[str, list[bytes]] = {}
@@ -252,34 +244,30 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
 
 
 def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
-    """Whether to read the file, from one narrow column of it. A damaged one is read: its digest
-    finds it out.
-    """
+    """Return whether the file may hold one of `uids`. A damaged one may: its digest will tell."""
     try:
         with open(open_file(layout.root / path, root=layout.root), "rb") as source:
             n_bytes = os.fstat(source.fileno()).st_size
             file = open_parquet(source, n_bytes=n_bytes, name=path, verify=False)
-            here = read_table(file, source, n_bytes=n_bytes, name=path, columns=["traj_uid"])[
-                "traj_uid"
-            ]
-        return bool(pc.any(pc.is_in(here, value_set=uids)).as_py())
+            table = read_table(file, source, n_bytes=n_bytes, name=path, columns=["traj_uid"])
+        return bool(pc.any(pc.is_in(table["traj_uid"], value_set=uids)).as_py())
     except (OSError, pa.ArrowException):
         return True
 
 
 def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]) -> Iterator[Part]:
-    # so that a part is a segment like others
+    # a part has the metadata of a segment, so that both are read alike
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}
     for number, table in enumerate(in_large_tables(tables)):
         data = encode(table, metadata=metadata)
-        # apart from the other files, so that every tool takes the directory
+        # a directory of Parquet files alone, which every tool can read
         path = f"{PARTS}/part-{number:05d}.parquet"
         storage.write(path, data)
         yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
 
 
 def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables of about PART_BYTES."""
+    """Yield the same rows in tables of about PART_BYTES."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
@@ -293,7 +281,7 @@ def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 def _import_part(
     catalog: Catalog, layout: RunLayout, storage: Storage, *, dataset: Dataset, part: Part
 ) -> tuple[int, int, int]:
-    """Trajectories and steps that are new, and trajectories that were known."""
+    """Return the counts of new trajectories, their steps, and known trajectories."""
     name, data = storage.locate(part.path), read_part(storage, part)
     held = segment_rows.open_rows(data, path=Path(name))
     for _, detail in segment_rows.malformed(held):
@@ -318,7 +306,7 @@ def _import_part(
 
 
 def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
-    """Another run's rows say so in `split`, as their groups do."""
+    """Set `split` to imported, unless the rows are the run's own."""
     if own:
         return table
     place = table.schema.get_field_index("split")
@@ -345,9 +333,7 @@ def uid_array(texts: pa.ChunkedArray) -> pa.Array:
 
 
 def _uid(text: object) -> uuid.UUID:
-    """Return the uid that a view shows as text. Raises FormatError: the views may be a
-    stranger's.
-    """
+    """Parse a uid of a view. Raises FormatError: the views may be a stranger's."""
     try:
         return uuid.UUID(text if isinstance(text, str) else "")
     except ValueError as error:

@@ -1,12 +1,11 @@
-"""A new run that begins where another was at one of its checkpoints: the other's past, as if it had
-ended there.
+"""Make a new run that begins at a checkpoint of another one, as if that had ended there.
 
     layout = fork(RunLayout.open("runs/a"), Path("runs/b"), learner_step=40, config_yaml=text)
 
-Its catalog is the other's, cut at the checkpoint; what is later is not in it: no group, no version,
-no number. So versions and ordinals go on from there, and each group is as far behind the weights as
-it was then. Segments, the checkpoint and its weights are hard links, or copies where that is
-impossible. The other run is only read, and may be training.
+Its catalog is a copy of the other one, cut at the checkpoint: later groups, versions and numbers
+are not in it. Versions and ordinals go on from there, and the staleness of each group is as it was
+then. Segments, the checkpoint and its weights are hard links, or copies where links are impossible.
+The other run is only read, and may be training.
 """
 
 from __future__ import annotations
@@ -31,16 +30,17 @@ from store.untrusted.file_access import is_directory, is_file, open_file, opened
 
 UNFINISHED = ".unfinished"
 COMPONENT = "fork"
-# What was there at the lsn :cut, of tables without a history of their own. The order matters: files
-# outlive their rows.
+# Go back to the lsn :cut. The order matters: files outlive their rows.
 CUT = """
-INSERT OR IGNORE INTO duplicate (segment_id, traj_uid) SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
+INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
+    SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
 DELETE FROM trajectory WHERE lsn > :cut;
 DELETE FROM batch_group WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut);
 DELETE FROM batch WHERE claimed_lsn > :cut;
 UPDATE batch_group SET live = 0, outcome = 'claimed'
     WHERE batch_id IN (SELECT batch_id FROM batch WHERE trained_lsn IS NULL OR trained_lsn > :cut);
-UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL, trained_us = NULL, trained_lsn = NULL,
+UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL,
+                 trained_us = NULL, trained_lsn = NULL,
                  rolled_back_lsn = min(:cut, coalesce(rolled_back_lsn, :cut))
     WHERE trained_lsn IS NULL OR trained_lsn > :cut;
 DELETE FROM group_state WHERE lsn > :cut;
@@ -49,9 +49,10 @@ DELETE FROM lost_trajectory WHERE group_uid IN (SELECT group_uid FROM grp WHERE 
 DELETE FROM grp WHERE opened_lsn > :cut;
 UPDATE grp SET completed_lsn = NULL, completed_us = NULL WHERE completed_lsn > :cut;
 UPDATE grp SET lease_worker = NULL, lease_until_us = NULL;
-UPDATE grp SET (state, reason) = (SELECT state, reason FROM group_state s WHERE s.group_uid = grp.group_uid
-                                  ORDER BY seq DESC LIMIT 1)
-    WHERE state <> (SELECT state FROM group_state s WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1);
+UPDATE grp SET (state, reason) = (SELECT state, reason FROM group_state s
+                                  WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1)
+    WHERE state <> (SELECT state FROM group_state s
+                    WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1);
 DELETE FROM version WHERE lsn > :cut;
 DELETE FROM checkpoint WHERE lsn > :cut;
 UPDATE checkpoint SET live = 0 WHERE lsn <> :cut;
@@ -61,16 +62,17 @@ DELETE FROM component;
 DELETE FROM segment WHERE lsn > :cut AND segment_id NOT IN (SELECT segment_id FROM trajectory)
     AND segment_id NOT IN (SELECT segment_id FROM lost_trajectory);
 UPDATE segment SET removed_us = :now_us WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
-DELETE FROM duplicate WHERE segment_id NOT IN (SELECT segment_id FROM segment WHERE retired_lsn IS NULL);
+DELETE FROM duplicate
+    WHERE segment_id NOT IN (SELECT segment_id FROM segment WHERE retired_lsn IS NULL);
 UPDATE meta SET run_id = :run_id, horizon_lsn = lsn + 1;
 """
 
 
 def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) -> RunLayout:
-    """The new run at `root`, where nothing may be. Raises StoreError, naming the checkpoints there
-    are, if it cannot be made.
+    """Make the new run at `root`, where nothing may be.
 
-    Weights of the checkpoint's version are in it only if the other run still has them.
+    It has the weights of the checkpoint's version only if the other run still has them. Raises
+    StoreError if it cannot be made, naming the checkpoints that there are.
     """
     if source.info.storage_uri is not None:
         raise StoreError(
@@ -84,13 +86,12 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed fork
     info = source.info
     try:
         make_directory(unfinished, beneath=unfinished.parent)
-        # Until the marker is removed, RunLayout.open refuses this directory. It is there before
-        # run.json is.
-        # on disk as soon as the directories that `create` makes
+        # Until the marker is removed, RunLayout.open refuses this directory. It is made before
+        # run.json, and synced with the directories that `create` makes.
         (unfinished / UNFINISHED_FORK).touch()
         layout = RunLayout.create(
             unfinished,
@@ -98,11 +99,11 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             forked_from=f"{info.run_id}@{learner_step}",
             ancestors=(*info.ancestors, info.run_id),
         )
-        # the files that the catalog's copy names are not removed meanwhile
+        # The pin keeps the files that the catalog's copy names.
         with closing(Pin(source, _lsn(source))):
             version = _copy_catalog(source, layout, learner_step=learner_step)
             _link_files(source, layout, learner_step=learner_step, version=version)
-        # The names of the links; their bytes are the other run's, and on disk.
+        # Only the names of the links are new: their bytes are on disk.
         for directory, _, _ in os.walk(unfinished):
             sync_directory(Path(directory), beneath=unfinished)
         (unfinished / UNFINISHED_FORK).unlink()
@@ -126,7 +127,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
 
 
 def _lsn(source: RunLayout) -> int:
-    """Return the lsn of the run's catalog now. Raises FormatError if it does not say one."""
+    """Return the catalog's lsn. Raises FormatError if there is none."""
     with closing(connect_read_only(source)) as catalog:
         row = catalog.execute("SELECT lsn FROM meta").fetchone()
     if row is None or not isinstance(row[0], int):
@@ -138,7 +139,7 @@ def _lsn(source: RunLayout) -> int:
 
 
 def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
-    """The catalog as it was at the checkpoint; the checkpoint's version."""
+    """Copy the catalog as it was at the checkpoint. Return the checkpoint's version."""
     with (
         closing(connect_read_only(source)) as original,
         closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
@@ -151,7 +152,7 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         for trigger in copy.execute(
             "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
         ).fetchall():
-            copy.execute(f"DROP TRIGGER {trigger['name']}")  # ledgers may not be cut
+            copy.execute(f"DROP TRIGGER {trigger['name']}")  # they keep a ledger from being cut
         values = {"cut": checkpoint["lsn"], "run_id": layout.info.run_id, "now_us": now_us()}
         touched = copy.execute(
             "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > :cut", values
@@ -207,8 +208,8 @@ def _checkpoint(
     ).fetchone()
     if published is None or published["lsn"] > row["lsn"]:
         raise StoreError(
-            f"{source.root} was rebuilt after learner step {learner_step}: when what happened is "
-            "lost; use a later one"
+            f"{source.root} was rebuilt after learner step {learner_step}, and the order of its "
+            "events is lost; use a later checkpoint"
         )
     return row
 
@@ -247,7 +248,7 @@ def _link(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> No
             opened_parent(file, root=source.root) as (theirs, name),
             opened_parent(dest, root=layout.root) as (ours, new),
         ):
-            # a link would be linked to, and not what it leads to
+            # Opened first: `link` would take a symbolic link as it is.
             os.close(open_file(file, root=source.root))
             try:
                 link_file(name, new, src_dir_fd=theirs, dst_dir_fd=ours, follow_symlinks=False)

@@ -1,13 +1,12 @@
-"""Groups of other runs taken into a new one, to be trained on: `gigpo train CONFIG
-source=RUN[@where]`.
+"""Import groups of other runs to train on: `gigpo train CONFIG source=RUN[@where]`.
 
     take_sources(Path("runs/b"), [parse_source("runs/a@won AND n_steps < 8")], order="n_won DESC")
 
-Whole groups only: what a step is compared with is always its whole group, so a group is selected if
-any of its trajectories matches. A source is a run, which is only read and may go on training, or a
-directory that `export` wrote. First all rows are imported, as `gigpo import` does; then
-one transaction makes the groups those that the run trains on, in their order. Killed before it, the
-same call begins anew, with what is here already; after it, there is nothing left to do.
+A step is compared with its whole group, so whole groups are taken: each with a trajectory that
+matches. A source is a run, which is only read and may go on training, or a directory that `export`
+wrote. First all rows are imported, as `gigpo import` does. Then one transaction makes them the
+groups that the run trains on, in order. If the process is killed before it, the same call goes on
+with the rows that are here. After it there is nothing left to do.
 """
 
 from __future__ import annotations
@@ -45,35 +44,34 @@ from store.segments import decode, write_rows
 from store.storage import Storage, open_storage
 
 WORKER = "stored"  # the directory of their segments
-# the split they are taken from: held-out groups stay held out, imported ones are to be had where
-# they are from
+# Held-out groups stay held out, and imported ones can be taken from the run they are from.
 TRAIN = "train"
 FILE_STEPS = 2048  # rows of a segment: a batch of a few groups reads whole files
-MAX_GROUPS = 10_000_000  # of a source; what is known of them is held in memory
-# they are not in the files
+MAX_GROUPS = 10_000_000  # of a source; their rows are held in memory
+# Columns that the files of a dataset do not have.
 UNKNOWN_OF_DATASETS = ("ordinal", "state", "reason", "opened_at", "completed_at")
-COLUMNS = pa.schema(  # what an order may use, and `source`, `played`
+# An order may use these columns, and `source` and `played`.
+COLUMNS = pa.schema(
     [
         ("group_uid", UID_TYPE),
-        *(
-            ("task_id", pa.string()),
-            ("ordinal", pa.int64()),
-            ("size", pa.int64()),
-            ("n_steps", pa.int64()),
-        ),
-        *(
-            ("n_won", pa.int64()),
-            ("return_sum", pa.float64()),
-            ("state", pa.string()),
-            ("reason", pa.string()),
-        ),
-        *(("version_min", pa.int64()), ("version_max", pa.int64())),
-        *(("opened_at", pa.timestamp("us")), ("completed_at", pa.timestamp("us"))),
+        ("task_id", pa.string()),
+        ("ordinal", pa.int64()),
+        ("size", pa.int64()),
+        ("n_steps", pa.int64()),
+        ("n_won", pa.int64()),
+        ("return_sum", pa.float64()),
+        ("state", pa.string()),
+        ("reason", pa.string()),
+        ("version_min", pa.int64()),
+        ("version_max", pa.int64()),
+        ("opened_at", pa.timestamp("us")),
+        ("completed_at", pa.timestamp("us")),
         ("members", pa.list_(UID_TYPE)),
     ]
 )
-SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid, g.task_id, g.ordinal, g.size, g.n_steps,
-       g.n_won, g.return_sum, g.state, g.reason, g.version_min, g.version_max, g.opened_at, g.completed_at,
+SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid, g.task_id,
+       g.ordinal, g.size, g.n_steps, g.n_won, g.return_sum, g.state, g.reason, g.version_min,
+       g.version_max, g.opened_at, g.completed_at,
        list(unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
 FROM groups AS g JOIN trajectories AS t ON t.group_uid = g.group_uid
 WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM (
@@ -86,9 +84,11 @@ WHERE (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Selection:
+    """The groups of one source."""
+
     source: OfflineSource
     run_id: str
-    groups: pa.Table  # COLUMNS, whole groups, in the order they were played in
+    groups: pa.Table  # COLUMNS, whole groups, in the order in which they were played
     n_incomplete: int
     is_dataset: bool
     tables: Iterator[pa.Table]  # all rows of `groups`, and maybe others
@@ -97,12 +97,11 @@ class _Selection:
 def take_sources(
     run: Path, sources: Sequence[OfflineSource], *, order: str
 ) -> tuple[TakenSource, ...]:
-    """The groups of all `sources` into the run, which nobody may own, ordered by the SQL `order`
-    (as after ORDER BY, over COLUMNS, `source` and `played`; empty: as they were played, source by
-    source). Nothing, if that was done already.
+    """Import the groups of all `sources` into a run without an owner, unless that was done.
 
-    Raises StoreError if nothing is selected, or an SQL text or a source is none; DigestError for
-    files that were changed.
+    `order` is SQL as after ORDER BY, over COLUMNS, `source` and `played`. If it is empty, the
+    groups come as they were played, source by source. Raises StoreError if nothing is selected or
+    an SQL text or a source is wrong, DigestError for files that were changed.
     """
     layout = RunLayout.open(run)
     with Catalog.open(layout) as catalog, ExitStack() as opened:
@@ -120,7 +119,7 @@ def take_sources(
 
 
 def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
-    """Raises what `take_sources` would raise before it takes anything."""
+    """Raise the errors that `take_sources` raises before it takes anything."""
     with ExitStack() as opened:
         in_order([_select(source, opened) for source in sources], order=order)
 
@@ -136,7 +135,7 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
     if not len(candidates):
         places = ", ".join(map(_fault, selections))
         raise StoreError(f"no whole training group is selected in {places}; nothing to train on")
-    # so that an order by what is unknown is refused, and not nothing
+    # An order by an unknown column is refused; by a column of NULLs it would do nothing.
     if order and candidates["state"].null_count:
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
@@ -147,7 +146,7 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
 
 
 def _fault(selection: _Selection) -> str:
-    """Say of a selection without whole groups what is in it."""
+    """Describe a selection without whole groups."""
     n, where = selection.n_incomplete, selection.source.where or "all"
     hint = f"; {WHOLE_HINT}" if n and selection.is_dataset else ""
     found = f": {n} groups, of which each lacks trajectories{hint}" if n else ""
@@ -155,7 +154,7 @@ def _fault(selection: _Selection) -> str:
 
 
 def _sorted(candidates: pa.Table, order: str) -> pa.Table:
-    """With DuckDB, which can reach nothing but the table."""
+    """Sort with DuckDB, which can reach nothing but the table."""
     with duckdb.connect(
         config={"enable_external_access": False, "lock_configuration": True}
     ) as connection:
@@ -169,15 +168,10 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
                 f"SELECT * FROM candidates ORDER BY {order}\n, played"
             ).to_arrow_table()
         except duckdb.Error as error:
-            why, unknown = (
-                " ".join(str(error).split()),
-                set(UNKNOWN_OF_DATASETS) - set(candidates.column_names),
-            )
-            without = (
-                f"; with a dataset among the sources there is no {', '.join(sorted(unknown))}"
-                if unknown
-                else ""
-            )
+            why, without = " ".join(str(error).split()), ""
+            unknown = sorted(set(UNKNOWN_OF_DATASETS) - set(candidates.column_names))
+            if unknown:
+                without = f"; with a dataset among the sources there is no {', '.join(unknown)}"
             raise StoreError(
                 f"the order {order!r} cannot be used ({why}); it is SQL over a group's "
                 f"columns{without}"
@@ -197,12 +191,12 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
-                f"source {source.place!r} is neither a run directory nor one that `gigpo "
-                "export` wrote"
+                f"source {source.place!r} is neither a run directory nor one that `gigpo export` "
+                "wrote"
             )
         return _select_of_dataset(source, storage)
     theirs = RunLayout.open(source.place)
-    # its files stay until all is read
+    # The open reader keeps the run's files until all is read.
     reader = opened.enter_context(open_run(theirs.root, warn=False))
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
@@ -286,13 +280,13 @@ def _parts(storage: Storage, dataset: Dataset) -> Iterator[pa.Table]:
 
 
 def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
-    """Those with all their trajectories, and how many there are without."""
+    """Return the groups with all their trajectories, and the number of the others."""
     whole = groups.filter(pc.equal(pc.list_value_length(groups["members"]), groups["size"]))
     return whole, len(groups) - len(whole)
 
 
 def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
-    """All rows of the selected groups that are not here yet."""
+    """Import all rows of the selected groups that are not here yet."""
     groups = {
         row["group_uid"]: Group.imported(**row)
         for row in selection.groups.select(["group_uid", "task_id", "size"]).to_pylist()
@@ -304,9 +298,7 @@ def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
 
 
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:
-    """Slices of whole groups of at least FILE_STEPS rows, the last with what is left; none of no
-    rows.
-    """
+    """Yield slices of whole groups with at least FILE_STEPS rows, the last with the rest."""
     if not len(table):
         return
     table = in_group_order([table])
@@ -359,7 +351,7 @@ def _as_rows(table: pa.Table) -> segment_rows.Rows:
 
 
 def _reports(selections: Sequence[_Selection]) -> Iterator[TakenSource]:
-    """A group in several of them counts once, as it is taken: of the first."""
+    """Count each group once, for the first selection that has it."""
     seen: set[bytes] = set()
     for one in selections:
         mine = set(one.groups["group_uid"].to_pylist()) - seen

@@ -1,6 +1,4 @@
-"""Name the offline groups that a run trains on, `source=RUN[@where]`, and count those that were
-found.
-"""
+"""Name the offline groups that a run trains on, `source=RUN[@where]`, and count them."""
 
 from __future__ import annotations
 
@@ -12,12 +10,10 @@ WHOLE_HINT = "`gigpo export --groups` exports whole groups"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfflineSource:
-    """A run directory, or a directory or URI that `export` wrote; and which of its trajectories
-    choose groups, None: all.
-    """
+    """A place to take groups from, and a condition on their trajectories."""
 
-    place: str
-    where: str | None
+    place: str  # a run directory, or a directory or URI that `export` wrote
+    where: str | None  # None: all groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +30,15 @@ class TakenSource:
         where = f" where {self.source.where}" if self.source.where else ""
         left_out = f"; {self.n_incomplete} incomplete ones left out" if self.n_incomplete else ""
         hint = f" ({WHOLE_HINT})" if self.n_incomplete and self.is_dataset else ""
-        return f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id}){left_out}{hint}"
+        taken = f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id})"
+        return f"{taken}{left_out}{hint}"
 
 
 def parse_source(text: str) -> OfflineSource:
     """Split "RUN" or "RUN@where".
 
-    RUN ends at the last "@", or at the end, before which there is a directory; else at the first
-    "@".
+    A path may have an "@" in it: RUN is the longest beginning that is a directory. If none is, it
+    ends at the first "@".
     """
     parts = text.split("@")
     n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)

@@ -1,4 +1,4 @@
-"""The backup of the catalog: backup/catalog.sqlite, made at every checkpoint and at a clean close.
+"""Keep a backup of the catalog in backup/catalog.sqlite, of every checkpoint and clean close.
 
 A copy replaces the backup only if it passes fsck's check of the catalog, so a damaged catalog never
 replaces a sound backup. Both are held in memory: about 1 KB for each trajectory of the run.

@@ -1,21 +1,20 @@
-"""Compaction: many small files become a few large ones, in the background, without a reader
-noticing.
+"""Merge many small segment files into a few large ones, in the background, unseen by readers.
 
-Size-tiered, like an LSM tree: `fan_in` settled files of one level, oldest first, become one of the
-next level. A row is so rewritten log64(n) times, until its file is full: more than half of the file
-limit. That is 64 MiB, or 1/200 of the live bytes where that is more (beyond 12.8 GB; there a row is
-rewritten once more whenever the run has doubled). So up to 100 GB fewer than 400 files are full,
-any two others fit into one, and 500 files suffice; a larger run has one more per 512 MiB.
+The merge is size-tiered, like an LSM tree: `fan_in` settled files of one level, oldest first,
+become one file of the next level. A row is rewritten log64(n) times, until its file is full: more
+than half of the file limit. The limit is 64 MiB, or 1/200 of the live bytes where that is more
+(beyond 12.8 GB; there a row is rewritten once more whenever the run has doubled). Up to 100 GB,
+fewer than 400 files are full, any two others fit into one, and 500 files suffice. A larger run has
+one more file per 512 MiB.
 
-Should there be more nevertheless, as where the learner has many groups waiting, files are merged
-that are not settled. That is safe, also for claimed and open groups: a trajectory is committed
-whole and never written again, the rest of an open group goes to other files, and whoever was told
-the old path has the snapshot window to open it. It is only not worth it sooner: the learner would
-read a whole merged file for a few groups of it.
+If there are more files nevertheless, because many groups wait for the learner, files that are not
+settled are merged too. That is safe, also for claimed and open groups: a trajectory is committed
+whole and never written again, and a reader of the old path has the snapshot window to open it. It
+is not done sooner because the learner would read a whole merged file for a few groups of it.
 
-Memory: the rows of one merged file, which is about seven times its bytes, and its bytes. Drawn
-images are a hundred times their bytes: so no merge takes more rows than MAX_ROW_BYTES, and a file
-of half as many is left as it is.
+Memory: one merged file and its rows, about seven times its bytes. Decoded images take a hundred
+times their bytes, so no merge takes more rows than MAX_ROW_BYTES, and a file of half as many is
+left as it is.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from store.segments import SegmentMeta, read_segment, write_rows
 COMPONENT = "compaction"
 WORKER = "compact"  # the directory of merged files
 MAX_FULL_FILES = 400  # a full file holds more than half of the limit, so there are fewer
-# of decoded rows in a merged file; Arrow reads no column of structs beyond 2 GiB at once
+# Decoded rows of a merged file. Arrow reads no column of structs beyond 2 GiB at once.
 MAX_ROW_BYTES = 1 << 30
-# bounds the memory of a merge; beyond 100 GB a run has more files instead
+# Bounds the memory of a merge. Beyond 100 GB a run has more files instead.
 MAX_FILE_BYTES = 512 * 1024**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionPolicy:
-    fan_in: int  # files merged at once, and how many of a level are waited for
-    max_live_files: int  # beyond it also files that are not settled are merged
+    fan_in: int  # files merged at once, as soon as a level has so many
+    max_live_files: int  # beyond it, files that are not settled are merged too
     min_file_bytes: int  # the file limit of a small run
 
 
@@ -56,9 +55,7 @@ COMPACTION_POLICY = CompactionPolicy(fan_in=64, max_live_files=500, min_file_byt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionResult:
-    """What one compaction did: several files became one, or some are to be left out: damaged, or
-    too large to be merged.
-    """
+    """The result of one merge. Damaged files and files too large to be merged are left out."""
 
     sources: tuple[str, ...]  # segment ids that were replaced
     merged: SegmentMeta | None  # None: nothing was replaced
@@ -68,24 +65,22 @@ class CompactionResult:
 def compact_once(
     catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
 ) -> CompactionResult | None:
-    """Merge the files that are due into one; None if none are. Parameters and errors are those of
-    `merges`.
-    """
+    """Do the next merge of `merges`; None if none is due."""
     return next(merges(catalog, layout, policy=policy, skip=skip), None)
 
 
 def merges(
     catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
 ) -> Iterator[CompactionResult]:
-    """Merge the files that are due, one merged file at a time. `skip` are segment ids that were
-    left out before.
+    """Merge the files that are due, one merged file at a time.
 
-    The catalog is asked for the live files once: to ask before each of hundreds of merges costs
-    more than they do. Files that are committed meanwhile are for the next call.
+    `skip` are segment ids that were left out before. The catalog is asked for the live files once,
+    because asking before each of hundreds of merges costs more than the merges. Files that are
+    committed meanwhile are for the next call.
 
-    Whatever interrupts it leaves an orphan at most: the catalog changes in one transaction, after
-    the new file is durable. Raises StoreError if it cannot write, UnavailableError if a source
-    cannot be reached now; a damaged one becomes an event.
+    An interruption leaves an orphan at most: the catalog changes in one transaction, after the new
+    file is durable. Raises StoreError if it cannot write, UnavailableError if a source cannot be
+    reached now. A damaged source becomes an event.
     """
     live = catalog.live_segments()
     skip = {*skip}
@@ -118,7 +113,7 @@ def _merge(catalog: Catalog, layout: RunLayout, sources: Sequence[LiveSegment]) 
     """Merge the sources that can be read together."""
     metas = catalog.segment_metas([source.segment_id for source in sources])
     tables, left_out = _read(catalog, layout, metas)
-    if left_out:  # whether the others are still due is chosen anew
+    if left_out:  # the next choice tells whether the others are still due
         return CompactionResult(sources=(), merged=None, left_out=left_out)
     metas = metas[: len(tables)]
     merged = write_rows(
@@ -141,9 +136,9 @@ def _merge(catalog: Catalog, layout: RunLayout, sources: Sequence[LiveSegment]) 
 def choose(
     live: Sequence[LiveSegment], *, policy: CompactionPolicy, skip: Collection[str]
 ) -> tuple[LiveSegment, ...]:
-    """Which of the live files, given oldest first, are to be merged now: at least two, or none.
+    """Return the files to merge now, at least two or none. `live` has the oldest file first.
 
-    With fan_in=2: three settled files of level 0 and one of level 1 → the two oldest of level 0.
+    With fan_in=2, of three settled files of level 0 and one of level 1: the two oldest of level 0.
     """
     limit = file_limit(live, policy=policy)
     mergeable = [file for file in live if 2 * file.n_bytes <= limit and file.segment_id not in skip]
@@ -153,13 +148,13 @@ def choose(
             return _fitting(settled[level], limit=limit, fan_in=policy.fan_in)
     if len(live) <= policy.max_live_files or len(mergeable) < 2:
         return ()
-    # The fullest level: a few files at a time would rewrite its neighbours' rows again and again.
+    # Take the fullest level: merging a few files at a time would rewrite rows again and again.
     most = max(_by_level(mergeable).values(), key=len)
     return _fitting(most if len(most) > 1 else mergeable, limit=limit, fan_in=policy.fan_in)
 
 
 def file_limit(live: Sequence[LiveSegment], *, policy: CompactionPolicy) -> int:
-    """The largest merged file, in bytes of its sources."""
+    """Return the limit of a merged file, in bytes of its sources."""
     return min(
         max(policy.min_file_bytes, 2 * sum(file.n_bytes for file in live) // MAX_FULL_FILES),
         MAX_FILE_BYTES,
@@ -167,11 +162,9 @@ def file_limit(live: Sequence[LiveSegment], *, policy: CompactionPolicy) -> int:
 
 
 def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
-    """All rows, each group's together, in the order in which the groups are first met; in a group
-    by member and step.
+    """Return all rows, group by group as first met, by member and step within a group.
 
-    Rows that already follow each other stay one slice, so that nothing is copied: the result shares
-    the tables' memory.
+    Rows that already follow each other stay one slice: the result shares the tables' memory.
     """
     table = pa.concat_tables(tables)
     # numbered as they are first met
@@ -193,8 +186,9 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
 def _read(
     catalog: Catalog, layout: RunLayout, metas: Sequence[SegmentMeta]
 ) -> tuple[list[pa.Table], tuple[str, ...]]:
-    """The rows that count of the first files that fit into MAX_ROW_BYTES, verified; and the ids of
-    those to be left out.
+    """Return the verified rows that count of the first files that fit into MAX_ROW_BYTES.
+
+    The second value has the ids of files to leave out.
     """
     tables: list[pa.Table] = []
     damaged: list[str] = []
@@ -210,14 +204,13 @@ def _read(
                 )
             room -= table.nbytes
             if room < 0 and tables:
-                too_large = meta if table.nbytes > tables[0].nbytes else metas[0]
-                return tables, tuple(damaged) if len(tables) > 1 else (
-                    *damaged,
-                    too_large.segment_id,
-                )
+                if len(tables) == 1:  # no two fit: the larger one is left out
+                    larger = meta if table.nbytes > tables[0].nbytes else metas[0]
+                    damaged.append(larger.segment_id)
+                return tables, tuple(damaged)
             tables.append(table)
         except UnavailableError:
-            if damaged:  # said already, so the caller has to know them; this one is tried again
+            if damaged:  # the caller has to know these; the unavailable file is tried again
                 break
             raise
         except StoreError as error:
@@ -234,9 +227,7 @@ def _by_level(files: Iterable[LiveSegment]) -> dict[int, list[LiveSegment]]:
 
 
 def _fitting(files: Sequence[LiveSegment], *, limit: int, fan_in: int) -> tuple[LiveSegment, ...]:
-    """The oldest that together stay within the limit: two at least, as each is at most half of
-    it.
-    """
+    """Return the oldest that together stay within the limit: at least two, each at most half."""
     chosen: list[LiveSegment] = []
     n_bytes = 0
     for file in files[:fan_in]:

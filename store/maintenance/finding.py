@@ -1,30 +1,105 @@
-"""What fsck found."""
+"""List everything that fsck can find: one table of code, severity, meaning and remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+REBUILD = "gigpo rebuild {root}, or put a backup back"
+RIGHT_ONE = "put the right catalog back, or gigpo rebuild {root}"
+FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+REPAIR = "gigpo fsck --repair {root}"
+RESTORE = "restore it from a backup, or gigpo fsck --repair {root}"
+SWEPT = "the running job or `gigpo compact` sweeps it"
+RETRY = "make it readable, then check again; --repair leaves it alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is not as it should be. Errors are broken promises; warnings are leftovers
-    that harm nobody.
-    """
+    """One deviation. Errors are broken promises; warnings are leftovers that harm nobody."""
 
-    severity: Literal["error", "warning"]
-    what: str  # a stable code, e.g. segment_damaged
-    # a path relative to the run's root, or what in the catalog it is about, e.g. "group 6f1c…"
-    subject: str
+    severity: Severity
+    what: str  # a code of CODES
+    subject: str  # a path relative to the run's root, or a row, e.g. "group 6f1c..."
     detail: str
     remedy: str
 
 
-def error(what: str, subject: str, detail: str, *, remedy: str) -> Finding:
-    """A broken promise."""
-    return Finding(severity="error", what=what, subject=subject, detail=detail, remedy=remedy)
+# code: (severity, meaning, remedy)
+CODES: Mapping[str, tuple[Severity, str, str]] = {
+    # The catalog as a file. Without it nothing else can be judged.
+    "catalog_missing": ("error", "there is no catalog.sqlite", REBUILD),
+    "catalog_damaged": ("error", "catalog.sqlite is no whole SQLite file", REBUILD),
+    "catalog_foreign": ("error", "the catalog of another run", RIGHT_ONE),
+    "catalog_schema": ("error", "a schema that this code never makes", FORCE),
+    # Rows of the catalog that contradict each other.
+    "foreign_key": ("error", "a row refers to one that does not exist", FORCE),
+    "segment_name": ("error", "a segment whose path is another file's", FORCE),
+    "epoch": ("error", "a row of a later epoch than the catalog's", FORCE),
+    "group_sums": ("error", "a group's sums are not those of its trajectories", REPAIR),
+    "group_not_whole": ("error", "a group's state does not fit its number of members", FORCE),
+    "group_batch": ("error", "a group's state does not fit its batch", FORCE),
+    "doubly_claimed": ("error", "a group is live in two batches", FORCE),
+    "batch_step": ("error", "a batch's state does not fit its learner step", FORCE),
+    "ledger": ("error", "a group's state is not its newest line in the ledger", FORCE),
+    "unknown_version": ("error", "a trained version was never published", FORCE),
+    "future_lsn": ("error", "a row is later than the catalog", FORCE),
+    # Segment files against the catalog.
+    "segment_missing": ("error", "a live file is gone", RESTORE),
+    "segment_damaged": ("error", "a live file is not as committed", RESTORE),
+    "segment_unavailable": ("error", "a file cannot be reached now", RETRY),
+    "segment_unreadable": ("error", "a file is as committed and no segment", RESTORE),
+    "segment_foreign": ("error", "a file was written for another run", RESTORE),
+    "segment_row": ("error", "a file is whole and its row is wrong", REPAIR),
+    "segment_returned": ("error", "a file that was set aside is there again", REPAIR),
+    "step_index": ("error", "rows of a trajectory are not its steps 0..n-1", RESTORE),
+    "episode_steps": ("error", "a trajectory lacks rows", RESTORE),
+    "state_hash": ("error", "a state hash is not that of its text", RESTORE),
+    "missing_rows": ("error", "a trajectory is counted and has no row", RESTORE),
+    "uncounted_rows": ("error", "a trajectory has rows and is not counted", RESTORE),
+    "figures": ("error", "the catalog and the rows differ in figures", FORCE),
+    "retired_missing": ("warning", "a retired file is gone; older snapshots miss it", RESTORE),
+    "retired_damaged": ("warning", "a retired file is not as committed", RESTORE),
+    "orphan": ("warning", "a file was never committed", SWEPT),
+    "unknown_file": ("warning", "no part of the store writes such a file", "move it elsewhere"),
+    "unfinished": ("warning", "a writer did not finish this file", SWEPT),
+    # The manifest and the tables that outside readers see.
+    "manifest_missing": ("error", "open.sql has nothing to read", REPAIR),
+    "manifest_damaged": ("error", "the manifest cannot be read", REPAIR),
+    "manifest_foreign": ("error", "the manifest of another run", REPAIR),
+    "manifest_segment": ("error", "the manifest names a file that is gone", REPAIR),
+    "manifest_ahead": (
+        "error",
+        "readers were shown more than the catalog has: an older catalog was put back",
+        "put the newest catalog back, or gigpo rebuild --force {root}",
+    ),
+    "open_sql_missing": ("error", "open.sql is gone or not whole", REPAIR),
+    "open_sql_changed": ("warning", "the views of open.sql are not those of this code", REPAIR),
+    "export_missing": ("error", "an exported table is gone", REPAIR),
+    "export_damaged": ("error", "an exported table is not as written", REPAIR),
+    "export_unavailable": ("error", "an exported table cannot be reached now", RETRY),
+    "exported_row": (
+        "error",
+        "the catalog and an exported table differ in a row",
+        "put a backup of catalog.sqlite back, or, to take the run's own: "
+        "gigpo rebuild --force {root}",
+    ),
+}  # fmt: skip
 
 
-def warning(what: str, subject: str, detail: str, *, remedy: str) -> Finding:
-    """A leftover."""
-    return Finding(severity="warning", what=what, subject=subject, detail=detail, remedy=remedy)
+def found(
+    what: str, subject: str, detail: str, *, root: Path, remedy: str | None = None
+) -> Finding:
+    """Make a finding. `remedy` replaces the one of the table where a case needs another."""
+    severity, _, usual = CODES[what]
+    return Finding(
+        severity=severity,
+        what=what,
+        subject=subject,
+        detail=detail,
+        remedy=(remedy or usual).format(root=root),
+    )

@@ -1,111 +1,101 @@
-"""fsck: whether a run is what its catalog says, asked beside a running job without disturbing it.
+"""Check whether a run is what its catalog says, beside a running job and without disturbing it.
 
     check(layout, level=CATALOG)   the catalog agrees with itself
-    check(layout, level=NAMES)     and every file it counts on is there, with its size; nothing else is
-    check(layout, level=CONTENTS)  and holds what was committed: digests, page checksums, rows, state hashes
+    check(layout, level=NAMES)     every file it counts on is there with its size, and no other
+    check(layout, level=CONTENTS)  the files hold what was committed: digests, rows, state hashes
 
-Nothing is locked. What looks wrong is asked for again, because the owner may have changed it in
-between.
+Nothing is locked. The owner may change the run meanwhile, so each finding is looked for twice.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 
 from store.catalog.database import connect_read_only, is_damage
 from store.errors import ForeignSchemaError, StoreError
 from store.layout import RunLayout
-from store.maintenance import fsck_manifest, fsck_segments
-from store.maintenance.finding import Finding, error
+from store.maintenance.finding import REBUILD, Finding, found
 from store.maintenance.fsck_catalog import check_catalog, check_identity
-from store.maintenance.fsck_exports import check_exported
+from store.maintenance.fsck_exports import check_exported_rows, check_manifest, check_unfinished
+from store.maintenance.fsck_segments import check_segments
 from store.untrusted.file_access import is_file, status
 
 CATALOG, NAMES, CONTENTS = 1, 2, 3
-FATAL = frozenset(
-    {"catalog_missing", "catalog_damaged", "catalog_foreign", "catalog_schema"}
-)  # without a catalog nothing else can be judged
+# Without a catalog nothing else can be judged.
+FATAL = frozenset({"catalog_missing", "catalog_damaged", "catalog_foreign", "catalog_schema"})
 ATTEMPTS = 5  # an owner that changes the same thing as often while we look is not idle
 
 
 def check(layout: RunLayout, *, level: int) -> list[Finding]:
-    """What is wrong with the run, worst first; [] if nothing is. FormatError for a run of a newer
-    format.
-    """
-    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
+    """Return what is wrong with the run, errors first. Raises FormatError for a newer format."""
+    root, name = layout.root, layout.catalog.name
     if status(layout.catalog, root=layout.run_directory) is None:
-        return [
-            error("catalog_missing", layout.catalog.name, "there is no such file", remedy=remedy)
-        ]
+        return [found("catalog_missing", name, "there is no such file", root=root)]
     if not is_file(layout.catalog, root=layout.run_directory):
+        remedy = f"remove it, then: {REBUILD}"
         detail = "it is a link, or no regular file"
-        return [
-            error(
-                "catalog_damaged", layout.catalog.name, detail, remedy=f"remove it, then: {remedy}"
-            )
-        ]
+        return [found("catalog_damaged", name, detail, root=root, remedy=remedy)]
     try:
-        found = confirmed(lambda: _check_catalog(layout))
-        if not FATAL.intersection(finding.what for finding in found) and level >= NAMES:
-            contents = level >= CONTENTS
-            found += fsck_segments.check_segments(
-                lambda: open_catalog(layout), layout, contents=contents
-            )
-            found += confirmed(
-                lambda: fsck_manifest.check_manifest(
-                    lambda: open_catalog(layout), layout, contents=contents
-                )
-            )
-            found += fsck_manifest.check_unfinished(layout)
-            # else it would say the same again
-            if contents and not any(finding.severity == "error" for finding in found):
-                found += confirmed(lambda: check_exported(lambda: open_catalog(layout), layout))
+        findings = _confirmed(lambda: _check_catalog(layout))
+        if not FATAL.intersection(finding.what for finding in findings) and level >= NAMES:
+            findings = _with_files(layout, findings, contents=level >= CONTENTS)
     except sqlite3.OperationalError as problem:  # it cannot be opened: that is not damage
         raise StoreError(
             f"{layout.catalog} cannot be read ({problem}); fix the permissions, or stop what locks "
             "it"
         ) from problem
-    return sorted(found, key=lambda finding: finding.severity)
+    return sorted(findings, key=lambda finding: finding.severity)
 
 
-def confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
-    """What `ask` finds twice in a row: a finding may be about a moment that has passed."""
-    found = ask()
+def _with_files(layout: RunLayout, findings: list[Finding], *, contents: bool) -> list[Finding]:
+    """Add the findings about files to those about the catalog."""
+
+    def catalog() -> AbstractContextManager[sqlite3.Connection]:
+        return _open_catalog(layout)
+
+    findings = findings + check_segments(catalog, layout, contents=contents)
+    findings += _confirmed(lambda: check_manifest(catalog, layout, contents=contents))
+    findings += check_unfinished(layout)
+    # After another error a comparison would only say the same again.
+    if contents and not any(finding.severity == "error" for finding in findings):
+        findings += _confirmed(lambda: check_exported_rows(catalog, layout))
+    return findings
+
+
+def _confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
+    """Return what `ask` finds twice in a row: one finding may be about a moment that has passed."""
+    findings = ask()
     for _ in range(ATTEMPTS):
-        before, found = found, ask() if found else []
-        if found == before:
-            return found
-    return [finding for finding in found if finding in before]
+        before, findings = findings, ask() if findings else []
+        if findings == before:
+            return findings
+    return [finding for finding in findings if finding in before]
 
 
 @contextmanager
-def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
-    """Give a connection that can only read."""
+def _open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
+    """Give a connection that can only read. An older format is upgraded in memory."""
     with closing(connect_read_only(layout)) as connection:
         connection.row_factory = sqlite3.Row
         yield connection
 
 
 def _check_catalog(layout: RunLayout) -> list[Finding]:
+    name = layout.catalog.name
     try:
         with closing(connect_read_only(layout)) as connection:
-            found = check_identity(connection, layout)
-        if not found:
-            with open_catalog(layout) as connection:
+            findings = check_identity(connection, layout)
+        if not findings:
+            with _open_catalog(layout) as connection:
                 connection.execute("BEGIN")  # one moment for all queries
-                found = check_catalog(connection, layout)
+                findings = check_catalog(connection, layout)
     except ForeignSchemaError as problem:
         detail, _, remedy = str(problem).removeprefix(f"{layout.catalog}: ").rpartition("; ")
-        return [error("catalog_schema", layout.catalog.name, detail, remedy=remedy)]
+        return [found("catalog_schema", name, detail, root=layout.root, remedy=remedy)]
     except sqlite3.DatabaseError as problem:
         if not is_damage(problem):
             raise
-        return _damaged(layout, problem)
-    return found
-
-
-def _damaged(layout: RunLayout, problem: sqlite3.Error) -> list[Finding]:
-    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
-    return [error("catalog_damaged", layout.catalog.name, str(problem), remedy=remedy)]
+        return [found("catalog_damaged", name, str(problem), root=layout.root)]
+    return findings

@@ -1,37 +1,28 @@
-"""fsck, level 1: whether the catalog agrees with itself. Queries that answer nothing when all is
-well.
+"""fsck, level 1: check that the catalog agrees with itself.
+
+Each rule is a query that returns no row when all is well.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
-from dataclasses import dataclass
 
 from store.layout import RunLayout
-from store.maintenance.finding import Finding, error
+from store.maintenance.finding import Finding, found
 from store.records import uid_text
 
-REBUILD = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
-REPAIR = "gigpo fsck --repair {root}"
-MAX_LINES = 5  # of integrity_check that are shown; a torn file has thousands
+MAX_LINES = 5  # of integrity_check; a torn file has thousands
 ALL_LINES = 2**31 - 1
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    what: str
-    query: str  # rows of (kind of subject, its id, detail)
-    remedy: str
-
-
-# Trajectories whose file was lost: those of consumed groups stay in the group's sums, as what the
-# learner saw.
+# A consumed group's sums still count the trajectories whose file was lost: the learner saw them.
 _LOST = """(SELECT group_uid, count(DISTINCT traj_uid) AS n FROM lost_trajectory
             WHERE traj_uid NOT IN (SELECT traj_uid FROM trajectory) GROUP BY group_uid)"""
-_SUMS = """(SELECT group_uid, count(*) AS n, sum(n_steps) AS steps, sum(won) AS won, sum(episode_return) AS returns,
-                   min(version_min) AS oldest, max(version_max) AS newest FROM trajectory GROUP BY group_uid)"""
+_SUMS = """(SELECT group_uid, count(*) AS n, sum(n_steps) AS steps, sum(won) AS won,
+                   sum(episode_return) AS returns, min(version_min) AS oldest,
+                   max(version_max) AS newest FROM trajectory GROUP BY group_uid)"""
 
 # Every lsn of the catalog: its name for people, its table and its column.
 LSNS = (
@@ -61,164 +52,132 @@ LSNS = (
 
 def _span(kind: str, table: str, column: str) -> str:
     """Return the query for the smallest and the largest lsn of a column."""
-    return f"SELECT '{kind} at lsn' AS kind, min({column}) AS first, max({column}) AS last FROM {table}"
+    columns = f"min({column}) AS first, max({column}) AS last"
+    return f"SELECT '{kind} at lsn' AS kind, {columns} FROM {table}"
 
 
-RULES = (
-    Rule(
-        what="segment_name",
-        query="""SELECT 'segment', segment_id, format('its path is %s, which is another file''s', path) FROM segment
-            WHERE path NOT LIKE '%/' || segment_id || '.parquet' AND path <> segment_id""",  # GONE of a rebuild has no file
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="epoch",
-        query="""SELECT 'epoch', m.epoch,
-                format('%s is of epoch %d: workers of an older owner would not be refused', t.kind, t.epoch)
-            FROM meta m, (SELECT 'a segment' AS kind, max(epoch) AS epoch FROM segment
-                UNION ALL SELECT 'a batch', max(epoch) FROM batch UNION ALL SELECT 'a version', max(epoch) FROM version) t
-            WHERE t.epoch > m.epoch""",
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="group_sums",
-        query=f"""SELECT 'group', g.group_uid,
-                format('it has %d members, %d steps, %d won, return %!.17g, versions %s..%s; ', g.n_members, g.n_steps, g.n_won,
-                       g.return_sum, g.version_min, g.version_max)
-                || format('its trajectories sum to %d, %d, %d, %!.17g, %s..%s', coalesce(t.n, 0), coalesce(t.steps, 0),
-                          coalesce(t.won, 0), coalesce(t.returns, 0), t.oldest, t.newest)
-            FROM grp g LEFT JOIN {_SUMS} t USING (group_uid) LEFT JOIN {_LOST} l USING (group_uid)
-            WHERE CASE WHEN g.n_members = coalesce(t.n, 0) THEN
-                    g.n_steps <> coalesce(t.steps, 0) OR g.n_won <> coalesce(t.won, 0)
-                    OR abs(g.return_sum - coalesce(t.returns, 0)) > 1e-9 * (1 + abs(g.return_sum))
-                    OR g.version_min IS NOT t.oldest OR g.version_max IS NOT t.newest
-                ELSE g.n_members <> coalesce(t.n, 0) + coalesce(l.n, 0) OR g.n_steps < coalesce(t.steps, 0) END""",
-        remedy=REPAIR,
-    ),
-    Rule(
-        what="group_not_whole",
-        query="""SELECT 'group', group_uid, format('it is %s with %d of %d members', state, n_members, size) FROM grp
-            WHERE split <> 'imported' AND (state = 'open' AND n_members >= size
-                OR state IN ('stale', 'abandoned') AND n_members > size
-                OR state NOT IN ('open', 'stale', 'abandoned') AND n_members <> size)""",
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="group_batch",
-        query="""SELECT 'group', g.group_uid, format('it is %s, but batch %s has it as %s (%s)', g.state,
-                       coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'), coalesce(b.state, 'no batch'))
-            FROM grp g LEFT JOIN (SELECT * FROM batch_group WHERE live = 1) l USING (group_uid)
-            LEFT JOIN batch b USING (batch_id)
-            WHERE iif(g.source IS NULL, (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
-                AND (l.outcome IS NOT g.state OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
-                l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="doubly_claimed",
-        query="""SELECT 'group', group_uid, 'it is live in the batches ' || group_concat(batch_id) FROM batch_group
-            JOIN grp USING (group_uid) WHERE live = 1 GROUP BY group_uid, iif(source IS NULL, 0, use) HAVING count(*) > 1""",
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="batch_step",
-        query="""SELECT 'batch', batch_id, format('it is %s with learner step %s at version %s', state,
-                       coalesce(learner_step, 'none'), coalesce(version_in, 'none')) FROM batch
-            WHERE state = 'trained' AND (learner_step IS NULL OR version_in IS NULL OR trained_lsn IS NULL)
-                OR state = 'claimed' AND learner_step IS NOT NULL""",
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="ledger",
-        query="""SELECT 'group', g.group_uid, format('it is %s, its newest line in the ledger says %s', g.state,
-                       coalesce(s.state, 'nothing'))
-            FROM grp g LEFT JOIN (SELECT group_uid, state, max(seq) FROM group_state GROUP BY group_uid) s USING (group_uid)
-            WHERE s.state IS NOT g.state""",
-        remedy=REBUILD,
-    ),
-    Rule(  # a run that publishes no weights through the store has no versions to compare with
-        what="unknown_version",
-        query="""SELECT 'version', v.version, format('learner step %s trained on what it sampled, and it was never published',
-                       min(v.learner_step))
-            FROM (SELECT t.version_min AS version, b.learner_step FROM batch b JOIN batch_group l USING (batch_id)
-                  JOIN grp g USING (group_uid) JOIN trajectory t USING (group_uid)
-                  WHERE b.state = 'trained' AND g.source IS NULL
-                  UNION SELECT t.version_max, b.learner_step FROM batch b JOIN batch_group l USING (batch_id)
-                  JOIN grp g USING (group_uid) JOIN trajectory t USING (group_uid)
-                  WHERE b.state = 'trained' AND g.source IS NULL) v
-            WHERE v.version NOT IN (SELECT version FROM version) AND EXISTS (SELECT 1 FROM version) GROUP BY v.version""",
-        remedy=REBUILD,
-    ),
-    Rule(
-        what="future_lsn",
-        query=f"""SELECT t.kind, iif(t.first < 0, t.first, t.last),
-                       format('the catalog is at lsn %d; readers do not see it', m.lsn)
-                  FROM ({" UNION ALL ".join(_span(*columns) for columns in LSNS)}) t, meta m
-                  WHERE t.last > m.lsn OR t.first < 0""",
-        remedy=REBUILD,
-    ),
-)
+# Code of a finding -> a query for (kind of subject, its id, detail).
+RULES = {
+    "segment_name": """
+        SELECT 'segment', segment_id, format('its path is %s, which is another file''s', path)
+        FROM segment WHERE path NOT LIKE '%/' || segment_id || '.parquet'""",
+    "epoch": """
+        SELECT 'epoch', m.epoch,
+               format('%s is of epoch %d: workers of an older owner would not be refused',
+                      t.kind, t.epoch)
+        FROM meta m, (SELECT 'a segment' AS kind, max(epoch) AS epoch FROM segment
+                      UNION ALL SELECT 'a batch', max(epoch) FROM batch
+                      UNION ALL SELECT 'a version', max(epoch) FROM version) t
+        WHERE t.epoch > m.epoch""",
+    "group_sums": f"""
+        SELECT 'group', g.group_uid,
+               format('it has %d members, %d steps, %d won, return %!.17g, versions %s..%s; ',
+                      g.n_members, g.n_steps, g.n_won, g.return_sum, g.version_min, g.version_max)
+               || format('its trajectories sum to %d, %d, %d, %!.17g, %s..%s', coalesce(t.n, 0),
+                         coalesce(t.steps, 0), coalesce(t.won, 0), coalesce(t.returns, 0),
+                         t.oldest, t.newest)
+        FROM grp g LEFT JOIN {_SUMS} t USING (group_uid) LEFT JOIN {_LOST} l USING (group_uid)
+        WHERE CASE WHEN g.n_members = coalesce(t.n, 0) THEN
+                g.n_steps <> coalesce(t.steps, 0) OR g.n_won <> coalesce(t.won, 0)
+                OR abs(g.return_sum - coalesce(t.returns, 0)) > 1e-9 * (1 + abs(g.return_sum))
+                OR g.version_min IS NOT t.oldest OR g.version_max IS NOT t.newest
+            ELSE g.n_members <> coalesce(t.n, 0) + coalesce(l.n, 0)
+                OR g.n_steps < coalesce(t.steps, 0) END""",
+    "group_not_whole": """
+        SELECT 'group', group_uid, format('it is %s with %d of %d members', state, n_members, size)
+        FROM grp
+        WHERE split <> 'imported' AND (state = 'open' AND n_members >= size
+            OR state IN ('stale', 'abandoned') AND n_members > size
+            OR state NOT IN ('open', 'stale', 'abandoned') AND n_members <> size)""",
+    "group_batch": """
+        SELECT 'group', g.group_uid,
+               format('it is %s, but batch %s has it as %s (%s)', g.state,
+                      coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'),
+                      coalesce(b.state, 'no batch'))
+        FROM grp g LEFT JOIN (SELECT * FROM batch_group WHERE live = 1) l USING (group_uid)
+        LEFT JOIN batch b USING (batch_id)
+        WHERE iif(g.source IS NULL,
+            (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
+            AND (l.outcome IS NOT g.state
+                 OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
+            l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
+    "doubly_claimed": """
+        SELECT 'group', group_uid, 'it is live in the batches ' || group_concat(batch_id)
+        FROM batch_group JOIN grp USING (group_uid)
+        WHERE live = 1 GROUP BY group_uid, iif(source IS NULL, 0, use) HAVING count(*) > 1""",
+    "batch_step": """
+        SELECT 'batch', batch_id,
+               format('it is %s with learner step %s at version %s', state,
+                      coalesce(learner_step, 'none'), coalesce(version_in, 'none'))
+        FROM batch
+        WHERE state = 'trained'
+                AND (learner_step IS NULL OR version_in IS NULL OR trained_lsn IS NULL)
+            OR state = 'claimed' AND learner_step IS NOT NULL""",
+    "ledger": """
+        SELECT 'group', g.group_uid,
+               format('it is %s, its newest line in the ledger says %s', g.state,
+                      coalesce(s.state, 'nothing'))
+        FROM grp g
+        LEFT JOIN (SELECT group_uid, state, max(seq) FROM group_state GROUP BY group_uid) s
+            USING (group_uid)
+        WHERE s.state IS NOT g.state""",
+    # A run that publishes no weights through the store has no versions to compare with.
+    "unknown_version": """
+        WITH trained AS (
+            SELECT t.version_min, t.version_max, b.learner_step
+            FROM batch b JOIN batch_group USING (batch_id) JOIN grp g USING (group_uid)
+            JOIN trajectory t USING (group_uid)
+            WHERE b.state = 'trained' AND g.source IS NULL)
+        SELECT 'version', v.version,
+               format('learner step %s trained on what it sampled, and it was never published',
+                      min(v.learner_step))
+        FROM (SELECT version_min AS version, learner_step FROM trained
+              UNION SELECT version_max, learner_step FROM trained) v
+        WHERE v.version NOT IN (SELECT version FROM version) AND EXISTS (SELECT 1 FROM version)
+        GROUP BY v.version""",
+    "future_lsn": f"""
+        SELECT t.kind, iif(t.first < 0, t.first, t.last),
+               format('the catalog is at lsn %d; readers do not see it', m.lsn)
+        FROM ({" UNION ALL ".join(_span(*columns) for columns in LSNS)}) t, meta m
+        WHERE t.last > m.lsn OR t.first < 0""",
+}
 
 
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
     """Check that this is a whole SQLite file, and this run's."""
+    name, root = layout.catalog.name, layout.root
     damage = _damage(connection)
-    remedy = f"gigpo rebuild {layout.root}, or put a backup back"
     if damage:
-        return [
-            error(
-                "catalog_damaged", layout.catalog.name, "; ".join(damage[:MAX_LINES]), remedy=remedy
-            )
-        ]
+        return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]), root=root)]
     meta = connection.execute("SELECT run_id FROM meta").fetchone()
     if meta is None:
-        return [
-            error(
-                "catalog_damaged",
-                layout.catalog.name,
-                "it does not say which run it is of",
-                remedy=remedy,
-            )
-        ]
+        detail = "it does not say which run it is of"
+        return [found("catalog_damaged", name, detail, root=root)]
     (run_id,) = meta
     if run_id != layout.info.run_id:
         detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
-        return [
-            error(
-                "catalog_foreign",
-                layout.catalog.name,
-                detail,
-                remedy=f"put the right catalog back, or: {remedy}",
-            )
-        ]
+        return [found("catalog_foreign", name, detail, root=root)]
     return []
 
 
 def check_catalog(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
-    """Everything that a whole catalog can still have wrong."""
-    found = [
-        error(
-            "foreign_key",
-            f"{table} row {rowid}" if rowid is not None else table,
-            f"it refers to a row of {parent} that does not exist",
-            remedy=REBUILD.format(root=layout.root),
-        )
-        for table, rowid, parent, _ in connection.execute("PRAGMA foreign_key_check")
-    ]
-    for rule in RULES:
-        for kind, subject, detail in connection.execute(rule.query):
+    """Check every rule on a whole catalog."""
+    findings = []
+    for table, rowid, parent, _ in connection.execute("PRAGMA foreign_key_check"):
+        subject = f"{table} row {rowid}" if rowid is not None else table
+        detail = f"it refers to a row of {parent} that does not exist"
+        findings.append(found("foreign_key", subject, detail, root=layout.root))
+    for what, query in RULES.items():
+        for kind, subject, detail in connection.execute(query):
             name = uid_text(subject) if isinstance(subject, bytes) else subject
-            found.append(
-                error(
-                    rule.what, f"{kind} {name}", detail, remedy=rule.remedy.format(root=layout.root)
-                )
-            )
-    return found
+            findings.append(found(what, f"{kind} {name}", detail, root=layout.root))
+    return findings
 
 
 def _damage(connection: sqlite3.Connection) -> list[str]:
-    """What SQLite says of the file. Its release 3.40 sees NULLs in tables without rowid where there
-    are none: asked again.
+    """Return SQLite's lines about a damaged file.
+
+    Release 3.40 reports NULLs that are not there in tables without a rowid, so each is looked for.
     """
     lines = dict.fromkeys(
         row[0]
@@ -228,9 +187,10 @@ def _damage(connection: sqlite3.Connection) -> list[str]:
     damage = []
     for line in lines:
         match = NULL_LINE.fullmatch(line)
-        if (
-            match is None
-            or connection.execute(f"SELECT 1 FROM {match[1]} WHERE {match[2]} IS NULL").fetchone()
-        ):
+        if match is None:
+            damage.append(line)
+            continue
+        table, column = match.groups()
+        if connection.execute(f"SELECT 1 FROM {table} WHERE {column} IS NULL").fetchone():
             damage.append(line)
     return damage

@@ -1,25 +1,31 @@
-"""fsck, level 3: whether the catalog says what readers were shown. The exported tables are a second
-copy of its rows.
+"""fsck of what outside readers see: the manifest, open.sql, the exported tables and their rows.
 
-A row that did not change since the export is the same in both. Where they differ, one of them was
-changed behind the store's back: nobody can tell which, so neither is mended by itself.
+The exported tables are a second copy of the catalog's rows. A row that did not change since the
+export is the same in both. Where they differ, one of them was changed behind the store's back.
+Nobody can tell which, so neither is mended by itself.
 """
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable, Iterator
 
 import duckdb
 import pyarrow as pa
 
 from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
+from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
+from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.layout import RunLayout
-from store.maintenance.finding import Finding, error
-from store.maintenance.fsck_segments import Opener
+from store.maintenance.finding import REPAIR, Finding, found
+from store.maintenance.fsck_segments import GRACE_S, Opener
+from store.maintenance.sweep import unfinished_writes
+from store.reading import open_sql
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier
 from store.records import uid_text
 from store.untrusted.bounded_parquet import open_parquet, read_table
+from store.untrusted.file_access import is_file, status
 
 # Columns that name a row of a table in which a row that changed later is in two parts.
 KEYS = {
@@ -30,15 +36,120 @@ KEYS = {
 SHOWN_CHARACTERS = 200  # of a message of Arrow, which lists all columns
 SHOWN = 5  # rows of one table that are named
 NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
-# Columns that are taken from another table, where a row may change later; they are compared there.
+# Columns that come from another table, where a row may change later; they are compared there.
 BORROWED = {"lineage": ("task_id", "staleness", "source"), "unfinished": ("split", "task_id")}
-# What names a row for people, of tables whose key in the exports is all of it.
+# Columns that name a row for people, of tables whose key is the whole row.
 NAMES = {
     "versions": ("version",),
     "checkpoints": ("learner_step",),
     "ledger": ("group_uid",),
     "unfinished": ("group_uid",),
 }
+
+
+def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> list[Finding]:
+    """Check the manifest against the catalog, and the files it names.
+
+    The manifest is read first: the catalog can only be ahead of it.
+    """
+    root, name = layout.root, layout.relative(layout.manifest)
+    seen = status(layout.manifest, root=root)
+    if seen is None:
+        # nothing was ever shown of this run
+        if not is_file(layout.open_sql, root=root) and not _has_begun(catalog):
+            return []
+        missing = found("manifest_missing", name, "open.sql has nothing to read", root=root)
+        return [missing, *_check_open_sql(catalog, layout)]
+    try:
+        manifest = read_manifest(layout)
+    except FormatError as unreadable:
+        return [found("manifest_damaged", name, str(unreadable), root=root)]
+    except (UnsafePathError, IsADirectoryError) as unsafe:
+        # No owner opens a run with a link, so nothing can be written behind it.
+        remedy = f"remove it, then: {REPAIR}" if stat.S_ISLNK(seen.st_mode) else None
+        return [found("manifest_damaged", name, str(unsafe), root=root, remedy=remedy)]
+    if manifest is None:  # removed since
+        return []
+    if manifest.run_id != layout.info.run_id:
+        return [found("manifest_foreign", name, f"it is of run {manifest.run_id}", root=root)]
+    with catalog() as connection:
+        lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
+        rows = connection.execute(
+            "SELECT path, retired_lsn FROM segment WHERE removed_us IS NULL"
+        ).fetchall()
+    if manifest.lsn > lsn:
+        detail = f"it shows lsn {manifest.lsn}, the catalog is at {lsn}"
+        return [found("manifest_ahead", name, detail, root=root)]
+    # check_segments finds a live file that is gone. A retired one may have been swept.
+    shown = set(manifest.segments)
+    known = {
+        path
+        for path, retired in rows
+        if path in shown and (retired is None or layout.storage.exists(path))
+    }
+    findings = [
+        found("manifest_segment", path, "the manifest names it, there is no such file", root=root)
+        for path in manifest.segments[1:]
+        if path not in known
+    ]
+    findings += _check_open_sql(catalog, layout)
+    return findings + _check_parts(layout, manifest, contents=contents)
+
+
+def _has_begun(catalog: Opener) -> bool:
+    """Return whether the run has a segment. An owner of one without may not have got further."""
+    with catalog() as connection:
+        return connection.execute("SELECT 1 FROM segment").fetchone() is not None
+
+
+def _check_open_sql(catalog: Opener, layout: RunLayout) -> list[Finding]:
+    if not _has_begun(catalog):
+        return []
+    if not open_sql.is_whole(layout):
+        what, detail = "open_sql_missing", "it is not there, or not whole: there are no views"
+    elif not open_sql.is_unchanged(layout):
+        what, detail = "open_sql_changed", "older code wrote its views, or they were changed"
+    else:
+        return []
+    return [found(what, layout.open_sql.name, detail, root=layout.root)]
+
+
+def check_unfinished(layout: RunLayout) -> list[Finding]:
+    """Find files that dead writers did not finish."""
+    oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
+    return [
+        found("unfinished", path, "its writer did not finish it", root=layout.root)
+        for path, seen in sorted(unfinished_writes(layout), key=lambda write: write[0])
+        if seen.st_mtime_ns < oldest_ns
+    ]
+
+
+def _check_parts(layout: RunLayout, manifest: Manifest, *, contents: bool) -> list[Finding]:
+    listed = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
+    parts = [part for parts in manifest.tables.values() for part in parts]
+    expected = {manifest.segments[0]: 0} | {part.path: part.n_rows for part in parts}
+    findings = []
+    for path, n_rows in expected.items():
+        if path not in listed:
+            what, detail = "export_missing", "the manifest names it"
+        elif contents:
+            what, detail = _check_part(layout, path, n_rows=n_rows)
+        else:
+            continue
+        if detail:
+            findings.append(found(what, path, detail, root=layout.root))
+    return findings
+
+
+def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> tuple[str, str]:
+    """Return the code and the detail of what is wrong with an exported file; no detail if sound."""
+    try:
+        held = read_part(layout, path).num_rows
+    except UnavailableError as unavailable:
+        return "export_unavailable", str(unavailable)
+    except (pa.ArrowException, OSError, StoreError) as unreadable:
+        return "export_damaged", f"it cannot be read: {' '.join(str(unreadable).split())}"
+    return "export_damaged", "" if held == n_rows else f"it has {held} rows instead of {n_rows}"
 
 
 def read_part(layout: RunLayout, path: str) -> pa.Table:
@@ -49,19 +160,17 @@ def read_part(layout: RunLayout, path: str) -> pa.Table:
     return read_table(file, source, n_bytes=data.size, name=path, columns=None)
 
 
-def check_exported(catalog: Opener, layout: RunLayout) -> list[Finding]:
-    """Compare the catalog's rows with those of the exported tables. To be asked where fsck found no
-    other error.
-    """
+def check_exported_rows(catalog: Opener, layout: RunLayout) -> list[Finding]:
+    """Compare the catalog's rows with the exported ones. Meant for a run without other errors."""
     manifest = read_manifest(layout)
     if manifest is None:
         return []
-    found = []
+    findings: list[Finding] = []
     with duckdb.connect() as views:
         for name in EXPORTS.keys() - NO_HISTORY:
             if name in manifest.tables:
-                found += list(_check_table(views, catalog, layout, manifest, name=name))
-    return sorted(found, key=lambda finding: finding.subject)
+                findings += _check_table(views, catalog, layout, manifest, name=name)
+    return sorted(findings, key=lambda finding: finding.subject)
 
 
 def _check_table(
@@ -78,25 +187,19 @@ def _check_table(
         try:
             table = read_part(layout, part.path)
             parts.append(table.cast(export.schema))
-        # other columns, or values that do not fit them
-        except (ValueError, pa.ArrowException) as problem:
-            detail = f"it has other columns than an export of {name} ({' '.join(str(problem).split())[:SHOWN_CHARACTERS]})"
-            yield error(
-                "export_damaged",
-                part.path,
-                detail,
-                remedy=f"gigpo fsck --repair {layout.root}",
-            )
+        except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
+            why = " ".join(str(problem).split())[:SHOWN_CHARACTERS]
+            detail = f"it has other columns than an export of {name} ({why})"
+            yield found("export_damaged", part.path, detail, root=layout.root)
             return
     shown = pa.concat_tables(parts)
     with catalog() as connection:
-        query = """SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"""
+        query = "SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"
         newest, changed = connection.execute(query, (touched_name(name),)).fetchone()
         bounds = {"since": 0, "until": newest} if export.in_parts else {}
         rows = connection.execute(export.query, bounds).fetchall()
-    # what changed cannot be told from the rows
     if not export.in_parts and (changed or 0) > manifest.lsn:
-        return
+        return  # rows of this table do not say when they changed
     here = arrow_table(export, rows)
     columns = [column for column in export.schema.names if column not in BORROWED.get(name, ())]
     names = _listed(columns)
@@ -117,20 +220,15 @@ def _check_table(
     ):
         lines = views.sql(f"SELECT DISTINCT {keys} FROM {query} ORDER BY ALL").fetchall()
         for line in lines[:SHOWN]:
-            yield _finding(layout, f"{name} {' '.join(map(_text, line))}", detail)
+            subject = f"{name} {' '.join(map(_text, line))}"
+            yield found("exported_row", subject, detail, root=layout.root)
         if len(lines) > SHOWN:
-            yield _finding(
-                layout, f"{name} (others)", f"the same of {len(lines) - SHOWN} other rows"
-            )
+            detail = f"the same of {len(lines) - SHOWN} other rows"
+            yield found("exported_row", f"{name} (others)", detail, root=layout.root)
 
 
 def _listed(columns: Iterable[str]) -> str:
     return ", ".join(map(sql_identifier, columns))
-
-
-def _finding(layout: RunLayout, subject: str, detail: str) -> Finding:
-    remedy = f"put a backup of catalog.sqlite back, or, to take the exported row: gigpo rebuild --force {layout.root}"
-    return error("exported_row", subject, detail, remedy=remedy)
 
 
 def _text(value: object) -> str:

@@ -1,5 +1,5 @@
-"""fsck of the segments: every file the catalog counts on is there and holds what was committed; no
-other file is there.
+"""fsck of the segments: every file the catalog counts on holds what was committed; no other file is
+there.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import CANONICALISER_VERSION, file_digest
 from store.layout import SEGMENT_PATH, RunLayout
 from store.maintenance import segment_rows
-from store.maintenance.finding import Finding, error, warning
+from store.maintenance.finding import SWEPT, Finding, found
 from store.records import uid_text
 from store.segments import TrajectoryMeta
 from store.storage import StoredFile
 
 GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
-AGAIN = "make it readable, then check again; --repair leaves it alone"
-ATTEMPTS = 5  # live → retired → removed: the owner cannot change one file more often
-_RELATIVE = 1e-9  # of a return: the order of a sum is not fixed
+ATTEMPTS = 5  # live -> retired -> removed: the owner cannot change one file more often
+RELATIVE_ERROR = 1e-9  # of a return: the order of a sum is not fixed
 RETURNED = f"SELECT path, retired_why FROM segment WHERE {WANTED_BACK}"
 
 Opener = Callable[[], AbstractContextManager[sqlite3.Connection]]
@@ -33,7 +32,7 @@ Opener = Callable[[], AbstractContextManager[sqlite3.Connection]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """What the catalog says of one file."""
+    """One file, from the rows of the catalog."""
 
     segment_id: str
     path: str
@@ -44,54 +43,43 @@ class Committed:
     epoch: int
     retired_why: str | None
     trajectories: tuple[TrajectoryMeta, ...]
-    excluded: frozenset[bytes]  # rows of it that do not count
+    excluded: frozenset[bytes]  # trajectories in the file that do not count
 
 
 def check_segments(catalog: Opener, layout: RunLayout, *, contents: bool) -> list[Finding]:
-    """Live and retired files; `contents`: not only names and sizes. What the listing lacks is asked
-    for again.
-    """
+    """Check live and retired files; with `contents` also what is in them."""
     listed = {file.path: file for file in layout.storage.files(layout.relative(layout.segments))}
+    findings = []
     with catalog() as connection:
-        ids = [
-            row["segment_id"]
-            for row in connection.execute("SELECT segment_id FROM segment WHERE removed_us IS NULL")
-        ]
-        found = []
-        for segment_id in ids:
+        query = "SELECT segment_id FROM segment WHERE removed_us IS NULL"
+        for (segment_id,) in connection.execute(query).fetchall():
             committed = _committed(connection, segment_id)
             if committed is not None and _check(
                 layout, committed, listed.get(committed.path), contents=contents
             ):
-                found += _check_again(catalog, layout, segment_id, contents=contents)
-    with catalog() as connection:  # a new one: of what was committed since the listing
-        known = {
-            row["path"]
-            for row in connection.execute("SELECT path FROM segment WHERE removed_us IS NULL")
-        }
-        returned = {row["path"]: row["retired_why"] for row in connection.execute(RETURNED)}
+                findings += _check_again(catalog, layout, segment_id, contents=contents)
+    with catalog() as connection:  # a new one: files may have been committed since the listing
+        query = "SELECT path FROM segment WHERE removed_us IS NULL"
+        known = {path for (path,) in connection.execute(query)}
+        returned = dict(connection.execute(RETURNED).fetchall())
         for path in sorted(listed.keys() & returned.keys()):
             if layout.storage.exists(path):  # else it was set aside while we looked
-                detail = f"it was {returned[path]} and removed, and is there again; only it may hold what was lost with it"
-                found.append(
-                    error(
-                        "segment_returned",
-                        path,
-                        detail,
-                        remedy=f"gigpo fsck --repair {layout.root}",
-                    )
+                detail = (
+                    f"it was {returned[path]} and removed, and is there again; "
+                    "only it may hold what was lost with it"
                 )
+                findings.append(found("segment_returned", path, detail, root=layout.root))
         for path in sorted(listed.keys() - known - returned.keys()):
             if listed[path].modified_us < now_us() - GRACE_S * US_PER_S:
-                found.append(_stray(connection, layout, path, contents=contents))
-    return found
+                findings.append(_stray(connection, layout, path, contents=contents))
+    return findings
 
 
 def _check_again(
     catalog: Opener, layout: RunLayout, segment_id: str, *, contents: bool
 ) -> list[Finding]:
-    """Until the catalog says the same of the file before and after we look at it."""
-    found: list[Finding] = []
+    """Check until the catalog says the same of the file before and after."""
+    findings: list[Finding] = []
     for _ in range(ATTEMPTS):
         with catalog() as connection:
             before = _committed(connection, segment_id)
@@ -99,20 +87,20 @@ def _check_again(
             return []
         directory = str(PurePosixPath(before.path).parent)
         listed = {file.path: file for file in layout.storage.files(directory)}
-        found = _check(layout, before, listed.get(before.path), contents=contents)
+        findings = _check(layout, before, listed.get(before.path), contents=contents)
         with catalog() as connection:
             if _committed(connection, segment_id) == before:
                 break
-    return found
+    return findings
 
 
 def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | None:
-    """None once the file need not be there any more."""
+    """Return the rows of one file; None once it need not be there any more."""
     connection.execute("BEGIN")  # one moment for all queries
     try:
         segment = connection.execute(
-            """SELECT segment_id, path, digest, n_steps, n_bytes, worker, epoch, retired_why FROM segment
-               WHERE segment_id = ? AND removed_us IS NULL""",
+            """SELECT segment_id, path, digest, n_steps, n_bytes, worker, epoch, retired_why
+               FROM segment WHERE segment_id = ? AND removed_us IS NULL""",
             (segment_id,),
         ).fetchone()
         if segment is None:
@@ -135,119 +123,99 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
 def _check(
     layout: RunLayout, committed: Committed, file: StoredFile | None, *, contents: bool
 ) -> list[Finding]:
-    retired = committed.retired_why is not None
-    codes = (
-        ("retired_missing", "retired_damaged")
-        if retired
-        else ("segment_missing", "segment_damaged")
-    )
-    mend = f"gigpo fsck --repair {layout.root}"
-    repair = f"restore it from a backup, or {mend}"
-
-    def problem(what: str, detail: str, *, remedy: str = repair) -> Finding:
-        # A retired file is missed only by snapshots from before.
-        return (warning if retired else error)(what, committed.path, detail, remedy=remedy)
-
-    n = len(committed.trajectories)
+    """Check the file's name, size and digest, then its rows."""
+    root, path = layout.root, committed.path
+    # Only snapshots from before its retirement miss a retired file.
+    kind = "segment" if committed.retired_why is None else "retired"
     if file is None:
-        return [problem(codes[0], f"the file is gone; {n} trajectories are read from it")]
+        detail = f"the file is gone; {len(committed.trajectories)} trajectories are read from it"
+        return [found(f"{kind}_missing", path, detail, root=root)]
     if file.n_bytes == committed.n_bytes and not contents:
         return []
     try:
         if file.n_bytes != committed.n_bytes:  # it may be of any size: its rows are not needed
-            data, n_bytes, digest = None, file.n_bytes, layout.storage.digest(committed.path)
+            data, n_bytes, digest = None, file.n_bytes, layout.storage.digest(path)
         else:
-            data = layout.storage.read(committed.path)
+            data = layout.storage.read(path)
             n_bytes, digest = data.size, file_digest(data)
     except UnavailableError as unavailable:
-        return [problem("segment_unavailable", str(unavailable), remedy=AGAIN)]
+        return [found("segment_unavailable", path, str(unavailable), root=root)]
     except StoreError as unreadable:
-        return [problem(codes[1], str(unreadable))]
+        return [found(f"{kind}_damaged", path, str(unreadable), root=root)]
     if (digest, n_bytes) != (committed.digest, committed.n_bytes):
-        if digest == PurePosixPath(committed.path).stem:  # the file is what it was: the row is not
-            detail = f"the file is whole; the catalog says digest {committed.digest}, {committed.n_bytes} bytes"
-            return [
-                error(
-                    "segment_row",
-                    committed.path,
-                    f"{detail} instead of {digest}, {n_bytes} bytes",
-                    remedy=mend,
-                )
-            ]
+        if digest == PurePosixPath(path).stem:  # the file is what it was: the row is not
+            detail = (
+                f"the file is whole; the catalog says digest {committed.digest}, "
+                f"{committed.n_bytes} bytes instead of {digest}, {n_bytes} bytes"
+            )
+            return [found("segment_row", path, detail, root=root)]
         if n_bytes != committed.n_bytes:
-            return [
-                problem(codes[1], f"it has {n_bytes} bytes, committed were {committed.n_bytes}")
-            ]
-        return [problem(codes[1], f"it has digest {digest}, committed was {committed.digest}")]
+            detail = f"it has {n_bytes} bytes, committed were {committed.n_bytes}"
+        else:
+            detail = f"it has digest {digest}, committed was {committed.digest}"
+        return [found(f"{kind}_damaged", path, detail, root=root)]
     assert data is not None
-    if retired or not contents:
+    if kind == "retired" or not contents:
         return []
     try:
-        held = segment_rows.open_rows(data, path=layout.root / committed.path)
+        held = segment_rows.open_rows(data, path=root / path)
     except FormatError as unreadable:
-        return [problem("segment_unreadable", str(unreadable))]
+        return [found("segment_unreadable", path, str(unreadable), root=root)]
+    return [
+        found(what, path, detail, root=root)
+        for what, detail in _check_rows(layout, committed, held)
+    ]
+
+
+def _check_rows(
+    layout: RunLayout, committed: Committed, held: segment_rows.Rows
+) -> list[tuple[str, str]]:
+    """Return (code, detail) of what is wrong with the rows of a whole file."""
     if not layout.info.wrote(held.run_id):
-        return [
-            problem(
-                "segment_foreign",
-                f"it was written for run {held.run_id}, this is run {layout.info.run_id}",
-            )
-        ]
+        detail = f"it was written for run {held.run_id}, this is run {layout.info.run_id}"
+        return [("segment_foreign", detail)]
     hashes = layout.info.canonicaliser_version == CANONICALISER_VERSION
-    found = [
-        problem(what, detail)
+    wrong = [
+        (what, detail)
         for what, detail in segment_rows.malformed(held)
         if hashes or what != "state_hash"
     ]
-    rebuild = f"gigpo rebuild --force {layout.root}"
-    found = found or [
-        problem(*wrong, remedy=repair if wrong[0] != "figures" else rebuild)
-        for wrong in _compare(committed, held)
-    ]
+    wrong = wrong or _compare(committed, held)
     said = (committed.n_steps, committed.worker, committed.epoch)
-    if not found and said != (held.table.num_rows, held.worker, held.epoch):
-        detail = f"the catalog says {committed.n_steps} rows by {committed.worker} in epoch {committed.epoch}; "
-        detail += f"the file has {held.table.num_rows} by {held.worker} in {held.epoch}"
-        found = [error("segment_row", committed.path, detail, remedy=mend)]
-    return found
+    if not wrong and said != (held.table.num_rows, held.worker, held.epoch):
+        detail = (
+            f"the catalog says {committed.n_steps} rows by {committed.worker} in epoch "
+            f"{committed.epoch}; "
+            f"the file has {held.table.num_rows} by {held.worker} in {held.epoch}"
+        )
+        return [("segment_row", detail)]
+    return wrong
 
 
 def _compare(committed: Committed, held: segment_rows.Rows) -> list[tuple[str, str]]:
-    """The rows of a file against what was committed of it."""
+    """Compare the trajectories of a file's rows with those of the catalog."""
     played = {
         trajectory.meta.traj_uid: trajectory.meta for trajectory in segment_rows.trajectories(held)
     }
     counted = {trajectory.traj_uid: trajectory for trajectory in committed.trajectories}
-    found = []
+    wrong = []
     for traj_uid in sorted(counted.keys() - played.keys()):
-        found.append(
-            (
-                "missing_rows",
-                f"trajectory {uid_text(traj_uid)} is counted, and has no row in the file",
-            )
-        )
+        detail = f"trajectory {uid_text(traj_uid)} is counted, and has no row in the file"
+        wrong.append(("missing_rows", detail))
     for traj_uid in sorted(played.keys() - counted.keys() - committed.excluded):
-        found.append(
-            (
-                "uncounted_rows",
-                f"trajectory {uid_text(traj_uid)} is seen in the file, and counted elsewhere or "
-                "nowhere",
-            )
-        )
+        name = uid_text(traj_uid)
+        detail = f"trajectory {name} is seen in the file, and counted elsewhere or nowhere"
+        wrong.append(("uncounted_rows", detail))
     for traj_uid in sorted(counted.keys() & played.keys()):
         names = _differing(counted[traj_uid], played[traj_uid], columns=held.columns)
         if names:
-            found.append(
-                (
-                    "figures",
-                    f"trajectory {uid_text(traj_uid)}: the catalog and the rows differ in "
-                    f"{', '.join(names)}",
-                )
-            )
-    return found
+            detail = f"the catalog and the rows differ in {', '.join(names)}"
+            wrong.append(("figures", f"trajectory {uid_text(traj_uid)}: {detail}"))
+    return wrong
 
 
 def _differing(one: TrajectoryMeta, other: TrajectoryMeta, *, columns: frozenset[str]) -> list[str]:
+    """Return the figures that differ, of those that the file's columns tell."""
     sources = {
         "n_steps": "step_index",
         "episode_return": "reward",
@@ -259,52 +227,40 @@ def _differing(one: TrajectoryMeta, other: TrajectoryMeta, *, columns: frozenset
 
 def _same(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
+        return math.isclose(one, other, rel_tol=RELATIVE_ERROR, abs_tol=RELATIVE_ERROR)
     return one == other
 
 
 def _stray(
     connection: sqlite3.Connection, layout: RunLayout, path: str, *, contents: bool
 ) -> Finding:
+    """Judge a file beneath segments/ that the catalog does not know."""
+    root = layout.root
     if not SEGMENT_PATH.fullmatch(path):
-        return warning(
-            "unknown_file",
-            path,
-            "no part of the store writes such a file",
-            remedy="move it elsewhere",
-        )
-    remedy = "the running job or `gigpo compact` sweeps it"
+        detail = "no part of the store writes such a file"
+        return found("unknown_file", path, detail, root=root)
     if not contents:
-        return warning("orphan", path, "it was never committed", remedy=remedy)
+        return found("orphan", path, "it was never committed", root=root)
     try:
-        held = segment_rows.open_rows(layout.storage.read(path), path=layout.root / path)
+        held = segment_rows.open_rows(layout.storage.read(path), path=root / path)
     except StoreError as unreadable:
-        return warning(
-            "orphan",
-            path,
-            f"it was never committed, and cannot be read: {unreadable}",
-            remedy=remedy,
-        )
+        detail = f"it was never committed, and cannot be read: {unreadable}"
+        return found("orphan", path, detail, root=root)
     if not layout.info.wrote(held.run_id):
-        return warning(
-            "orphan",
-            path,
-            f"it was written for run {held.run_id}",
-            remedy="move it to the run it is of",
-        )
+        detail, remedy = f"it was written for run {held.run_id}", "move it to the run it is of"
+        return found("orphan", path, detail, root=root, remedy=remedy)
     played = segment_rows.trajectories(held)
-    wanted = 0
+    n_missing = 0
     for trajectory in played:
-        wanted += connection.execute(
+        n_missing += connection.execute(
             """SELECT count(*) FROM grp WHERE group_uid = ? AND state = 'open'
                AND NOT EXISTS (SELECT 1 FROM trajectory WHERE traj_uid = ?)""",
             (trajectory.meta.group_uid, trajectory.meta.traj_uid),
         ).fetchone()[0]
-    if wanted:
-        remedy += f", and its trajectories are played again; to keep them: gigpo rebuild --force {layout.root}"
-    return warning(
-        "orphan",
-        path,
-        f"it was never committed; {wanted} of its {len(played)} trajectories are missing",
-        remedy=remedy,
-    )
+    detail = f"it was never committed; {n_missing} of its {len(played)} trajectories are missing"
+    remedy = SWEPT
+    if n_missing:
+        remedy += (
+            ", and its trajectories are played again; to keep them: gigpo rebuild --force {root}"
+        )
+    return found("orphan", path, detail, root=root, remedy=remedy)

@@ -1,4 +1,4 @@
-"""The maintainer: keeps a run small while it is being written."""
+"""Keep a run small while it is being written: merge, retire and remove files in a thread."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from store.maintenance.retention import expire_old
 from store.maintenance.sweep import sweep_orphans, sweep_retired
 
 COMPONENT = "maintainer"
-# what is to be found was written before the catalog was opened, so there is no hurry
+# Orphans were written before the catalog was opened, so there is no hurry.
 ORPHANS_EVERY_S = 600.0
-PATIENCE = 10  # pauses while something is waited for; each try reads and encodes a merge again
-# about 1,000 files; writers that are faster must not keep the rest from being done
+PATIENCE = 10  # pauses between two tries; each try reads and encodes a merge again
+# About 1,000 files. Fast writers must not keep retention and sweeping from being done.
 MERGES_PER_LOOK = 16
 CLOSE_TIMEOUT_S = 30.0  # the largest merge takes a few seconds
 
@@ -40,39 +40,38 @@ class Maintainer:
 
         maintainer = Maintainer(catalog, layout, settings)
         maintainer.start()
-        maintainer.check()     # now and then, from the owner: raises what the thread failed of
+        maintainer.check()     # now and then, from the owner: raises the thread's error
         maintainer.close()     # before the catalog is closed
 
-    Consumes  the live files, every `pause_s`.
-    Produces  merged files; retired ones that retention takes; fewer files on disk; events that say
-    so. Waits for nothing but its turn on the catalog, which every owner's call takes for
-    milliseconds, and the pause, which `close`
-              ends. It removes only what the owner's manifest no longer shows, so the owner must go on exporting.
+    Consumes the live files, every `pause_s`. Produces merged files, retired files, fewer files on
+    disk, and an event for each. Waits for the catalog, which a call holds for milliseconds, and
+    for the pause, which `close` ends. It removes only files that the owner's manifest no longer
+    shows, so the owner must go on exporting.
 
-    A full disk or storage that does not answer is an event, and the work is tried again after some
-    pauses: training must not end for want of a merge. Any other error ends the thread.
+    A full disk or storage that does not answer is an event, and the work is tried again later:
+    training must not end because a merge fails. Any other error ends the thread.
     """
 
     def __init__(self, catalog: Catalog, layout: RunLayout, settings: MaintainerSettings) -> None:
         self.catalog, self.layout, self.settings = catalog, layout, settings
         self._opened_us = now_us()
         self._stop = threading.Event()
-        # A daemon: an owner that forgets to close it can still end. The catalog is crash safe, a
-        # merge under way an orphan.
+        # A daemon, so that an owner that forgets to close it can end. The catalog is crash safe,
+        # and a merge under way leaves an orphan.
         self._thread = threading.Thread(target=self._run, name=COMPONENT, daemon=True)
         self._failure: BaseException | None = None
         self._left_out: frozenset[str] = frozenset()
         self._foreign: tuple[str, ...] = ()
         self._orphans_at = time.monotonic()
-        # what, and the error: from the first failure until the first success
+        # the kind of failure and its error, from the first failure until the first success
         self._waits_for: tuple[str, str] | None = None
-        self._said: str | None = None  # what of it is an event already
+        self._said: str | None = None  # the kind of failure that is an event already
 
     def start(self) -> None:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises StoreError, with the cause, if the thread has failed."""
+        """Raise StoreError, with the cause, if the thread has failed."""
         if self._failure is not None:
             raise StoreError(
                 f"the maintainer of {self.layout.root} stopped: {self._failure!r}; mend that and "
@@ -80,19 +79,15 @@ class Maintainer:
             ) from self._failure
 
     def close(self) -> None:
-        """Stop after the merge under way, waiting for it at most CLOSE_TIMEOUT_S. Idempotent;
-        raises nothing, see `check`.
-        """
+        """Stop after the merge under way; wait for it at most CLOSE_TIMEOUT_S. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def work(self) -> None:
-        """One look: what is due is merged, retention, sweeping. What the thread does after each
-        pause.
+        """Merge, retire and remove what is due, as the thread does after each pause.
 
-        A source that is unavailable is raised at the end: one file must not keep the rest from
-        being done.
+        An unavailable source is raised at the end: one file must not keep the rest from being done.
         """
         unavailable: UnavailableError | None = None
         try:
@@ -131,7 +126,7 @@ class Maintainer:
 
     def _work_or_wait(self) -> None:
         try:
-            # only now: the catalog may have been full too
+            # Logged at the next try: the disk of the catalog may have been full too.
             if self._waits_for is not None and self._waits_for[0] != self._said:
                 what, reason = self._waits_for
                 self.catalog.log(
@@ -150,7 +145,7 @@ class Maintainer:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether the error was caused by a full disk or quota, under a file or under the catalog."""
+    """Return whether a full disk or quota caused the error, of a file or of the catalog."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

@@ -54,7 +54,7 @@ Address = tuple[str, int, int | None]  # a group's split, ordinal and evaluation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a rebuild did, in lines for people."""
+    """The result of a rebuild, in lines for people."""
 
     recovered: tuple[str, ...]
     lost: tuple[str, ...]

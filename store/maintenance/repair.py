@@ -1,11 +1,10 @@
-"""`fsck --repair`: what is damaged is set aside, never deleted, and what was lost with it is played
-again.
+"""Repair what fsck found: damaged files are set aside, and lost trajectories are played again.
 
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, check(layout, level=CONTENTS))
+        lines = repair(catalog, layout, check(layout, level=CONTENTS))
 
-Findings without a safe repair are left alone; their remedy says what to do. Each repair is one
-transaction and one event.
+Nothing is deleted. Findings without a safe repair are left alone; their remedy says what to do.
+Each repair is one transaction and one event.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from store.errors import FormatError, StoreError, UnavailableError, UnsafePathEr
 from store.hashing import file_digest
 from store.layout import RunLayout
 from store.maintenance.finding import Finding
-from store.maintenance.fsck_manifest import CODES as MANIFEST_CODES
 from store.maintenance.segment_rows import malformed, open_rows, trajectories
 from store.reading import open_sql
 from store.reading.manifest import export
@@ -41,6 +39,10 @@ from store.untrusted.file_access import (
 )
 
 WORKER = "repair"  # the directory of files that were put together from others
+MANIFEST_CODES = frozenset(
+    {"manifest_missing", "manifest_damaged", "manifest_foreign", "manifest_segment"}
+    | {"export_missing", "export_damaged"}
+)
 BYTES_ARE_GONE = frozenset({"segment_missing", "segment_damaged", "segment_unreadable"})
 ROWS_ARE_WRONG = frozenset(
     {"segment_foreign", "step_index", "episode_steps", "state_hash", "missing_rows"}
@@ -52,57 +54,58 @@ QUARANTINE_CODES = BYTES_ARE_GONE | ROWS_ARE_WRONG | ONLY_HISTORY
 
 
 def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> list[str]:
-    """Mends what can be mended; one line for each repair. `findings` are those of a check while
-    `catalog` was owned.
+    """Repair what can be repaired; return one line for each repair.
+
+    `findings` are those of a check while `catalog` was owned.
     """
-    done = []
+    by_code: dict[str, dict[str, Finding]] = {}
+    for finding in findings:
+        by_code.setdefault(finding.what, {}).setdefault(finding.subject, finding)
+
+    def subjects(what: str) -> list[str]:
+        return list(by_code.get(what, {}))
+
     damaged: dict[str, Finding] = {}
     for finding in findings:
         if finding.what in QUARANTINE_CODES:
             damaged.setdefault(finding.subject, finding)
-    for path, finding in damaged.items():
-        done.append(_set_aside(catalog, layout, path, finding))
-    for finding in findings:
-        if finding.what == "segment_returned":
-            done.append(_take_back(catalog, layout, finding.subject))
-    for path in dict.fromkeys(
-        finding.subject for finding in findings if finding.what == "segment_row"
-    ):
-        done.append(_correct(catalog, layout, path))
-    for path in dict.fromkeys(
-        finding.subject for finding in findings if finding.what == "uncounted_rows"
-    ):
+    done = [_set_aside(catalog, layout, path, finding) for path, finding in damaged.items()]
+    done += [_take_back(catalog, layout, path) for path in subjects("segment_returned")]
+    done += [_correct(catalog, layout, path) for path in subjects("segment_row")]
+    for path in subjects("uncounted_rows"):
         if path not in damaged:
-            held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
-            n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
-            done.append(f"{path}: {n} trajectories in it are no longer seen")
-    for finding in findings:
-        if finding.what == "group_sums":
-            catalog.correct_group(
-                bytes.fromhex(finding.subject.removeprefix("group ").replace("-", ""))
-            )
-            done.append(f"{finding.subject}: its figures are those of its trajectories again")
-    shown = {
-        layout.relative(layout.manifest)
-        if finding.what.startswith("manifest")
-        else finding.subject: finding
-        for finding in findings
-        if finding.what in MANIFEST_CODES
-    }
-    for path, finding in shown.items():
-        if status(layout.root / path, root=layout.root) is not None or layout.storage.exists(path):
-            place = quarantine(layout, path)
-            catalog.log(
-                component=COMPONENT,
-                what="manifest",
-                detail=f"{path}: {finding.detail}; moved to {place}",
-            )
+            done.append(_exclude(catalog, layout, path))
+    for subject in subjects("group_sums"):
+        catalog.correct_group(bytes.fromhex(subject.removeprefix("group ").replace("-", "")))
+        done.append(f"{subject}: its figures are those of its trajectories again")
+    is_shown_anew = _set_exports_aside(catalog, layout, findings)
     if any(finding.what in OPEN_SQL_CODES for finding in findings):
         done.append(_write_open_sql(catalog, layout))
-    if done or shown:
+    if done or is_shown_anew:
         lsn = export(catalog, layout)
-        done += [f"the manifest was written anew, at lsn {lsn}"] if shown else []
+        done += [f"the manifest was written anew, at lsn {lsn}"] if is_shown_anew else []
     return done
+
+
+def _exclude(catalog: Catalog, layout: RunLayout, path: str) -> str:
+    held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
+    n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
+    return f"{path}: {n} trajectories in it are no longer seen"
+
+
+def _set_exports_aside(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> bool:
+    """Set damaged exports and a damaged manifest aside. Return whether there are any."""
+    shown: dict[str, Finding] = {}
+    for finding in findings:
+        if finding.what in MANIFEST_CODES:
+            is_manifest = finding.what.startswith("manifest")
+            path = layout.relative(layout.manifest) if is_manifest else finding.subject
+            shown[path] = finding
+    for path, finding in shown.items():
+        if status(layout.root / path, root=layout.root) is not None or layout.storage.exists(path):
+            detail = f"{path}: {finding.detail}; moved to {quarantine(layout, path)}"
+            catalog.log(component=COMPONENT, what="manifest", detail=detail)
+    return bool(shown)
 
 
 def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
@@ -124,9 +127,7 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
 
 
 def quarantine(layout: RunLayout, path: str) -> str:
-    """Moves a file to quarantine/, under a name of its own; that name, relative to the run's
-    root.
-    """
+    """Move a file to quarantine/ under a name of its own, and return its path in the run."""
     make_directory(layout.quarantine, beneath=layout.root)
     plain = PurePosixPath(path)
     target, number = layout.quarantine / plain.name, 0
@@ -138,8 +139,7 @@ def quarantine(layout: RunLayout, path: str) -> str:
         if layout.info.storage_uri is None or not layout.storage.exists(path):
             rename(source, target, root=layout.root)
             sync_directory(target.parent, beneath=layout.root)
-        # stored elsewhere; a copy of it that was fetched for reading here is not what is damaged
-        else:
+        else:  # the file in the other storage is damaged, not a copy fetched for reading
             write_atomically(
                 target, memoryview(layout.storage.read(path)), mode=READ_ONLY, beneath=layout.root
             )
@@ -154,16 +154,14 @@ def quarantine(layout: RunLayout, path: str) -> str:
 
 
 def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding) -> str:
-    """The order matters: were the catalog changed first, a crash would leave the file as an orphan,
-    to be swept.
+    """Move a file to quarantine/ and let it count no longer.
+
+    The file moves first: after a crash in between, a changed catalog would let it be swept.
     """
     (meta,) = catalog.segment_metas([PurePosixPath(path).stem])
     rescued = _rescue(catalog, layout, meta) if finding.what in BYTES_ARE_GONE else None
-    place = (
-        "nowhere"
-        if finding.what in ("segment_missing", "retired_missing")
-        else quarantine(layout, path)
-    )
+    is_missing = finding.what in ("segment_missing", "retired_missing")
+    place = "nowhere" if is_missing else quarantine(layout, path)
     _write_note(layout, place, meta, finding)
     result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
     line = (
@@ -174,7 +172,7 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
 
 
 def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
-    """Set a segment's row to what its file says, which has the digest it is named by."""
+    """Set a segment's row to what its file says. The file has the digest it is named by."""
     data = _whole(layout, path)
     if data is None:
         raise StoreError(f"{path} has changed since it was checked; run fsck again")
@@ -189,11 +187,12 @@ def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
 
 
 def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
-    """A file that was set aside, put back by hand: if it is what was committed, it counts again."""
+    """Let a file that was put back by hand count again, if it is what was committed."""
     data = _whole(layout, path)
     held = None if data is None else open_rows(data, path=layout.root / path)
     if held is None or not layout.info.wrote(held.run_id) or malformed(held):
-        return f"{path}: what was put back is not what was committed; moved to {quarantine(layout, path)}"
+        place = quarantine(layout, path)
+        return f"{path}: what was put back is not what was committed; moved to {place}"
     n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
@@ -228,20 +227,16 @@ def _write_note(layout: RunLayout, place: str, meta: SegmentMeta, finding: Findi
 
 
 def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMeta | None:
-    """A new file of the trajectories that files from before a compaction still hold, as far as they
-    are intact.
-    """
+    """Write a file of the lost trajectories that intact files from before a merge hold."""
     wanted = {trajectory.traj_uid: trajectory for trajectory in meta.trajectories}
     tables: list[pa.Table] = []
     found = []
     for path, excluded in catalog.replaced_files().items() if wanted else ():
         table = _intact(layout, path)
-        held = (
-            wanted.keys() & (set(table["traj_uid"].to_pylist()) - excluded)
-            if table is not None
-            else set()
-        )
-        if table is not None and held:
+        if table is None:
+            continue
+        held = wanted.keys() & (set(table["traj_uid"].to_pylist()) - excluded)
+        if held:
             uids = pa.array(sorted(held), table.schema.field("traj_uid").type)
             tables.append(table.filter(pc.is_in(table["traj_uid"], value_set=uids)))
             found += [wanted.pop(traj_uid) for traj_uid in sorted(held)]
@@ -265,12 +260,14 @@ def _intact(layout: RunLayout, path: str) -> pa.Table | None:
 
 
 def _whole(layout: RunLayout, path: str) -> pa.Buffer | None:
-    """The bytes of a file if they are those it is named after."""
+    """Return the bytes of a file if they have the digest it is named by, None if it is damaged.
+
+    Raises UnavailableError: what the file holds may be all that is left.
+    """
     try:
         data = layout.storage.read(path)
         return data if file_digest(data) == PurePosixPath(path).stem else None
-    # what it holds may be all that is left: nothing is given up for an outage
     except UnavailableError:
         raise
-    except StoreError:  # this one is damaged too
+    except StoreError:
         return None

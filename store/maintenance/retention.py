@@ -1,9 +1,8 @@
-"""Retention: old trajectories leave the run, file by file. What the catalog knows of their groups
-stays.
+"""Retire old trajectories, file by file. The catalog keeps the rows of their groups.
 
-Never taken: a file with a group that is still to be played or trained on, or that was trained on
-after the oldest checkpoint on disk, since going back to that one makes the group available again. A
-file goes only when all of it may.
+A file is kept while it holds a group that is still to be played or trained on. It is also kept
+while it holds a group that was trained on after the oldest checkpoint on disk: going back to that
+checkpoint makes the group available again.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ SECONDS_PER_DAY = 86_400
 def expire_old(
     catalog: Catalog, layout: RunLayout, *, keep_days: float | None, keep_versions: int | None
 ) -> tuple[str, ...]:
-    """Retire what is older than `keep_days` and was sampled by none of the newest `keep_versions`
-    policy versions.
+    """Retire files older than `keep_days` that none of the newest `keep_versions` versions sampled.
 
-    Of two limits both must be passed. Returns the segment ids; their files stay for the snapshot
-    window.
+    If both limits are given, both must be passed. Return the segment ids. Their files stay on disk
+    for the snapshot window.
     """
     newest = catalog.latest_version()
-    before_us = (
-        None if keep_days is None else now_us() - round(keep_days * SECONDS_PER_DAY * US_PER_S)
-    )
-    below = None if keep_versions is None or newest is None else newest.version - keep_versions + 1
-    if before_us is None and below is None:  # asking without a limit would mean everything
+    before_us = below = None
+    if keep_days is not None:
+        before_us = now_us() - round(keep_days * SECONDS_PER_DAY * US_PER_S)
+    if keep_versions is not None and newest is not None:
+        below = newest.version - keep_versions + 1
+    if before_us is None and below is None:  # the catalog would take every file
         return ()
     expired = catalog.expirable(
         completed_before_us=before_us,
@@ -46,13 +45,10 @@ def expire_old(
 
 
 def oldest_checkpoint(catalog: Catalog, layout: RunLayout) -> int:
-    """Learner step of the oldest checkpoint that a restart could still begin from; 0 without any:
-    back to the start.
-    """
-    points = catalog.live_checkpoints()
+    """Return the learner step of the oldest checkpoint on disk, 0 without any."""
     kept = [
         point.learner_step
-        for point in points
+        for point in catalog.live_checkpoints()
         if is_directory(layout.root / point.path, root=layout.root)
     ]
     return min(kept, default=0)

@@ -1,4 +1,4 @@
-"""Put back a run.json that is lost or damaged, from the copy that was made when the run was created.
+"""Put back a run.json that is lost or damaged, from the copy made when the run was created.
 
 if is_lost(root):
     lines = rebuild_run_json(root)

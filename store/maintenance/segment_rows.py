@@ -1,6 +1,4 @@
-"""What the rows of one segment say of themselves: their trajectories' figures, and whether they are
-well formed.
-"""
+"""Read one segment file: its trajectories' figures, and whether its rows are well formed."""
 
 from __future__ import annotations
 
@@ -37,12 +35,12 @@ _FIRST = ("group_uid", "task_id", "split", "member", "won", "task_score", "episo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """A segment's file as it describes itself."""
+    """The content of a segment file."""
 
     run_id: str
     worker: str
     epoch: int
-    columns: frozenset[str]  # that it has; those of newer formats are null in `table`
+    columns: frozenset[str]  # of the file; a column that it lacks is null in `table`
     table: pa.Table  # COLUMNS
 
 
@@ -56,9 +54,7 @@ class Played:
 
 
 def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
-    """Reads every page of the file, with its checksum. FormatError for a newer format and for what
-    is no segment.
-    """
+    """Read every page of the file and check it. Raises FormatError if it is no segment."""
     try:
         source = pa.BufferReader(data)
         file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
@@ -83,9 +79,7 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
 
 
 def trajectories(rows: Rows) -> tuple[Played, ...]:
-    """The figures of every trajectory, as a worker would have told them; rewards are summed in the
-    order of the rows.
-    """
+    """Return each trajectory's figures as its worker computed them: rewards in the rows' order."""
     figures = rows.table.group_by("traj_uid", use_threads=False).aggregate(
         [
             *[(name, "first") for name in _FIRST],
@@ -119,10 +113,8 @@ def trajectories(rows: Rows) -> tuple[Played, ...]:
 
 
 def malformed(rows: Rows) -> list[tuple[str, str]]:
-    """(code, detail) of trajectories that are not whole and of anchors whose hash is not that of
-    their text.
-    """
-    found = []
+    """Return (code, detail) of trajectories that are not whole and of wrong state hashes."""
+    wrong = []
     steps = rows.table.group_by("traj_uid").aggregate(
         [
             ("step_index", "min"),
@@ -135,30 +127,17 @@ def malformed(rows: Rows) -> list[tuple[str, str]]:
     )
     for row in steps.to_pylist():
         n, name = row["step_index_count"], uid_text(row["traj_uid"])
-        if (row["step_index_min"], row["step_index_max"], row["step_index_count_distinct"]) != (
-            0,
-            n - 1,
-            n,
-        ):
-            found.append(
-                ("step_index", f"the {n} rows of trajectory {name} are not steps 0..{n - 1}")
-            )
+        indices = row["step_index_min"], row["step_index_max"], row["step_index_count_distinct"]
+        if indices != (0, n - 1, n):
+            detail = f"the {n} rows of trajectory {name} are not steps 0..{n - 1}"
+            wrong.append(("step_index", detail))
         elif (row["episode_steps_min"], row["episode_steps_max"]) != (n, n):
-            found.append(
-                (
-                    "episode_steps",
-                    f"trajectory {name} has {n} of its {row['episode_steps_max']} rows",
-                )
-            )
+            detail = f"trajectory {name} has {n} of its {row['episode_steps_max']} rows"
+            wrong.append(("episode_steps", detail))
     if rows.columns >= {"anchor_text", "state_hash"}:
         for row in rows.table.group_by(["anchor_text", "state_hash"]).aggregate([]).to_pylist():
             text, digest = row["anchor_text"], row["state_hash"]
             if digest != (None if text is None else state_hash(text)):
-                found.append(
-                    (
-                        "state_hash",
-                        f"the state hash of {text!r:.80} is {digest and digest.hex()}, which is "
-                        "another's",
-                    )
-                )
-    return found
+                detail = f"the state hash of {text!r:.80} is {digest and digest.hex()}, another's"
+                wrong.append(("state_hash", detail))
+    return wrong

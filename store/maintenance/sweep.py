@@ -1,9 +1,9 @@
-"""Sweeping: files that nobody needs leave the disk.
+"""Remove files that nobody needs.
 
-Retired files go when the snapshot window has passed and neither a pinned reader nor the manifest
-still shows them. Orphans were written and never committed; one from before this owner opened the
-catalog belongs to an older epoch, so that it never can be. Whatever this code would not have
-written itself is left alone.
+A retired file goes when the snapshot window has passed and neither a pinned reader nor the manifest
+shows it. An orphan was written and never committed. One from before this owner opened the catalog
+belongs to an older epoch, so it can never be committed. Files that this code would not have written
+are left alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NAMED_AT_MOST = 5  # in one event
 
 
 def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tuple[str, ...]:
-    """Remove the files of segments that were retired more than `window_s` ago; their paths.
+    """Remove the files of segments that were retired more than `window_s` ago. Return their paths.
 
     Nothing is removed before the owner has exported a manifest without them. Raises StoreError if a
     file cannot be removed; it is an orphan then.
     """
-    # In this order: a reader pins a manifest's lsn and then reads the manifest again. Either its
-    # pin is seen here, or it reads one that is no older than this.
+    # The manifest is read before the pins. A reader pins a manifest's lsn and then reads the
+    # manifest again: either its pin is seen here, or it reads a manifest that is no older.
     manifest = read_manifest(layout)
     if manifest is None:
         return ()
@@ -53,11 +53,10 @@ def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tu
 def sweep_orphans(
     catalog: Catalog, layout: RunLayout, *, opened_us: int, named: Collection[str]
 ) -> tuple[str, ...]:
-    """Remove orphans and unfinished writes from before `opened_us`, when the owner opened the
-    catalog, and past the grace.
+    """Remove orphans and unfinished writes that are past the grace.
 
-    Returns the files beneath segments/ that are no segment of any run; each becomes an event unless
-    it is in `named`.
+    `opened_us` is the time when the owner opened the catalog; younger files stay. Return the files
+    beneath segments/ that no run writes. Each becomes an event unless it is in `named`.
     """
     before_us = min(opened_us, now_us() - round(ORPHAN_GRACE_S * US_PER_S))
     known = catalog.known_paths()
@@ -93,9 +92,7 @@ def sweep_orphans(
 
 
 def unfinished_writes(layout: RunLayout) -> Iterator[tuple[str, os.stat_result]]:
-    """Give writes aside of all kinds, where they are made; of remote storage there are none
-    here.
-    """
+    """Yield temporary files with their status. Another storage makes none in the run directory."""
     found = [
         (layout.root / name, status(layout.root / name, root=layout.root))
         for name in names(layout.root, root=layout.root)

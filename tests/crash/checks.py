@@ -1,6 +1,4 @@
-"""What must be true of a run after any crash, and what two runs that ended the same way have in
-common.
-"""
+"""Check a run after a crash, and describe its end so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -59,13 +57,12 @@ END = {
 
 
 def read_diary(path: Path) -> list[Line]:
-    """What the workload wrote."""
+    """Return the lines that the workload wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def broken_promises(root: Path, diary: Sequence[Line], *, thorough: bool) -> list[str]:
-    """Opens the run that a crash left and recovers it; what is lost, doubled or torn, [] if nothing
-    is.
+    """Recover the run that a crash left. Return what is lost, doubled or torn, [] if nothing is.
 
     `thorough` asks the views and all levels of fsck too, which takes ten times as long.
     """
@@ -106,9 +103,7 @@ def end_state(root: Path) -> EndState:
 
 
 def _shown_to_readers(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
-    """The manifest as it was left, before anybody recovers: no older than promised, and what it
-    names is there.
-    """
+    """Check the manifest before a recovery: no older than promised, and its files are there."""
     manifest = read_manifest(layout)
     if manifest is None:
         return ["the manifest is gone"] if _largest(diary, "manifest", "lsn") else []
@@ -160,7 +155,7 @@ def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
 
 
 def _not_settled_any_more(connection: sqlite3.Connection, diary: Sequence[Line]) -> list[str]:
-    """A settled step stays, unless a recovery that began later went back behind it."""
+    """Check that a settled step stays, unless a later recovery went back behind it."""
     trained = set(_column(connection, "SELECT learner_step FROM batch WHERE state = 'trained'"))
     settled: set[int] = set()
     checkpoint = 0

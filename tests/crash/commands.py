@@ -1,7 +1,7 @@
-"""Commands that change a run or make a directory from one, killed at any call and given again.
+"""Kill commands that change a run, or make a directory from one, at any call; give them again.
 
-Each has a world to work in, itself as a function of that directory, and what must be true when it
-was killed, when it was given again, and of what it only reads.
+Each command has a world to work in, the command as a function of that directory, and checks for
+the state after a kill, the state after it was given again, and the files that it only reads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Command:
 
 
 def said(*arguments: object) -> str:
-    """The output of `gigpo`. Raises StoreError if it refuses, with what it says."""
+    """Run a store command and return its output. Raises StoreError if it refuses."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -148,7 +148,7 @@ def write_dataset(world: Path) -> None:
 
 
 def refused_or_whole(world: Path) -> list[str]:
-    """A run whose catalog is being replaced is opened with nothing lost, or not at all."""
+    """Check that a run whose catalog is being replaced opens with all files, or not at all."""
     layout = run_of(world)
     held = len(list(layout.segments.rglob("*.parquet")))
     try:
@@ -161,7 +161,7 @@ def refused_or_whole(world: Path) -> list[str]:
 
 
 def opens(world: Path) -> list[str]:
-    """The run has an owner again at once."""
+    """Check that the run can be owned again at once."""
     try:
         with Catalog.open(run_of(world)):
             return []
@@ -170,9 +170,7 @@ def opens(world: Path) -> list[str]:
 
 
 def no_half_fork(world: Path) -> list[str]:
-    """The fork is whole or not there; the directory that it is made in is refused as a run, or
-    whole too.
-    """
+    """Check that the fork is whole or absent, and its unfinished directory whole or refused."""
     made, broken = world / "made", []
     for place in (made, made.with_name(made.name + UNFINISHED)):
         if not RunLayout.exists(place):
@@ -192,7 +190,7 @@ def no_half_fork(world: Path) -> list[str]:
 
 
 def no_half_dataset(world: Path) -> list[str]:
-    """A directory without dataset.json is refused; one with it is whole."""
+    """Check that a directory without dataset.json is refused, and one with it is whole."""
     dest, taker = world / "dataset", world / "taker"
     if not dest.exists():
         return []
@@ -250,7 +248,7 @@ COMMANDS = {
 
 
 def act(world: str, name: str) -> None:
-    """The entry of the traced process."""
+    """Run a command: the entry of the traced process."""
     COMMANDS[name].act(Path(world))
 
 
@@ -279,9 +277,7 @@ def copy_once(root: str, diary_path: str) -> None:
 
 
 def forked_whole(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """A fork that was announced is there after a power cut, and whole; `thorough` makes no
-    difference.
-    """
+    """Check that a fork that was announced is whole after a power cut, however thorough."""
     announced = any(line.get("done") == "fork" for line in diary)
     return no_half_fork(base) + (
         ["the fork is gone"] if announced and not RunLayout.exists(base / "made") else []
@@ -290,7 +286,7 @@ def forked_whole(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Undisturbed:
-    """What a command does and leaves when nobody kills it."""
+    """The calls and the result of a command that nobody kills."""
 
     n_calls: int
     end: EndState

@@ -1,15 +1,13 @@
-"""A disk that loses power: from the calls a process made, what could be on it after a crash in
-between.
+"""Simulate a disk that loses power: compute its possible content from the calls of a process.
 
-What it assumes, which ext4, XFS and Btrfs keep or better:
+It assumes no more than ext4, XFS and Btrfs keep:
 - Bytes of a file are safe once fsync of the file has returned. Before that, each sector (512 bytes;
-  at times each page of
-  4 KiB) holds what any of the writes since left there, or what was there before, independently of its neighbours. The
-  length of the file may be any it had; what was lost of a longer file reads as zeros.
-- A name (new, linked, renamed, removed) is safe once fsync of its directory has returned, of a
-  renamed one the directory
-  it moved to. Before that any of these changes may be missing, in any combination in which each makes sense. fsync of a
-  file does not save its name.
+  at times each page of 4 KiB) holds the bytes of any write since, or those of before,
+  independently of its neighbours. The length of the file may be any it had; lost bytes of a longer
+  file read as zeros.
+- A name (new, linked, renamed, removed) is safe once fsync of its directory has returned; for a
+  renamed one, of the directory it moved to. Before that any of these changes may be missing, in any
+  combination in which each makes sense. fsync of a file does not save its name.
 - A rename is one step: never both names, never neither.
 - What was safe stays so: no decayed bits (that is what digests are for), no disk that only says it
   has written.
@@ -67,7 +65,7 @@ Names = dict[Directory, dict[str, Node]]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of names: `gone` is removed, `new` appears for `node`."""
+    """A change of names: `gone` is removed, `new` appears for `node`."""
 
     gone: tuple[Directory, str] | None
     new: tuple[Directory, str] | None
@@ -75,7 +73,7 @@ class Change:
 
     @property
     def saved_with(self) -> Directory:
-        """The directory whose fsync makes it safe."""
+        """Return the directory whose fsync makes the change safe."""
         place = self.new or self.gone
         assert place is not None
         return place[0]
@@ -137,7 +135,7 @@ class Disk:
             _apply_to_content(node, call)
 
     def everything(self) -> Tree:
-        """What SIGKILL leaves."""
+        """Return the files that SIGKILL leaves."""
         names = {directory: directory.now for directory in self._directories}
         return {
             path: bytes(node.now) if isinstance(node, File) else None
@@ -203,7 +201,7 @@ class Disk:
 
 
 def read_tree(root: Path) -> Tree:
-    """What is there, to begin with."""
+    """Read the files that are there to begin with."""
     return {
         f"{path}": path.read_bytes() if path.is_file() else None
         for path in [root, *sorted(root.rglob("*"))]

@@ -1,7 +1,6 @@
-"""Refusals that keep a run whole, each asked for once, in a process of its own, of the store or of
-a mutated copy.
+"""Ask the store, or a mutated copy of it, for one refusal that keeps a run whole.
 
-They raise AssertionError where nothing was refused. Each gets a directory of its own.
+Each function has its own process and directory, and raises AssertionError if nothing was refused.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def refuses(error: type[Exception], act: Callable[[], object]) -> None:
 def run_with_everything(
     root: str, *, storage_uri: str | None = None
 ) -> tuple[RunLayout, SegmentMeta]:
-    """A small run with a row in every table, and one of its segments."""
+    """Make a small run with a row in every table. Return it and one of its segments."""
     layout = RunLayout.create(Path(root) / "run", config_yaml="a: 1\n", storage_uri=storage_uri)
     write_open_sql(layout, macros=(), max_staleness=0)
     with Catalog.open(layout) as catalog:
@@ -90,7 +89,7 @@ def run_with_everything(
 
 
 def no_second_row(root: str, key: str) -> None:
-    """The database itself forbids it, whatever the code above forgets."""
+    """Check that the database itself forbids a second row."""
     layout, _ = run_with_everything(root)
     table, changes = SECOND_ROWS[key]
     connection = sqlite3.connect(layout.catalog)
@@ -104,9 +103,7 @@ def no_second_row(root: str, key: str) -> None:
 
 
 def stale_epochs_are_fenced(root: str) -> None:
-    """A commit with the lease of an older owner; and that owner itself, should its lock have
-    failed.
-    """
+    """Check that an older owner is refused, and commits under its leases are."""
     layout, segment = run_with_everything(root)
     with Catalog.open(layout) as old:
         refuses(FencedError, lambda: old.commit(segment, epoch=old.epoch - 1))
@@ -117,7 +114,7 @@ def stale_epochs_are_fenced(root: str) -> None:
 
 
 def one_owner(root: str) -> None:
-    """A second one is refused."""
+    """Check that a second owner is refused."""
     layout, _ = run_with_everything(root)
     with Catalog.open(layout):
         refuses(LockedError, lambda: Catalog.open(layout))
@@ -192,7 +189,7 @@ def rebuild_notices_changed_bytes(root: str) -> None:
 
 
 def repair_rescues_no_changed_bytes(root: str) -> None:
-    """Of a merged file that is damaged, only what intact files from before still hold."""
+    """Check that a repair rescues only trajectories that intact files from before a merge hold."""
     layout, early = run_with_everything(root)
     with Catalog.open(layout) as catalog:
         merged = compact_once(catalog, layout, policy=POLICY, skip=())

@@ -1,6 +1,4 @@
-"""What the crash tests share: processes to run the workload in, recordings of it, and crashes that
-are simulated from them.
-"""
+"""Run the workload in processes, record it, and simulate crashes from the recordings."""
 
 from __future__ import annotations
 
@@ -51,15 +49,14 @@ class Bad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Killed:
-    """What became of a run that was killed and tried again."""
+    """The result of a run that was killed and tried again."""
 
     phases: tuple[str, ...]  # what it was doing at each kill
     broken: tuple[str, ...]
 
 
 def record_after_kill(base: Path, *, sources: Path | None = None) -> Recording:
-    """A start that is killed between making a directory and saving its name, and all of the next
-    one.
+    """Record a start that is killed between making a directory and saving its name, and the next.
 
     SIGKILL loses nothing that was written, so both are one story to the disk.
     """
@@ -84,7 +81,7 @@ Verify = Callable[[Path, Sequence[Line], bool], list[str]]
 
 
 def the_run_is_whole(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """Of the workload."""
+    """Check the run that the workload left."""
     return broken_promises(base / "run", diary, thorough=thorough)
 
 
@@ -102,7 +99,7 @@ def workers() -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory in memory, or in the usual place for temporary files."""
+    """Give a directory in memory, or in the usual place for temporary files."""
     path = Path(
         tempfile.mkdtemp(prefix="store-crash-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
     )
@@ -113,7 +110,7 @@ def scratch() -> Iterator[Path]:
 
 
 def run_workload(base: Path, *, kill_at: int | None = None, traced: bool = True) -> Trace:
-    """The workload in `base`, until its end or its kill_at-th call."""
+    """Run the workload in `base` until its end or its kill_at-th call."""
     base.mkdir(exist_ok=True)
     diary = diary_of(base)
     watched = base if traced else None
@@ -163,7 +160,7 @@ def kill_and_retry(base: Path, kills: Sequence[int], end: EndState) -> Killed:
 
 
 def phases(calls: Sequence[FileCall]) -> list[str]:
-    """What the workload was doing, for each call; "" for its own remarks."""
+    """Return the phase of each call of the workload; "" for a mark of the diary."""
     phase, result = "", []
     for call in calls:
         if call.name == "mark":
@@ -173,7 +170,7 @@ def phases(calls: Sequence[FileCall]) -> list[str]:
 
 
 def calls_of(phase: str, recording: Recording) -> list[int]:
-    """The numbers of its calls, from 1."""
+    """Return the numbers of the calls of a phase, from 1."""
     return [number for number, name in enumerate(phases(recording.calls), start=1) if name == phase]
 
 
@@ -215,7 +212,7 @@ def lose_power(
 
 
 def kill_anywhere(recording: Recording, points: Sequence[int]) -> list[Bad]:
-    """The same for SIGKILL, which loses nothing that was written; until the first that is bad."""
+    """Kill at each of `points` until the first bad result. SIGKILL loses nothing written."""
     disk, diary, phase = Disk(recording.base, recording.before), [], ""
     wanted = set(points)
     with scratch() as directory:

@@ -1,6 +1,4 @@
-"""The store with one safeguard taken away at a time: copies of its sources with one edit, and the
-check that must turn red.
-"""
+"""List edits that each take a safeguard from the store, and the check that must turn red."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Mutation:
 
 
 def swap(*edits: tuple[str, str]) -> Edit:
-    """Replaces each text, which is there once."""
+    """Return an edit that replaces texts; each must be there once."""
 
     def edit(source: str) -> str:
         for old, new in edits:
@@ -41,7 +39,7 @@ def swap(*edits: tuple[str, str]) -> Edit:
 
 
 def without_key(table: str) -> Edit:
-    """The table without its primary key."""
+    """Return an edit that removes the primary key of a table."""
 
     def edit(source: str) -> str:
         block = re.search(
@@ -392,7 +390,7 @@ NO_SAFEGUARD = {
     "event_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
     "batch_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
     "unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
-    "CREATE UNIQUE INDEX batch_group_once ON batch_group (group_uid) WHERE live = 1;": "text that is compared, never run",
+    "CREATE UNIQUE INDEX batch_group_once ON batch_group (group_uid) WHERE live = 1;": "compared",
     "PRIMARY KEY (split, state)": "`counts` is temporary and counted anew by every owner",
     "PRIMARY KEY (traj_uid, lsn)": "`lost_trajectory` is history, for people",
 }

@@ -1,7 +1,6 @@
-"""Two more things that are recorded while they work, and what must be true whenever the power goes:
-repairs, and publishing.
+"""Record a repair and the publishing of weights, and check what a power cut leaves of them.
 
-The run that is repaired has one file with a changed byte. What is damaged is set aside and never
+The run that is repaired has one file with a changed byte. A damaged file is set aside and never
 deleted; a repair that was cut short is done again.
 """
 
@@ -55,9 +54,7 @@ def mend(root: str, diary_path: str) -> None:
 
 
 def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """What a crash of `mend` may leave: nothing but work to be done again. `thorough` makes no
-    difference.
-    """
+    """Check that a crash of `mend` leaves only work to be done again, however thorough."""
     layout = RunLayout.open(base / "run")
     done = {line.get("done"): line for line in diary}
     try:
@@ -78,8 +75,9 @@ def mended(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
 
 
 def publish(root: str, diary_path: str) -> None:
-    """As a learner does: versions, the second one twice, and checkpoints, the first one twice,
-    which make them durable.
+    """Publish as a learner does: versions, and checkpoints that make them durable.
+
+    The second version and the first checkpoint are written twice.
     """
     diary = Diary(Path(diary_path))
     directories = _directories()
@@ -103,10 +101,10 @@ def publish(root: str, diary_path: str) -> None:
 
 
 def published(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
-    """A checkpoint that has its name is whole, and so is all that a checkpoint was to make durable.
+    """Check that a checkpoint is whole, and so are the versions that it made durable.
 
-    Not so what is being replaced at that moment, which nobody reads, and versions after the last
-    checkpoint.
+    A directory that is being replaced at that moment may be torn: nobody reads it. So may versions
+    after the last checkpoint.
     """
     durable = {name for line in diary for name in line.get("names", ())} - {
         line.get("phase") for line in diary[-1:]
@@ -141,7 +139,7 @@ def _lost(layout: RunLayout, done: Done) -> list[str]:
 
 
 def _deleted(layout: RunLayout, done: Done) -> list[str]:
-    """What is damaged or replaced is in quarantine, where nothing sweeps it."""
+    """Check that damaged and replaced files are in quarantine, where nothing sweeps them."""
     there = {file_digest(path.read_bytes()) for path in layout.quarantine.glob("*.parquet")}
     wanted = done["found"]["digests"] if "found" in done else []
     replaced = "rebuild" in done and not (layout.quarantine / layout.catalog.name).is_file()

@@ -1,6 +1,4 @@
-"""What is done to a store, mutated or not, and how it turns out: recordings that lose power, kills,
-single refusals.
-"""
+"""Run one check on a store, mutated or not: a recording that loses power, kills, or a refusal."""
 
 from __future__ import annotations
 
@@ -119,7 +117,7 @@ def _reason(error: str) -> str:
 
 
 def copy_sources(directory: Path, mutation: Mutation | None) -> None:
-    """A store to import, mutated or, as a control, not."""
+    """Copy the sources of the store, with a mutation or, as a control, without."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, directory / name)

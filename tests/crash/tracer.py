@@ -1,5 +1,4 @@
-"""Runs a function in a process of its own under ptrace: records its file-system calls with their
-data, or kills it at one.
+"""Run a function in its own process under ptrace: record its file-system calls, or kill it at one.
 
 ptrace through ctypes, because strace is missing on many laptops and CI images, and preloading a
 library needs a compiler. Every call of the process is seen, SQLite's too; a seccomp filter lets it
@@ -160,7 +159,8 @@ def why_not() -> str | None:
         trace = run("os:mkdir", f"{directory}/seen", watched=Path(directory).resolve())
     if [call.name for call in trace.calls] == ["mkdir"]:
         return None
-    return f"ptrace does not work here, no system call was seen: {trace.error.strip().rpartition(chr(10))[2] or trace.status}"
+    reason = trace.error.strip().rpartition("\n")[2] or trace.status
+    return f"ptrace does not work here, no system call was seen: {reason}"
 
 
 def _be_the_child(
@@ -274,7 +274,7 @@ def _syscall_info(thread: int) -> bytes:
 
 
 def _understand(tracee: _Tracee, name: str, a: list[int]) -> FileCall | None:
-    """The call, None if it does not concern the watched directory."""
+    """Return the call, None if it does not concern the watched directory."""
     if name in ("write", "pwrite64", "fsync", "ftruncate", "close", "unknown"):
         path = _path_of(tracee, a[0])
         if path == tracee.marks and name == "write":
@@ -329,7 +329,7 @@ def _path_of(tracee: _Tracee, descriptor: int) -> str:
 
 
 def _descriptor_info(tracee: _Tracee, descriptor: int) -> tuple[int, int]:
-    """Its position and flags."""
+    """Return its position and flags."""
     lines = dict(
         line.split(":")
         for line in Path(f"/proc/{tracee.pid}/fdinfo/{descriptor}").read_text().splitlines()[:2]

@@ -40,7 +40,7 @@ POLICY = CompactionPolicy(fan_in=3, max_live_files=500, min_file_bytes=1 << 20)
 
 
 class Diary:
-    """What the run set out to do and what it was told is done."""
+    """Write down each phase of the run, and each fact that was acknowledged."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -50,7 +50,7 @@ class Diary:
         self._write({"phase": name})
 
     def done(self, what: str, **facts: object) -> None:
-        """This was acknowledged."""
+        """Write down a fact that was acknowledged."""
         self._write({"done": what, **facts})
 
     def _write(self, line: dict[str, object]) -> None:
@@ -58,7 +58,7 @@ class Diary:
 
 
 def main(root: str, diary_path: str) -> None:
-    """All rounds, by two owners after each other: the second one recovers."""
+    """Play all rounds with two owners, one after the other: the second one recovers."""
     # nobody else has this run open, and what is removed can be lost
     sweep.ORPHAN_GRACE_S = manifest.GRACE_S = 0.0
     uuid.uuid4 = lambda: RUN_ID  # so that all uids are the same in each run
@@ -99,7 +99,7 @@ def own(layout: RunLayout, diary: Diary, *, rounds: int) -> None:
 
 
 def play(layout: RunLayout, catalog: Catalog, diary: Diary, *, number: int) -> None:
-    """The groups of one learner step and one evaluation; some of it in two files, some twice."""
+    """Play the groups of one learner step and one evaluation; some in two files, some twice."""
     diary.phase("open")
     with catalog.unsynced():  # no promise yet: it is one when readers are shown it
         large, small = (
@@ -142,7 +142,7 @@ def write_and_commit(
     version: int,
     worker: str,
 ) -> None:
-    """A file and its commit, which is retried although it was acknowledged."""
+    """Write a file and commit it; retry the commit although it was acknowledged."""
     diary.phase("write")
     trajectories = [
         make_trajectory(group, member, version=version, n_steps=1 + (group.ordinal + member) % 3)
@@ -195,7 +195,7 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
 
 
 def publish(catalog: Catalog, diary: Diary, *, learner_step: int | None) -> None:
-    """The next version; the number of one that was rolled back is not free again."""
+    """Publish the next version. The number of a version that was rolled back is not used again."""
     latest = catalog.latest_version()
     version = 0 if latest is None else latest.version + 1
     catalog.record_version(
@@ -232,6 +232,6 @@ def keep_up(layout: RunLayout, catalog: Catalog, diary: Diary, *, opened_us: int
 
 
 def show(layout: RunLayout, catalog: Catalog, diary: Diary) -> None:
-    """The manifest."""
+    """Export, and write down which lsn readers see."""
     diary.phase("manifest")
     diary.done("manifest", lsn=export(catalog, layout))

@@ -39,16 +39,6 @@ from tests.support.store_runs import MERGE_TWO, copy_run, fingerprint, flip, mak
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    return make_run(tmp_path_factory.mktemp("intact") / "run")
-
-
-@pytest.fixture
-def layout(intact: RunLayout, tmp_path: Path) -> RunLayout:
-    return copy_run(intact, tmp_path / "run")
-
-
 def one_line(problem: pytest.ExceptionInfo[StoreError], *, names: Path, remedy: str) -> None:
     text = str(problem.value)
     assert "\n" not in text and str(names) in text and remedy in text, text
@@ -167,7 +157,8 @@ def test_a_lost_catalog_is_never_begun_anew(layout: RunLayout, content: bytes | 
 
 
 def test_two_coordinators_cannot_have_one_run(layout: RunLayout) -> None:
-    script = "import sys, store; store.Catalog.open(store.RunLayout.open(sys.argv[1]))"
+    script = """import pathlib, sys, store
+store.Catalog.open(store.RunLayout.open(pathlib.Path(sys.argv[1])))"""
     with Catalog.open(layout) as catalog:
         open_train_group(catalog, 7)
         with pytest.raises(LockedError) as problem:
@@ -204,8 +195,8 @@ def writes_fail_and_then_work_again(
                 write_segment(layout, [make_trajectory(group, 2)], worker="w0", epoch=group.epoch)
             one_line(problem, names=layout.segments, remedy="free space")
             done = 0  # a few still fit into what the log has allocated
-            refused = "nothing of this transaction was written"
-            with pytest.raises(StoreError, match=refused) as problem:  # noqa: PT012
+            refusal = "nothing of this transaction was written"
+            with pytest.raises(StoreError, match=refusal) as problem:  # noqa: PT012
                 while done < 2000:
                     open_train_group(catalog, 100 + done)
                     done += 1

@@ -30,18 +30,8 @@ from store.maintenance.repair import repair
 from store.maintenance.sweep import sweep_orphans, sweep_retired
 from store.reading.query import connect
 from tests.support.store_damage import DAMAGE, FOR_REBUILD, ONLY_IN_CONTENTS, WARNINGS, ask
-from tests.support.store_runs import MERGE_TWO, copy_run, fingerprint, flip, make_run, rewrite
+from tests.support.store_runs import MERGE_TWO, copy_run, fingerprint, flip, rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    return make_run(tmp_path_factory.mktemp("intact") / "run")
-
-
-@pytest.fixture
-def layout(intact: RunLayout, tmp_path: Path) -> RunLayout:
-    return copy_run(intact, tmp_path / "run")
 
 
 def test_a_whole_run_has_no_findings(layout: RunLayout) -> None:

@@ -41,20 +41,10 @@ from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.untrusted import file_access as beneath
 from tests.support.store_damage import a_file, an_export
-from tests.support.store_runs import copy_run, fingerprint, flip, make_run
+from tests.support.store_runs import fingerprint, flip
 from tests.support.store_samples import open_train_group, play
 
 ANYTHING = CompactionPolicy(fan_in=2, max_live_files=1, min_file_bytes=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    return make_run(tmp_path_factory.mktemp("intact") / "run")
-
-
-@pytest.fixture
-def layout(intact: RunLayout, tmp_path: Path) -> RunLayout:
-    return copy_run(intact, tmp_path / "run")
 
 
 def refusing(call: Callable, *, names: str, code: int = errno.EIO) -> Callable:
