@@ -464,9 +464,7 @@ def test_what_a_scripted_player_needs_is_said_at_once(
 
 @pytest.mark.parametrize(
     "line",
-    re.findall(
-        r"^gigpo train (.*)$", (FILES[0].parent.parent / "docs/paper.md").read_text(), re.M
-    ),
+    re.findall(r"^gigpo train (.*)$", (FILES[0].parent.parent / "docs/paper.md").read_text(), re.M),
 )
 def test_a_baseline_of_the_paper_is_a_config_that_can_be_planned(line: str) -> None:
     path, *overrides = line.split()
