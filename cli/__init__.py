@@ -10,6 +10,7 @@
 `bias.py`         bias
 `models.py`       export-model, replay
 `arguments.py`    arguments that several commands have
+`output_file.py`  writes the --output of a command
 
 Libraries are imported inside the commands, so that `--help` and mistakes are answered at once.
 """

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from cli.arguments import Command, run_argument, settings_argument
+from cli.output_file import check_new_file, write_new_file
 from printable import plain_console, printable
-from store import StoreError
 
 # Groups that the run played, and groups that it took from other runs.
 TRAINING = "split = 'train' OR group_uid IN (SELECT group_uid FROM groups WHERE source IS NOT NULL)"
@@ -87,32 +84,30 @@ def audit(
     named = {"a": changed_setting(own, settings)}
     if against:
         named["b"] = changed_setting(own, [text for text in against if text != OWN_SETTINGS])
-    _check_plot(plot, is_compared=bool(against))
-    _check_new("--output", output)
+    check_new_file("--output", output, run=run)
+    check_new_file("--plot", plot, run=run)
+    if plot is not None:
+        _check_plot(plot, is_compared=bool(against))
     with store.open_run(run) as reader:
         rows = audit_rows(reader, named, where=where)
         show_audit(reader, rows, named, plain_console(soft_wrap=False))
     if output is not None:
-        write_new("--output", output, lambda file: pq.write_table(rows, file, compression="zstd"))
+        write_new_file(
+            "--output",
+            output,
+            lambda file: pq.write_table(rows, file, compression="zstd"),
+            run=run,
+        )
         print(printable(f"{len(rows)} rows in {output}"))
     if plot is not None:
         drawing = plot_settings(rows, describe_settings(named))
-        write_new("--plot", plot, lambda file: file.write_text(drawing, encoding="utf-8"))
+        write_new_file(
+            "--plot", plot, lambda file: file.write_text(drawing, encoding="utf-8"), run=run
+        )
         print(printable(f"a plot in {plot}"))
 
 
-def _check_new(option: str, file: Path | None) -> None:
-    """Refuse a file that exists or whose directory does not, before the work is done."""
-    if file is not None and file.exists():
-        raise StoreError(f"{option} {file} exists; name another file")
-    if file is not None and not file.parent.is_dir():
-        raise StoreError(f"{option} {file}: there is no directory {file.parent}; make it first")
-
-
-def _check_plot(file: Path | None, *, is_compared: bool) -> None:
-    _check_new("--plot", file)
-    if file is None:
-        return
+def _check_plot(file: Path, *, is_compared: bool) -> None:
     if file.suffix != ".svg":
         svg = file.with_suffix(".svg").name
         raise click.UsageError(f"--plot {file}: only SVG can be drawn; name it {svg}")
@@ -120,21 +115,3 @@ def _check_plot(file: Path | None, *, is_compared: bool) -> None:
         raise click.UsageError(
             f"--plot {file} shows two settings; add --against, alone for the run's own"
         )
-
-
-def write_new(option: str, file: Path, write: Callable[[Path], object]) -> None:
-    """Write a new file whole or not at all: under another name first, then rename it."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        write(unfinished)
-        with unfinished.open("rb") as written:
-            os.fsync(written.fileno())  # else a power cut could leave the name without the bytes
-        _check_new(option, file)  # the audit may have taken an hour
-        unfinished.rename(file)
-    except OSError as error:
-        raise StoreError(
-            f"{option} {file} could not be written: {error}; free space, or name another file"
-        ) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING
 
 import click
 
 from cli.arguments import SECONDS_ABOVE_ZERO, Command, WholeNumber, as_of_option, run_argument
+from cli.output_file import check_new_file, write_new_file
 from cli.table_output import WRITERS
 from printable import printable
 from store import StoreError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 DEFAULT_ROWS = 100  # of a table
 DEFAULT_TIMEOUT_S = 60.0
@@ -78,9 +79,8 @@ def sql(
     """
     from store import open_run
 
-    if output is not None:
-        _check_output(output, run=run)
-    elif format == "parquet":
+    check_new_file("--output", output, run=run)
+    if output is None and format == "parquet":
         raise StoreError("parquet is not for a terminal; add --output FILE")
     if query == "-":
         query = sys.stdin.read()
@@ -95,8 +95,10 @@ def sql(
             table, is_cut = reader.first(
                 query, n_rows=limit, timeout_s=timeout, times_as_text=as_text
             )
-    with _destination(output) as out:
-        WRITERS[format](table, out)
+    if output is None:
+        WRITERS[format](table, sys.stdout)
+    else:
+        write_new_file("--output", output, lambda file: _write(table, file, format), run=run)
     if is_cut:
         print(printable(f"only the first {limit} rows; --limit shows more"), file=sys.stderr)
     if reader.left_out:
@@ -105,29 +107,6 @@ def sql(
     return 0
 
 
-def _check_output(output: Path, *, run: Path) -> None:
-    if output.resolve().is_relative_to(run.resolve()):
-        raise StoreError(
-            f"{output} is inside the run, which belongs to its writers; write it elsewhere"
-        )
-    if os.path.lexists(output):
-        raise StoreError(f"{output} exists; choose another name or remove it first")
-
-
-@contextmanager
-def _destination(output: Path | None) -> Iterator[TextIO]:
-    """Yield standard output, or a new file that is removed if writing it fails."""
-    if output is None:
-        yield sys.stdout
-        return
-    try:
-        with output.open("x", newline="", encoding="utf-8") as out:
-            try:
-                yield out
-            except BaseException:
-                output.unlink()
-                raise
-    except OSError as error:
-        raise StoreError(
-            f"{output} cannot be written: {error.strerror}; choose another place"
-        ) from error
+def _write(table: pa.Table, file: Path, format: str) -> None:
+    with file.open("w", newline="", encoding="utf-8") as out:
+        WRITERS[format](table, out)

@@ -17,7 +17,7 @@ import store
 from analysis import audit
 from analysis import setting_comparison as comparison
 from cli.__main__ import main
-from cli.audit import write_new
+from cli.output_file import write_new_file
 from configs import AlgorithmConfig, Config
 from gigpo import (
     PUBLISHED_SETTINGS,
@@ -447,7 +447,9 @@ def test_an_output_of_another_process_meanwhile_is_not_written_over(
 ) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(StoreError, match="mine exists; name another file"):
-        write_new("--output", tmp_path / "mine", lambda file: file.write_text("theirs"))
+        write_new_file(
+            "--output", tmp_path / "mine", lambda file: file.write_text("theirs"), run=run
+        )
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 
 

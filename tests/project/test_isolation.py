@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 QUICK_STARTS = (
-    ("test_learner_objective.py", "no_sense"),
-    ("test_opening.py", "impossible_wherever or model_that_is_here"),
+    ("learner/test_objective.py", "no_sense"),
+    ("driver/test_preflight.py", "impossible_wherever or model_that_is_here"),
 )
 
 

@@ -372,7 +372,7 @@ def test_a_result_goes_to_a_new_file_outside_the_run(
         (full.root / "new.parquet", "inside the run"),
         (tmp_path / "link.parquet", "inside the run"),
         (full.root / "export" / ".." / "manifest.json", "inside the run"),
-        (tmp_path / "no" / "such" / "directory", "cannot be written"),
+        (tmp_path / "no" / "such" / "directory", "there is no directory"),
         (None, "--output"),
     ):
         assert (
