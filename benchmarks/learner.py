@@ -65,8 +65,8 @@ from learner import make_tiny_model, train_tokenizer
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 AT_LEAST = {"over_hf_loop_equal": 1.0, "over_hf_loop_real_lengths": 2.0, "over_trl": 2.0}
-# the second of 135 million parameters
-BELOW = {"publish_to_serve_ms": 150.0, "publish_to_serve_model_ms": 1000.0}
+# The second is for 135 million parameters, most of it in writing a new file and loading it.
+BELOW = {"publish_to_serve_ms": 150.0, "publish_to_serve_model_ms": 1500.0}
 REQUIRED = {
     **{name: f">= {bound:g}" for name, bound in AT_LEAST.items()},
     "merged_over_rows": "",

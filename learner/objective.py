@@ -1,10 +1,12 @@
-"""Make gigpo's Objective and AdvantageSettings from a config.
+"""From a config to gigpo's Objective (which loss, which corrections, with which numbers) and its
+AdvantageSettings.
 
-    config = fill_defaults(config)    # writes every number in use into the config
+    config = fill_defaults(config)     # every number in use is in the config; what does not go together is refused
     objective = objective_of(config.loss)
     settings = advantage_settings(config)
 
-gigpo defines the numbers of its losses and which of them combine; nothing of that is repeated here.
+gigpo knows what its losses are used with and which of them go together, so neither is repeated here
+or in configs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from gigpo import (
 
 
 class Part(Protocol):
-    """A loss, correction or aggregation: a named record of numbers."""
+    """What losses, corrections and aggregations have in common: a record of numbers, some kind of
+    it by a name.
+    """
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -39,9 +43,8 @@ _REGISTRIES: tuple[Mapping[str, type[Part]], ...] = (POLICY_LOSSES, CORRECTIONS,
 
 
 def objective_of(loss: LossConfig) -> Objective:
-    """Return the objective of a config; null means the loss's default.
-
-    Raises ConfigError for parts that do not combine.
+    """The objective of a config; null is the usual. Raises ConfigError for what does not go
+    together.
     """
     policy = _known("policy", loss.policy, POLICY_LOSSES)
     usual_corrections, usual_aggregation = DEFAULT_PAIRING[loss.policy]
@@ -65,10 +68,10 @@ def objective_of(loss: LossConfig) -> Objective:
 
 
 def fill_defaults(config: Config) -> Config:
-    """Return the config with every number and name of its loss, so that a run records them.
+    """The config with every number and name of its loss written out, so that a run's record says
+    what it was trained with.
 
-    Values without a finite number (no cap at all) stay null. Raises ConfigError like
-    `objective_of`.
+    What has no finite number (no cap at all) stays null. Raises ConfigError as `objective_of` does.
     """
     loss = config.loss
     if loss.aggregation == "sequence_mean_token_sum_norm" and loss.norm_tokens is None:
@@ -86,7 +89,7 @@ def fill_defaults(config: Config) -> Config:
 
 
 def advantage_settings(config: Config) -> AdvantageSettings:
-    """Return the advantage settings of a config."""
+    """What the config says about advantages."""
     return AdvantageSettings.of(config.algorithm)
 
 
@@ -109,7 +112,7 @@ def _made(kind: type[P], loss: LossConfig) -> P:
 
 
 def _check_all_used(loss: LossConfig, kinds: Sequence[type[Part]]) -> None:
-    """Raise ConfigError for a number that no chosen part reads, as it would have no effect."""
+    """A number that nothing reads would be taken for one that acts."""
     used = {item.name for kind in kinds for item in fields(kind)}
     owners: dict[str, list[str]] = {}
     for kind in (kind for registry in _REGISTRIES for kind in registry.values()):

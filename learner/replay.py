@@ -97,13 +97,7 @@ class Replayed:
 
 
 def replay_steps(
-    run: Path,
-    *,
-    first: int,
-    last: int,
-    settings: Sequence[str],
-    explains: bool,
-    console: Console,
+    run: Path, *, first: int, last: int, settings: Sequence[str], explains: bool, console: Console
 ) -> bool:
     """Train learner steps `first` to `last` of a run again and show how they compare.
 

@@ -107,11 +107,7 @@ def _write(
             yield name, tensor
 
     shards = write_shards(
-        noting_dtypes(),
-        directory,
-        stem=WEIGHTS_STEM,
-        shard_bytes=SHARD_BYTES,
-        send=send,
+        noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES, send=send
     )
     if len(dtypes) != 1:
         raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
