@@ -109,7 +109,7 @@ def test_after_too_many_bad_updates_the_error_ends_with_the_query_that_shows_the
     message = str(raised.value)
     assert message.startswith("3 optimizer updates in a row, the last in learner step 6, ")
     assert "\n" not in message
-    shown = shell(message[message.index("python -m store sql") :])
+    shown = shell(message[message.index("gigpo sql") :])
     batches = rows(
         Path(config.run_dir),
         "SELECT claimed_at, group_uid::VARCHAR FROM lineage JOIN groups USING (group_uid) ORDER BY "
@@ -149,7 +149,7 @@ def test_where_only_the_gradient_is_not_finite_the_query_shows_the_updates(
     with pytest.raises(BadUpdatesError) as raised:
         train(config, lambda step, updates: bad(updates, rows=()))
     message = str(raised.value)
-    (shown,) = shell(message[message.index("python -m store sql") :])
+    (shown,) = shell(message[message.index("gigpo sql") :])
     assert shown["detail"].endswith("of 8 rows each by itself is finite")
 
 
