@@ -141,7 +141,7 @@ def play_all(coordinator: Coordinator, **how: Any) -> int:
 
 
 class Handle:
-    """Stand in for the coordinator's Ray handle. Ready workers play all leases before each claim."""
+    """Stand in for the coordinator's Ray handle. Workers play all leases before each claim."""
 
     def __init__(
         self, coordinator: Coordinator, *, playing: Callable[[Coordinator], object] = play_all
