@@ -71,7 +71,7 @@ class CheckpointPoint:
     learner_step: int
     version: int  # policy version of these weights
     n_updates: int  # optimizer updates applied so far
-    lsn: int  # of the catalog: what the run had done when it was written
+    lsn: int  # the catalog's log sequence number at that time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class Files:
     kind: str
     names: Sequence[str]
     n_bytes: int
-    digest: str  # of all of them in order, as `shards.py` says
+    digest: str  # BLAKE3 of all of them, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +93,8 @@ class RandomStates:
 
     torch: str
     cuda: Sequence[str]  # by device
-    numpy: tuple[str, list[int], int, int, float]  # as np.random.get_state has them
-    python: tuple[int, list[int], float | None]  # as random.getstate has them
+    numpy: tuple[str, list[int], int, int, float]  # from np.random.get_state
+    python: tuple[int, list[int], float | None]  # from random.getstate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

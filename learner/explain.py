@@ -44,10 +44,10 @@ class GroupGradient:
     advantage: float  # mean |advantage|
     episode: float  # mean |episode_advantage|
     step: float  # mean |step_advantage|, before it is multiplied by omega
-    ratio_min: float  # of pi / mu: the policy before the step over the one that sampled
+    ratio_min: float  # pi / mu: the policy before the step over the one that sampled
     ratio_mean: float
     ratio_max: float
-    clipped: float  # fraction of the tokens that the loss clips, and so gets no gradient from
+    clipped: float  # fraction of tokens that the loss clips, which have no gradient
     grad_norm: float  # 2-norm of its share of the batch's gradient, before clipping
 
 
@@ -69,7 +69,7 @@ class Explanation:
     """Explanation of a batch, with groups in the order of the claim."""
 
     groups: Sequence[ExplainedGroup]
-    total: GroupGradient | None  # of all trained groups; None if there are none
+    total: GroupGradient | None  # sum over all trained groups; None if there are none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

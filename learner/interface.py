@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from configs import Config
 from printable import UserError
 
-LEARNER_STEP = "learner step"  # reported in heartbeats during training, which is work and no wait
+LEARNER_STEP = "learner step"  # in heartbeats while it trains: work, not a wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

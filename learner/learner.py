@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ray.actor import ActorHandle
@@ -16,7 +16,13 @@ from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
-from learner.interface import LEARNER_STEP, CollapseError, LearnerSetup, NonFiniteWeightsError
+from learner.interface import (
+    LEARNER_STEP,
+    CollapseError,
+    LearnerSetup,
+    NonFiniteWeightsError,
+    StarvationError,
+)
 from learner.publishing.publish import prune_versions, weight_files
 from learner.rank_group import RankGroup
 from learner.training.alarms import (
@@ -26,7 +32,6 @@ from learner.training.alarms import (
     RunHealth,
     StarvationDeadline,
     non_finite_weights,
-    starved,
 )
 from learner.training.step_metrics import StepClock, StepTimes, step_metrics
 from learner.training.update_stats import UpdateStats
@@ -87,7 +92,7 @@ class Learner:
         `learner.step_timeout_s` the driver kills and restarts this process.
         """
         clock, alarms = StepClock(), list[str]()
-        with Prefetch(self.loader) as prefetch:
+        with closing(Prefetch(self.loader)) as prefetch:
             for batch in self._batches(prefetch, clock):
                 updates = self._train(batch)
                 self.step += 1
@@ -181,11 +186,9 @@ class Learner:
         while self.step < self.last_step and not self.stopping.is_set():
             if not prefetch.under_way:
                 prefetch.start(version=self.version, learner_step=self.step + 1)
-            with clock.waiting() as wait:
-                batch = self._wait_for_batch(prefetch)
-                if batch is None:
-                    return
-                wait.groups_came(batch.claimed_at_s)
+            batch = self._wait_for_batch(prefetch, clock)
+            if batch is None:
+                return
             assert batch.version == self.version, (
                 f"prepared for version {batch.version}, not {self.version}"
             )
@@ -193,7 +196,7 @@ class Learner:
                 prefetch.start(version=self.version + 1, learner_step=self.step + 2)
             yield batch
 
-    def _wait_for_batch(self, prefetch: Prefetch) -> PreparedBatch | None:
+    def _wait_for_batch(self, prefetch: Prefetch, clock: StepClock) -> PreparedBatch | None:
         """Return the batch under way, or None after a request to stop. Raises StarvationError."""
         started_s = time.monotonic()
         deadline = StarvationDeadline(self.config.learner.starvation_timeout_s)
@@ -201,6 +204,7 @@ class Learner:
         while not self.stopping.is_set():
             batch = prefetch.take(timeout_s=POLL_S)
             if batch is not None:
+                clock.waited_for_batch(since_s=started_s, groups_at_s=batch.claimed_at_s)
                 return batch
             if not prefetch.has_groups:
                 self._check_starvation(deadline)
@@ -219,7 +223,11 @@ class Learner:
         if deadline.has_passed(status.heldout_open):
             components = status.components.items()
             waiting = {name: one.waiting_on for name, one in components if one.waiting_on}
-            raise starved(self.config, counts=status.counts, waiting=waiting)
+            raise StarvationError(
+                f"no {self.config.learner.groups_per_step} complete groups within "
+                f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: "
+                f"{waiting}"
+            )
 
     def _train(self, batch: PreparedBatch) -> list[UpdateStats]:
         """Apply the optimizer updates of one learner step. Raises an error instead of publishing.

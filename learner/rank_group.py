@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,9 +70,9 @@ class RankGroup:
             host = self._host()
             self._rendezvous = host_ranks(host)
             address = str(broadcast.Address.new(host, self._rendezvous.port))
-        calls = [peer.start.remote(address) for peer in self.peers]
-        self.engine = self._run_on_all(
-            calls, lambda: make_engine(config, model_path=model_path, rank=0, address=address)
+        starts = [peer.start.remote(address) for peer in self.peers]
+        self.engine = self._wait_for_all(
+            starts, lambda: make_engine(config, model_path=model_path, rank=0, address=address)
         )
         self.broadcast: Broadcast | None = None
         if config.learner.transfer == "broadcast":
@@ -82,9 +83,7 @@ class RankGroup:
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """Apply one optimizer update per list of micro-batches. See `Engine.train`."""
         given = ray.put(updates) if self.peers else None
-        return self._run_on_all(
-            [peer.train.remote(given) for peer in self.peers], lambda: self.engine.train(updates)
-        )
+        return self._run_on_all(lambda: self.engine.train(updates), Engine.train, given)
 
     def publish(self, directory: Path) -> str:
         """Write the current weights, send them to the engines, and return their digest.
@@ -92,9 +91,7 @@ class RankGroup:
         The next checkpoint waits until they are on disk. See `publish_weights`.
         """
         with self.broadcast.round() if self.broadcast is not None else nullcontext() as send:
-            calls = [peer.give_weights.remote() for peer in self.peers]
             return self._run_on_all(
-                calls,
                 lambda: publish_weights(
                     self.engine.weights(),
                     directory,
@@ -102,6 +99,7 @@ class RankGroup:
                     fsync=self._fsync,
                     send=send,
                 ),
+                gather_weights,
             )
 
     def save_checkpoint(
@@ -111,14 +109,14 @@ class RankGroup:
 
         A run that restarts from it may need those weights. Raises OSError if the disk failed.
         """
-        point = {"learner_step": learner_step, "version": version, "lsn": lsn}
-        calls = [peer.save_checkpoint.remote(directory, **point) for peer in self.peers]
-        self._run_on_all(calls, lambda: save_checkpoint(self.engine, directory, **point))
+        save = partial(save_checkpoint, learner_step=learner_step, version=version, lsn=lsn)
+        self._run_on_all(lambda: save(self.engine, directory), save, directory)
         self._fsync.wait()
 
     def load_checkpoint(self, directory: Path) -> CheckpointPoint:
-        calls = [peer.load_checkpoint.remote(directory) for peer in self.peers]
-        return self._run_on_all(calls, lambda: load_checkpoint(self.engine, directory))
+        return self._run_on_all(
+            lambda: load_checkpoint(self.engine, directory), load_checkpoint, directory
+        )
 
     def close(self) -> None:
         """End the other ranks and free this rank's memory, also after an error."""
@@ -142,7 +140,13 @@ class RankGroup:
         here = ray.get_runtime_context().get_node_id()
         return LOOPBACK if set(nodes) == {here} else ray.util.get_node_ip_address()
 
-    def _run_on_all(self, calls: list[Any], own: Callable[[], Answer]) -> Answer:
+    def _run_on_all(
+        self, own: Callable[[], Answer], others: Callable[..., object], *arguments: object
+    ) -> Answer:
+        """Run `others(engine, *arguments)` on the other ranks, and `own` here."""
+        return self._wait_for_all([peer.run.remote(others, *arguments) for peer in self.peers], own)
+
+    def _wait_for_all(self, calls: list[Any], own: Callable[[], Answer]) -> Answer:
         """Return the result of `own` when the calls, one to each other rank, have returned too.
 
         An error of this rank is raised unchanged. If this rank failed because another rank died, or
@@ -213,23 +217,18 @@ class RemoteRank:
             self.config, model_path=self.model_path, rank=self.rank, address=address
         )
 
-    def train(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
-        self.engine.train(updates)
-
-    def give_weights(self) -> None:
-        for _ in self.engine.weights():
-            pass
-
-    def save_checkpoint(
-        self, directory: Path, *, learner_step: int, version: int, lsn: int
-    ) -> None:
-        save_checkpoint(self.engine, directory, learner_step=learner_step, version=version, lsn=lsn)
-
-    def load_checkpoint(self, directory: Path) -> None:
-        load_checkpoint(self.engine, directory)
+    def run(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call `function(engine, *arguments)`; rank 0 alone needs the result."""
+        function(self.engine, *arguments)
 
 
 _RemoteRankActor: Any = ray.remote(RemoteRank)
+
+
+def gather_weights(engine: Engine) -> None:
+    """Take part in gathering all weights, which rank 0 writes."""
+    for _ in engine.weights():
+        pass
 
 
 def make_engine(config: Config, *, model_path: str, rank: int, address: str | None) -> Engine:

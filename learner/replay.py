@@ -97,13 +97,7 @@ class Replayed:
 
 
 def replay_steps(
-    run: Path,
-    *,
-    first: int,
-    last: int,
-    settings: Sequence[str],
-    explains: bool,
-    console: Console,
+    run: Path, *, first: int, last: int, settings: Sequence[str], explains: bool, console: Console
 ) -> bool:
     """Train learner steps `first` to `last` of a run again and show how they compare.
 
@@ -161,7 +155,7 @@ def replayed(
     _check_possible(config, explains=explained is not None)
     trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
-    disable_progress_bar()  # of loading the model
+    disable_progress_bar()  # shown by transformers while it loads the model
     loader = make_loader(config, layout, claim=lambda version: None)
     prepare_advantages(loader.advantages)
     with (

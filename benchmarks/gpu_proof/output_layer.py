@@ -1,8 +1,8 @@
 """Compare the chunked output layer, and the whole policy on its device, with full logits.
 
 First the output layer alone: log-probabilities, entropies and both gradients. Then a policy that
-was made of a model on the device, so that the learner's self-checks of packed attention and of the
-last layer run there. Its log-probabilities are compared with a float32 copy of the same model,
+was made of a model on the device, so that the learner's self-check of packed attention runs
+there. Its log-probabilities are compared with a float32 copy of the same model,
 which transformers runs alone, one sequence at a time.
 """
 

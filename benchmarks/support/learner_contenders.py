@@ -1,12 +1,11 @@
-"""What benchmarks/learner.py compares: this learner and a plain Hugging Face loop; TRL's trainer is
-in learner_trl.py.
+"""Two contenders of benchmarks/learner.py: this learner, and a plain Hugging Face loop.
 
     loop = HfLoop(base, rows, pass_tokens=4096)
-    grad_norm = loop.update()       # from the table: pad, forward, loss, backward, clip, AdamW; one update over all rows
+    grad_norm = loop.update()    # one update over all rows: pad, forward, loss, backward, AdamW
 
 Rows, model, float32, loss (PPO-clip around the recorded log-probabilities, mean over the tokens of
-all rows) and optimizer (AdamW, clipped gradient) are the same for all, so the first update's
-gradient must have the same norm in all.
+all rows) and optimizer (AdamW, clipped gradient) are the same for all. So the first update's
+gradient must have the same norm. TRL's trainer is in learner_trl.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The rows of benchmarks/learner.py: random tokens in the lengths of a real run, of longer text,
-all alike, or full histories.
+"""Rows of benchmarks/learner.py: random tokens in several distributions of lengths.
 
-    rows = make_rows(MIXES["real"](rng, 256), rng=rng, vocabulary=1024)   # the columns that `micro_batches` reads
-    rows = make_histories(32, rng=rng, vocabulary=1024)                   # step k + 1's prompt repeats step k's tokens
+    rows = make_rows(MIXES["real"](rng, 256), rng=rng, vocabulary=1024)
+    rows = make_histories(32, rng=rng, vocabulary=1024)    # prompts repeat all earlier tokens
 
-A mix gives the prompts' and the responses' lengths of a number of rows, in random order, as many
-episodes at once make them.
+They have the columns that `micro_batches` reads. A mix gives the prompt and response lengths of a
+number of rows, in random order, as concurrent episodes produce them.
 """
 
 from __future__ import annotations

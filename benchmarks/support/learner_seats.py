@@ -1,16 +1,15 @@
-"""A fresh process for each contender of benchmarks/learner.py, in which it is measured apart from
-the others, update by update.
+"""Measure each contender of benchmarks/learner.py in its own process, update by update.
 
-    with seated({"ours": partial(Learner, base, rows, ...), "theirs": partial(HfLoop, base, rows, ...)}) as seats:
+    contenders = {"ours": partial(Learner, base, rows, ...), "hf": partial(HfLoop, base, rows, ...)}
+    with seated(contenders) as seats:
         for _ in range(7):
-            for seat in seats.values():         # in turns: a busy moment of the machine meets all of them
+            for seat in seats.values():    # alternately, so that other load affects all of them
                 seat.update()
     seats["ours"].best_s, seats["ours"].peak_mib
 
-Times are CPU seconds of the contender's process, all its threads together, so that other programs
-do not count. The memory is what the process held at its peak beyond what it held when it was
-forked: weights, gradients, optimizer, activations. The parent has imported everything before, so
-imports count for nobody.
+Times are CPU seconds of all threads of the contender's process, so other programs do not count.
+Memory is the process's peak minus its size when it was forked: weights, gradients, optimizer,
+activations. The parent has imported everything before, so imports do not count.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""TRL's GRPO trainer without the generation: its own training loop, loss, gradient accumulation,
-clipping and optimizer.
+"""TRL's GRPO trainer without generation: its training loop, loss, clipping and optimizer.
 
-    trl = TrlTrainer(base, rows, rows_per_pass=32, settings={})     # importing this needs trl
-    grad_norm = trl.update()                                        # one optimizer step over all rows
+    trl = TrlTrainer(base, rows, rows_per_pass=32, settings={})    # importing this needs trl
+    grad_norm = trl.update()                                       # one step over all rows
 
-The trainer runs in a thread that is held before each optimizer step until `update` asks for it, so
-that the other contenders can be measured in between. It ends with its process. One method is
-replaced: `_generate_and_score_completions` returns the rows where TRL would generate, padded as TRL
-pads: prompts on the left, completions on the right, to the longest of all rows. What TRL does from
-`on_step_begin` to `on_step_end` is measured; loading its next batch (empty here) and logging are
-not.
+The trainer runs in a thread, held before each optimizer step until `update` asks for it, so that
+other contenders can be measured in between. It ends with its process. One method is replaced:
+`_generate_and_score_completions` returns the rows instead of generating, padded as TRL pads:
+prompts on the left, completions on the right, to the longest of all rows. The time from
+`on_step_begin` to `on_step_end` is measured, without loading the next (empty) batch and logging.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""How long from a learner's call to publish until a vLLM engine, in another process, has answered
-with the new weights.
+"""Measure the time from a learner's publish to a vLLM engine's answer with the new weights.
 
     times_ms = publish_to_serve(base, publishes=5, cores="0", directory=directory)
 
-The engine checks what it read against the digest that the learner recorded, and answers a request
-of PROMPT_TOKENS with one token of the new version before the clock stops. Not in it: how long a
-worker of a run takes to look for news.
+The engine runs in another process. It checks what it read against the recorded digest, and answers
+a request of PROMPT_TOKENS with one token of the new version before the clock stops. A worker's
+delay until it notices a new version is not included.
 """
 
 from __future__ import annotations

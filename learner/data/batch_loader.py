@@ -1,8 +1,10 @@
 """From a claimed batch of groups to tensors: read, verify, compute advantages, select, pack.
 
-batch = loader.claim(7)                                # from the coordinator; may be None
-prepared = prepare_batch(loader, batch, version=7, learner_step=8)
-stats = ranks.train([update.micro_batches for update in prepared.updates])
+    batch = loader.claim(7)
+    prepared = prepare_batch(loader, batch, version=7, learner_step=8)
+    stats = ranks.train([update.micro_batches for update in prepared.updates])
+
+The coordinator returns None for a claim while there are too few groups.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ GROWTH = 1 / 16  # of the number of micro-batches, if the sequences did not fit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lists:
-    """A list column as one flat array: row r is `values[starts_R[r] : starts_R[r] + lengths_R[r]]`."""
+    """A list column as one flat array, with the start and length of each row."""
 
     values: NDArray[np.generic]
     starts_R: NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Prepare the next batch in a thread while the current one trains.
 
-    with Prefetch(loader) as prefetch:
+    with closing(Prefetch(loader)) as prefetch:
         prefetch.start(version=7, learner_step=8)          # the version it will be trained at
         while (batch := prefetch.take(timeout_s=0.05)) is None: ...
         prefetch.start(version=8, learner_step=9)          # unless max_staleness is 0
@@ -36,7 +36,6 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 
 from learner.data.batch_loader import BatchLoader, PreparedBatch, prepare_batch
 
@@ -58,17 +57,6 @@ class Prefetch:
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._coming: Future[PreparedBatch | None] | None = None
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def under_way(self) -> bool:

@@ -90,7 +90,7 @@ def _write_whole(parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tens
     for kind in MOMENTS:
         deepspeed.utils.safe_set_full_optimizer_state(parameter, tensors[kind], kind)
     with torch.no_grad():
-        parameter.copy_(tensors[MASTER])  # rounded as a step rounds it
+        parameter.copy_(tensors[MASTER])  # rounded like after a step
 
 
 def _write_partitioned(parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:

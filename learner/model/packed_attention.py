@@ -118,9 +118,7 @@ def packed_hidden(
     sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths, compared=compared)
     inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
     return causal_lm.get_decoder()(
-        **(inputs if embedded is None else embedded),
-        sequences=sequences,
-        use_cache=False,
+        **(inputs if embedded is None else embedded), sequences=sequences, use_cache=False
     ).last_hidden_state.squeeze(0)
 
 

@@ -135,7 +135,7 @@ def load_policy(
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
-    # a model's own code never runs here
+    # A model's own code never runs here.
     from_files = {"local_files_only": True, "trust_remote_code": False}
     config: Any = loaded(
         "configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files)

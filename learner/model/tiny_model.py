@@ -21,7 +21,7 @@ from learner.files.atomic_directory import atomic_directory
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
 CONTROL_TOKENS = (PAD, EOS, USER, ASSISTANT)  # left out when an answer is decoded
-# one token each, and text: the parser reads them
+# One token each, and kept in decoded text, because the parser reads them.
 ANSWER_TOKENS = ("<think>", "</think>", "<action>", "</action>")
 N_BYTES = 256  # byte-level BPE knows each byte, so any text can be encoded and decoded without loss
 
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 )
 
 HEAD_SIZES = (32, 64, 128)  # those of vLLM's attention kernels that fit small models
-# of the hidden size; a gated layer has three matrices, so 6 h^2 beside the attention's 4 h^2
+# Times the hidden size h. A gated layer has three matrices: 6 h^2 beside attention's 4 h^2.
 FEED_FORWARD_FACTOR = 2
 MAX_POSITIONS = 4096
 # Hidden sizes of one or two hundred train faster from a wider start than the 0.02 made for

@@ -15,12 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 import configs
 import store
 from configs import Config
-from learner.checkpoint import (
-    check_parameters,
-    check_whole,
-    read_content,
-    saved_tensors,
-)
+from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
 from learner.distributed.optimizer_state import MASTER, trainable
 from learner.files.atomic_directory import UNFINISHED_SUFFIX, atomic_directory
 from learner.model.lora import add_adapters, merged, write_adapter

@@ -107,11 +107,7 @@ def _write(
             yield name, tensor
 
     shards = write_shards(
-        noting_dtypes(),
-        directory,
-        stem=WEIGHTS_STEM,
-        shard_bytes=SHARD_BYTES,
-        send=send,
+        noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES, send=send
     )
     if len(dtypes) != 1:
         raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
@@ -127,6 +123,6 @@ def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -
         if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX_SUFFIX):
             shutil.copyfile(path, directory / path.name)
     config = json.loads((source_dir / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older name of the same entry
+    config.pop("torch_dtype", None)  # older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

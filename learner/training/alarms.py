@@ -180,14 +180,6 @@ def non_finite_weights(
     )
 
 
-def starved(config: Config, *, counts: object, waiting: Mapping[str, str]) -> StarvationError:
-    """Make the error that ends the run. `waiting` maps each component to its wait's reason."""
-    return StarvationError(
-        f"no {config.learner.groups_per_step} complete groups within "
-        f"{config.learner.starvation_timeout_s:g} s: {counts}; waiting: {waiting}"
-    )
-
-
 def check_batches(empty_in_a_row: int, *, success: float, filtered: Mapping[bytes, str]) -> None:
     """Raise StarvationError after too many empty batches, unless all tasks are solved.
 

@@ -31,16 +31,6 @@ class StepTimes:
     step_s: float = 0.0  # the whole step
 
 
-class _Wait:
-    """A wait for a batch in progress."""
-
-    def __init__(self) -> None:
-        self.started_s = self.groups_at_s = time.monotonic()
-
-    def groups_came(self, at_s: float) -> None:
-        self.groups_at_s = at_s
-
-
 class StepClock:
     """Measure learner steps one after the other, so that every second is in exactly one."""
 
@@ -48,14 +38,11 @@ class StepClock:
         self._began_at_s = time.monotonic()
         self._times = StepTimes()
 
-    @contextmanager
-    def waiting(self) -> Iterator[_Wait]:
-        wait = _Wait()
-        yield wait
-        waited_s = time.monotonic() - wait.started_s
-        groups_wait_s = min(max(0.0, wait.groups_at_s - wait.started_s), waited_s)
-        self._times.groups_wait_s = groups_wait_s
-        self._times.batch_wait_s = waited_s - groups_wait_s
+    def waited_for_batch(self, *, since_s: float, groups_at_s: float) -> None:
+        """Split a wait that ends now into the time before and after the groups were complete."""
+        waited_s = time.monotonic() - since_s
+        self._times.groups_wait_s = min(max(0.0, groups_at_s - since_s), waited_s)
+        self._times.batch_wait_s = waited_s - self._times.groups_wait_s
 
     @contextmanager
     def publishing(self) -> Iterator[None]:

@@ -184,8 +184,9 @@ def test_a_policy_that_an_update_wrecked_is_not_published_and_the_same_command_g
         return good(updates)
 
     words = (
-        r"the updates of learner step 3 had .* learner\.learning_rate=1e-06 left weights .* Nothing of this step was "
-        r"published or checkpointed: the same command goes on from the checkpoint of learner step 2\. .* use a lower "
+        r"the updates of learner step 3 had .* learner\.learning_rate=1e-06 left weights .* "
+        r"Nothing of this step was published or checkpointed: the same command goes on from the "
+        r"checkpoint of learner step 2\. .* use a lower "
     )
     with pytest.raises(NonFiniteWeightsError, match=words):
         train(config, wrecked_at_3)

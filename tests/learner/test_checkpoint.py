@@ -42,7 +42,8 @@ from tests.support.engine_samples import copied, cut, make_base, random_rows
 from tests.support.store_damage import mounted
 
 CHECKPOINT = (
-    '{"format_version": 2, "point": {"learner_step": 1, "version": 1, "n_updates": 1, "lsn": 1}, "dtype": "float32", '
+    '{"format_version": 2, '
+    '"point": {"learner_step": 1, "version": 1, "n_updates": 1, "lsn": 1}, "dtype": "float32", '
     '"zero_stage": 0, "adam_steps": 1, "parameters": {}, "random_states": [], '
     '"files": [{"kind": "master", "names": [%s], "n_bytes": 1, "digest": ""}]}'
 )
@@ -366,7 +367,10 @@ def test_a_checkpoint_of_another_model_is_refused(
         tmp_path / "other", train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0
     )
     other = make_engine(tmp_path / "other", zero_stage=0)
-    words = r"12 trained parameters differ, the first is model\.layers\.1\.\S+, of shape \[64, 64\] there and missing here"
+    words = (
+        r"12 trained parameters differ, the first is model\.layers\.1\.\S+, "
+        r"of shape \[64, 64\] there and missing here"
+    )
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(other, source)
     other.close()

@@ -430,8 +430,9 @@ def test_an_untied_output_layer_is_trained_and_published(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     config = Qwen2Config(
-        vocab_size=280, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, tie_word_embeddings=False, attention_dropout=0.5,
+        vocab_size=280, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=False,
+        attention_dropout=0.5,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     rows = random_rows()

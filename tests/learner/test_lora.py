@@ -28,8 +28,9 @@ from learner.model.lora import adapters_off, add_adapters, merged, write_adapter
 from learner.publishing.publish import write_weights
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 1,
+    "pad_token_id": 0,
 }  # fmt: skip
 GPT2_SIZES = {
     "vocab_size": 64,

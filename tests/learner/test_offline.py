@@ -208,10 +208,11 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
     assert mixed.live is not None and mixed.offline is not None
     assert (mixed.live.success, mixed.offline.success) == (0.5, 0.5)
-    assert (figures["train/success"], figures["offline/success"]) == (0.5, 0.5)
+    assert (figures["train/success"], figures["stored/success"]) == (0.5, 0.5)
     of_split = rows(
         config.run_dir,
-        """SELECT split, avg(episode_return), avg(n_steps) FROM trajectories SEMI JOIN lineage USING (group_uid)
+        """SELECT split, avg(episode_return), avg(n_steps)
+           FROM trajectories SEMI JOIN lineage USING (group_uid)
            GROUP BY split ORDER BY split DESC""",
     )
     assert [split for split, _, _ in of_split] == ["train", "imported"]
@@ -262,7 +263,10 @@ def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_
     assert learner.run() == 7
     coordinator.close()
     assert rows(config.run_dir, "SELECT max(use), count(*) FROM lineage WHERE live") == [(3, 14)]
-    uses = "SELECT min(n), max(n) FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    uses = (
+        "SELECT min(n), max(n) "
+        "FROM (SELECT count(*) AS n FROM lineage WHERE live GROUP BY group_uid)"
+    )
     assert rows(config.run_dir, uses) == [(2, 3)]
     assert rows(config.run_dir, "SELECT count(*) FROM staleness_violations") == [(0,)]
     assert rows(config.run_dir, "SELECT count(*) FROM metrics WHERE name = 'staleness/max'") == [
@@ -292,7 +296,10 @@ def test_a_crash_unuses_what_no_checkpoint_has(
     assert again.step == 2
     assert again.run() == 5
     coordinator.close()
-    batches = "SELECT learner_step, list_sort(list(task_id || use)) FROM lineage WHERE {} AND learner_step = 3 GROUP BY 1"
+    batches = (
+        "SELECT learner_step, list_sort(list(task_id || use)) FROM lineage "
+        "WHERE {} AND learner_step = 3 GROUP BY 1"
+    )
     assert rows(config.run_dir, batches.format("live")) == rows(
         config.run_dir, batches.format("NOT live")
     ), "the same again"

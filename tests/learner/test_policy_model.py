@@ -513,7 +513,8 @@ def test_the_kernel_gets_only_what_it_computes() -> None:
         '{"model_type": "no such kind"}',
         '{"model_type": "llama", "hidden_size": "wide", "num_attention_heads": 0}',
         '{"model_type": "llama"}',  # without weights
-        '{"model_type": "new", "auto_map": {"AutoConfig": "code.New", "AutoModelForCausalLM": "code.New"}}',
+        '{"model_type": "new", '
+        '"auto_map": {"AutoConfig": "code.New", "AutoModelForCausalLM": "code.New"}}',
     ],
 )
 def test_a_model_directory_that_is_no_model_is_refused_in_one_line_and_runs_no_code(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -171,7 +172,9 @@ def test_the_next_batch_is_made_ready_for_the_version_it_will_train_at(
     coordinator = open_coordinator(config)
     closing.append(coordinator)
     publish(coordinator, 0, 0)
-    with Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim)) as batches:
+    with contextlib.closing(
+        Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim))
+    ) as batches:
         batches.start(version=0, learner_step=1)
         assert batches.take(timeout_s=0.0) is None  # no groups
         assert batches.under_way
@@ -205,7 +208,9 @@ def test_what_would_be_too_old_by_then_is_not_prefetched(
     publish(coordinator, 0, 0)
     play_all(coordinator)
     publish(coordinator, 1, 1)
-    with Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim)) as batches:
+    with contextlib.closing(
+        Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim))
+    ) as batches:
         # version 1 is the learner's now, and the groups are of version 0
         batches.start(version=2, learner_step=3)
         wait_for(lambda: coordinator.catalog.counts().stale == 4)
@@ -220,12 +225,12 @@ def test_closing_ends_the_thread_while_it_waits_and_what_it_claimed_can_be_given
     closing.append(coordinator)
     publish(coordinator, 0, 0)
     source = make_loader(config, coordinator.layout, claim=coordinator.claim)
-    with Prefetch(source) as waiting:
+    with contextlib.closing(Prefetch(source)) as waiting:
         waiting.start(version=0, learner_step=1)
         wait_for(lambda: len(prefetch_threads()) == 1)
     assert prefetch_threads() == []
     play_all(coordinator)
-    with Prefetch(source) as batches:
+    with contextlib.closing(Prefetch(source)) as batches:
         batches.start(version=0, learner_step=1)
         wait_for(lambda: batches.has_groups)
     assert prefetch_threads() == []
@@ -248,7 +253,9 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(
     for path in coordinator.layout.segments.rglob("*.parquet"):
         path.chmod(0o644)
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim)) as batches:
+    with contextlib.closing(
+        Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim))
+    ) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(DigestError, match="its bytes changed on disk"):
             batches.take(timeout_s=DEADLINE_S)
@@ -263,7 +270,7 @@ def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_r
     def claim(version: int) -> None:
         raise TimeoutError("the coordinator is gone")
 
-    with Prefetch(make_loader(config, layout, claim=claim)) as batches:
+    with contextlib.closing(Prefetch(make_loader(config, layout, claim=claim))) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(TimeoutError, match="gone"):
             batches.take(timeout_s=DEADLINE_S)
@@ -283,7 +290,7 @@ def test_an_error_that_nobody_takes_is_logged(
         claiming.set()
         raise DigestError("a segment is damaged")
 
-    with Prefetch(make_loader(config, layout, claim=claim)) as batches:
+    with contextlib.closing(Prefetch(make_loader(config, layout, claim=claim))) as batches:
         batches.start(version=0, learner_step=1)
         assert claiming.wait(DEADLINE_S)
     (record,) = caplog.records

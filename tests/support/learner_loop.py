@@ -67,8 +67,9 @@ def make_config(run_dir: Path, *, max_staleness: int, **learner: object) -> Conf
 
 
 def open_coordinator(config: Config) -> Coordinator:
-    """Of the run at `config.run_dir`, made if it is not there; closing it and opening another is a
-    restart.
+    """Open the coordinator of the run at `config.run_dir`, which is made if it does not exist.
+
+    Closing it and opening another is a restart.
     """
     run_dir = Path(config.run_dir)
     if not RunLayout.exists(run_dir):
@@ -80,8 +81,9 @@ def open_coordinator(config: Config) -> Coordinator:
 def play(
     coordinator: Coordinator, lease: Lease, *, n_response_tokens: int = 2, alike: bool = False
 ) -> None:
-    """Commits a whole group by its lease's version: N_STEPS steps a trajectory, each worth m to
-    member m unless `alike`.
+    """Commit a whole group at its lease's version.
+
+    Each trajectory has N_STEPS steps. A step of member m has reward m, or 0 if `alike`.
     """
     version = lease.version.version
     trajectories = [
@@ -130,7 +132,7 @@ def play(
 
 
 def play_all(coordinator: Coordinator, **how: Any) -> int:
-    """Everything that admission hands out; how many groups."""
+    """Play all groups that admission allows. Return their number."""
     n = 0
     while (lease := coordinator.lease("w")) is not None:
         play(coordinator, lease, **how)
@@ -139,9 +141,7 @@ def play_all(coordinator: Coordinator, **how: Any) -> int:
 
 
 class Handle:
-    """Looks like the coordinator's Ray handle. Workers that are always ready play whatever there is
-    before each claim.
-    """
+    """Stand in for the coordinator's Ray handle. Workers play all leases before each claim."""
 
     def __init__(
         self, coordinator: Coordinator, *, playing: Callable[[Coordinator], object] = play_all
@@ -163,7 +163,7 @@ class Handle:
 
 
 class Silent:
-    """In the place of a Heartbeat, whose thread would outlive its coordinator."""
+    """Stand in for Heartbeat, whose thread would outlive its coordinator."""
 
     def __init__(self, send: object) -> None: ...
 
@@ -173,8 +173,9 @@ class Silent:
 
 
 class StandIn:
-    """In the place of RankGroup: its weights are the updates it has seen; `stats` says how the updates
-    of a learner step go.
+    """Stand in for RankGroup. Its weights are the number of updates it has seen.
+
+    `stats` makes the results of a learner step's updates.
     """
 
     broadcast = None
@@ -217,7 +218,7 @@ class StandIn:
 
 
 def good(updates: Sequence[Sequence[MicroBatch]], **tokens: float) -> list[UpdateStats]:
-    """Updates that went well; `tokens` are figures as `token_diagnostics` has them."""
+    """Return updates that went well. `tokens` are figures of `token_diagnostics`."""
     return [
         UpdateStats(
             loss=0.5,

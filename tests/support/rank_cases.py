@@ -1,9 +1,9 @@
-"""Updates at every ZeRO stage, cut and spread in every way, in one process for all of them, as
-starting one takes seconds.
+"""Compute updates at every ZeRO stage, cut and spread in every way, in one process.
 
-    python -c "from tests.support.rank_cases import main; main()" RANK ADDRESS BASE OUT  # one of two ranks; writes OUT/rank<RANK>.pt
+    # one of two ranks; writes OUT/rank<RANK>.pt
+    python -c "from tests.support.rank_cases import main; main()" RANK ADDRESS BASE OUT
 
-`results(...)` is the same with one rank in this process.
+`results(...)` does the same with one rank in this process.
 """
 
 from __future__ import annotations

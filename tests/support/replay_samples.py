@@ -1,7 +1,7 @@
-"""Real learner steps of a tiny model on random episodes: all but workers and Ray is real.
+"""Train real learner steps of a tiny model on random episodes, without workers and Ray.
 
-python -c "from tests.support.replay_samples import main; main()" RUN STEPS RANKS    # for more
-ranks than a process can have
+# for more ranks than one process can have
+python -c "from tests.support.replay_samples import main; main()" RUN STEPS RANKS
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Crashed(Exception):
 
 
 def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner: Any) -> Config:
-    """Of a run whose base policy is in its directory; whatever a learner step can depend on has a
-    part in it.
+    """Return the config of a run whose base policy is in its directory.
+
+    Every setting that a learner step can depend on has an effect in it.
     """
     settings: dict[str, Any] = {
         "updates_per_step": 2,
@@ -53,8 +54,9 @@ def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner:
 
 
 def train(config: Config, *, crash_at: int | None = None) -> None:
-    """To the last step, from wherever it stands. `crash_at`: dies between publishing this learner
-    step and settling it.
+    """Train to the last step, from the run's current state.
+
+    `crash_at` ends the learner between publishing this learner step and settling it.
     """
 
     class Fragile(Handle):
