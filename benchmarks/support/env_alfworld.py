@@ -22,9 +22,9 @@ import psutil
 
 from envs import Task
 from envs.alfworld import AlfWorldEnv
+from envs.alfworld.engine import translated
 from envs.alfworld.games import read_game
 from envs.alfworld.generated import read_generated
-from envs.alfworld.translation import translated
 from tests.support.alfworld_stock import load_stock, stock_engine
 
 MAX_STEPS = 50
