@@ -20,37 +20,16 @@ from envs.options import OptionsError
 
 # Each object with the changes that ALFWorld allows.
 OBJECTS = {
-    "Apple": "clean heat cool",
-    "Book": "",
-    "Bread": "heat cool",
-    "CellPhone": "",
-    "Cloth": "clean",
-    "Cup": "clean heat cool",
-    "Egg": "clean heat cool",
-    "KeyChain": "",
-    "Kettle": "clean",
-    "Mug": "clean heat cool",
-    "Newspaper": "",
-    "Pen": "",
-    "Plate": "clean heat cool",
-    "Potato": "clean heat cool",
-    "SoapBar": "clean",
-    "Tomato": "clean heat cool",
-    "Vase": "",
-}
+    "Apple": "clean heat cool", "Book": "", "Bread": "heat cool", "CellPhone": "",
+    "Cloth": "clean", "Cup": "clean heat cool", "Egg": "clean heat cool", "KeyChain": "",
+    "Kettle": "clean", "Mug": "clean heat cool", "Newspaper": "", "Pen": "",
+    "Plate": "clean heat cool", "Potato": "clean heat cool", "SoapBar": "clean",
+    "Tomato": "clean heat cool", "Vase": "",
+}  # fmt: skip
 PLACES = (
-    "ArmChair",
-    "Bed",
-    "Cabinet",
-    "CounterTop",
-    "Desk",
-    "Drawer",
-    "Dresser",
-    "Safe",
-    "Shelf",
-    "SideTable",
-    "Sofa",
-)
+    "ArmChair", "Bed", "Cabinet", "CounterTop", "Desk", "Drawer", "Dresser", "Safe", "Shelf",
+    "SideTable", "Sofa",
+)  # fmt: skip
 OPENABLE = ("Cabinet", "Drawer", "Safe", "Fridge", "Microwave")
 # How a task type changes the object: verb, appliance, resulting predicate.
 VERBS = {
