@@ -1,18 +1,16 @@
-"""Every environment's steps a second, beside the original where it can run.
+"""Measure the steps per second of every environment, beside the original where it can run.
 
-    python benchmarks/environments.py [--quick] [--data FOLDER] [--only WORLD ...]
+    python benchmarks/environments.py [--quick] [--data FOLDER] [--only ENVIRONMENT ...]
 
-FOLDER has `alfworld/`, `webshop/` and `qa/`; GIGPO_DATA, or `data`, unless given. What is measured
-is said in support/env_*.py:
+FOLDER has `alfworld/`, `webshop/` and `qa/`; the default is GIGPO_DATA, or `data`.
+`support/env_*.py` say what is measured:
 
-alfworld  beside the stock engine on the same commands; memory over many episodes (without data:
-games made on the spot)
-webshop   of one core, start-up, and what equals recorded episodes of the original
-search    index, queries, the server, the two worlds under our pool; recall of the question as the
-only search
-gym       Sokoban; FrozenLake and Taxi through the adapter and without it
+    alfworld  steps beside the stock engine on the same commands; memory over many episodes
+    webshop   steps of one core, start-up, equality with recorded episodes of the original
+    search    index, queries, server, both environments; recall with the question as only search
+    gym       Sokoban; FrozenLake and Taxi through the adapter and without it
 
-A world whose data or package is not there is named and left out. The last line is JSON.
+An environment without its data or package is named and left out. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# the folder of data that each cannot do without
-WORLDS = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}
-OPTIONAL = ("alfworld", "fast_downward")  # packages of the extra
+# the folder of data that each one needs
+NEEDED_DATA = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}
+OPTIONAL_PACKAGES = ("alfworld", "fast_downward")
 REQUIRED = {
     "alfworld_over_stock": ">= 10",
     "webshop_steps_s": ">= 2000",
@@ -42,15 +40,16 @@ REQUIRED = {
 }
 
 
-def measured(world: str, *, quick: bool, data: Path) -> dict[str, float]:
-    folder = WORLDS[world]
+def measure(world: str, *, quick: bool, data: Path) -> dict[str, float]:
+    """Return the figures of an environment; none if its data or package is missing."""
+    folder = NEEDED_DATA[world]
     if folder is not None and not (data / folder).is_dir():
         print(f"{world}: left out, as there is no {data / folder}; give --data or GIGPO_DATA")
         return {}
     try:
         module = importlib.import_module(f"support.env_{world}")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in OPTIONAL:
+        if (error.name or "").partition(".")[0] not in OPTIONAL_PACKAGES:
             raise
         print(f"{world}: left out, as {error.name} is not installed; pip install -e '.[alfworld]'")
         return {}
@@ -64,11 +63,11 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "data")))
-    parser.add_argument("--only", nargs="+", choices=list(WORLDS), default=list(WORLDS))
+    parser.add_argument("--only", nargs="+", choices=list(NEEDED_DATA), default=list(NEEDED_DATA))
     options = parser.parse_args()
     figures: dict[str, float] = {}
     for world in options.only:
-        found = measured(world, quick=options.quick, data=options.data)
+        found = measure(world, quick=options.quick, data=options.data)
         for name, value in found.items():
             required = f"   required {REQUIRED[name]}" if name in REQUIRED else ""
             print(f"{name:36} {value:12,.3f}{required}", flush=True)

@@ -1,74 +1,77 @@
-"""A corridor of rooms, a key in one, a locked door in another: the smallest world with repeated
-anchor states.
+"""The smallest environment: find the key in a corridor of five rooms, and unlock the door.
 
-The worked example of an environment of your own: `tasks`, `reset`, `step`, `close`, and no more.
-It has no options.
+Copy this file for an environment of your own. It needs one class with four methods: `tasks`,
+`reset`, `step` and `close`. Name your class `module:Class` in `env.name`.
+
+    env = KeyRoomEnv({})
+    observation = env.reset(KeyRoomEnv.tasks("train", {})[0])
+    transition = env.step("go east")
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 from envs.base import Observation, Task, Transition
 from envs.options import check_options, check_split
 
-ROOMS = ("red", "blue", "green", "white", "black")
-WAYS = {"go west": -1, "go east": 1}
-# of the 5 x 4 x 3 layouts one of each three doors is held out: 40 to train on, 20 to test on
-HELDOUT_EVERY = 3
+ROOMS = ("red", "blue", "green", "white", "black")  # from west to east
+DIRECTIONS = {"go west": -1, "go east": 1}
+HELDOUT_EVERY = 3  # one layout in three is held out: 40 to train on, 20 to test on
 
 
 class KeyRoomEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
-        check_options("key_room", options, ())
+        check_options("key_room", options, ())  # it has no options
         self._is_over = True
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        """Return a task for each layout of the split: three different rooms of the five."""
         check_options("key_room", options, ())
         check_split(split)
-        n = range(len(ROOMS))
-        layouts = [
-            (start, key, door)
-            for start in n
-            for key in n
-            for door in n
-            if len({start, key, door}) == 3
-        ]
-        return [
-            Task(
-                id=f"key_room-{split}-{seed}",
-                env_name="key_room",
-                split=split,
-                seed=seed,
-                data={"start": str(start), "key": str(key), "door": str(door)},
-            )
-            for seed, (start, key, door) in enumerate(layouts)
-            # another of the three for each start and key, or no training layout had its door in the
-            # first room
-            if ((seed + seed // HELDOUT_EVERY) % HELDOUT_EVERY == 0) == (split == "heldout")
-        ]
+        tasks = []
+        for seed, (start, key, door) in enumerate(permutations(range(len(ROOMS)), 3)):
+            # The held-out one moves on from triple to triple. Otherwise it would always be the
+            # layout with the westernmost door, and no training layout would have that.
+            is_heldout = (seed + seed // HELDOUT_EVERY) % HELDOUT_EVERY == 0
+            if is_heldout == (split == "heldout"):
+                task = Task(
+                    id=f"key_room-{split}-{seed}",
+                    env_name="key_room",
+                    split=split,
+                    seed=seed,
+                    data={"start": str(start), "key": str(key), "door": str(door)},
+                )
+                tasks.append(task)
+        return tasks
 
     def reset(self, task: Task) -> Observation:
-        self._room, self._key, self._door = (
-            int(task.data[name]) for name in ("start", "key", "door")
-        )
-        self._has_key = self._is_over = False
+        """Begin an episode. All that differs between tasks comes from the task."""
+        self._room = int(task.data["start"])
+        self._key_room = int(task.data["key"])
+        self._door_room = int(task.data["door"])
+        self._has_key = False
+        self._is_over = False
         return self._observe()
 
     def step(self, action: str) -> Transition:
+        """Carry out an action. One that is not admissible changes nothing."""
         if self._is_over:
             raise ValueError("the episode is over: call reset(task) before step")
-        is_valid = action in self._commands()
-        self._room += WAYS.get(action, 0) if is_valid else 0
-        self._has_key = self._has_key or (is_valid and action == "take key")
-        won = self._is_over = is_valid and action == "unlock door"
-        observation = self._observe()
+        is_valid = action in self._admissible_actions()
+        won = is_valid and action == "unlock door"
+        if is_valid and action == "take key":
+            self._has_key = True
+        if is_valid and action in DIRECTIONS:
+            self._room += DIRECTIONS[action]
+        self._is_over = won
         return Transition(
-            observation=observation,
+            observation=self._observe(),
             reward=float(won),
             terminated=won,
-            truncated=False,
+            truncated=False,  # the runner has the limit of steps
             won=won,
             valid=is_valid,
         )
@@ -76,17 +79,27 @@ class KeyRoomEnv:
     def close(self) -> None:
         pass
 
-    def _commands(self) -> tuple[str, ...]:
-        commands = [way for way, change in WAYS.items() if 0 <= self._room + change < len(ROOMS)]
-        if self._room == self._key and not self._has_key:
-            commands.append("take key")
-        if self._room == self._door and self._has_key:
-            commands.append("unlock door")
-        return tuple(commands)
+    def _admissible_actions(self) -> tuple[str, ...]:
+        actions = [
+            action for action, change in DIRECTIONS.items() if 0 <= self._room + change < len(ROOMS)
+        ]
+        if self._room == self._key_room and not self._has_key:
+            actions.append("take key")
+        if self._room == self._door_room and self._has_key:
+            actions.append("unlock door")
+        return tuple(actions)
 
     def _observe(self) -> Observation:
-        lies_here = " A key lies here." if self._room == self._key and not self._has_key else ""
-        door_here = " A locked door." if self._room == self._door else ""
-        held = " You hold the key." if self._has_key else ""
-        text = f"The {ROOMS[self._room]} room.{lies_here}{door_here}{held}"
-        return Observation(text=text, objective="unlock the door.", actions=self._commands())
+        sentences = [f"The {ROOMS[self._room]} room."]
+        if self._room == self._key_room and not self._has_key:
+            sentences.append("A key lies here.")
+        if self._room == self._door_room:
+            sentences.append("A locked door.")
+        if self._has_key:
+            sentences.append("You hold the key.")
+        # Equal texts are equal states here, so the text is the anchor and none is given.
+        return Observation(
+            text=" ".join(sentences),
+            objective="unlock the door.",
+            actions=self._admissible_actions(),
+        )

@@ -5,20 +5,20 @@ A room is a grid of signs with spaces between them, and is its own anchor:
     #  wall      O  target      √  box on a target        P  player
     _  floor     X  box         S  player on a target
 
-With observation=image, `Observation.images` has the same room in pixels for a vision model. Text and
-anchor stay the grid.
+With observation=image, `Observation.images` has the same room in pixels for a vision model. Text
+and anchor stay the grid.
 
 Rules and rewards are gym-sokoban's. Each action costs 0.1. A box that comes onto a target earns 1,
 one that leaves it loses 1, and the last one earns 10 more. Set `env.win_reward` to 1 for rewards of
 this size.
 
 An action is read as the paper's code reads it: the first of up, down, left, right and still that
-occurs in its text. Without any, the player stays and the action is invalid. In the paper's code such
-an action does not count towards the step limit; here every action does.
+occurs in its text. Without any, the player stays and the action is invalid. In the paper's code
+such an action does not count towards the step limit; here every action does.
 
 Options: `rows`, `columns` (with the outer walls), `boxes`, `least_moves` and `most_moves` of a
-shortest solution, `train_rooms`, `heldout_rooms`, `seed` of the rooms. Optional: `observation` (text
-or image; text), `cell_pixels` (side of a cell in an image; 28, so that a cell is one token of
+shortest solution, `train_rooms`, `heldout_rooms`, `seed` of the rooms. Optional: `observation`
+(text or image; text), `cell_pixels` (side of a cell in an image; 28, so that a cell is one token of
 Qwen2.5-VL).
 """
 

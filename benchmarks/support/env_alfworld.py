@@ -1,13 +1,10 @@
-"""ALFWorld: our steps beside the stock engine's, on the same games and commands, and memory over
-many episodes.
+"""Measure ALFWorld: steps beside the stock engine on the same games and commands, and memory.
 
-Steps: for each game both engines walk through the same random commands, in turns, from one process
-and core; a step includes the observation, the reward and all admissible commands. Loading and
-resetting is timed apart: the first reset of a game translates it for the planner, later ones of the
-same game do not; the stock engine does so each time. Memory: random episodes of 50 steps on one
-environment object; growth of the resident set after the first tenth of them, in which each game is
-played once. `data` may have ALFWorld's games (docs/alfworld.md); without them small games made on
-the spot are played.
+Steps: both engines walk through the same random commands of each game, one after the other, in one
+process. A step includes observation, reward and all admissible commands. Resets are timed
+separately: the first of a game translates it, later ones do not; the stock engine always does.
+Memory: growth of the resident set over random episodes of 50 steps on one environment object, after
+the first tenth of them, in which each game is played once. Without data, generated games are used.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ import psutil
 
 from envs import Task
 from envs.alfworld import AlfWorldEnv
+from envs.alfworld.engine import translated
 from envs.alfworld.games import read_game
 from envs.alfworld.generated import read_generated
-from envs.alfworld.translation import translated
 from tests.support.alfworld_stock import load_stock, stock_engine
 
 MAX_STEPS = 50
@@ -32,9 +29,7 @@ MIB = 2**20
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
-    """Steps and resets per engine in 1/s and ms, and the growth in MiB; `data` is the folder that
-    has `alfworld/`, if any.
-    """
+    """Return steps in 1/s, resets in ms and growth in MiB. `data` may have `alfworld/`."""
     data = data / "alfworld"
     options = {
         "data": str(data) if data.is_dir() else "",
@@ -47,7 +42,7 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     }
     tasks = AlfWorldEnv.tasks("heldout", options)
     return {
-        # first: the stock engine leaves much behind
+        # memory first: the stock engine does not free all of its own
         **_memory(tasks, options, episodes=60 if quick else 1000),
         **_beside_stock(tasks[: 3 if quick else 8], options, steps=15 if quick else 30),
     }
@@ -89,7 +84,7 @@ def _beside_stock(
 
 
 def _walk(env: AlfWorldEnv, task: Task, *, steps: int, seed: int) -> tuple[list[str], float]:
-    """Random commands until `steps` or a win, and the seconds they took."""
+    """Play random commands until `steps` or a win. Return them, and the seconds they took."""
     draw = random.Random(seed)
     seen = env.reset(task)
     commands: list[str] = []

@@ -1,9 +1,7 @@
-"""Steps per second of Sokoban, and of Gymnasium's FrozenLake and Taxi through the adapter and
-without it.
+"""Measure steps per second of Sokoban, and of Gymnasium's FrozenLake and Taxi with our adapter.
 
-A random player in one process; episodes of at most 20 steps; resets count as part of the time.
-Adapter and bare environment take turns, and their ratio is the median of the turns. Times are of
-the processor.
+A random agent in one process plays episodes of at most 20 steps. Resets count. Adapter and bare
+environment alternate, and their ratio is the median over the rounds. Times are of the processor.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import configs
 from envs import environment_class
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, QUICK_STEPS, TURNS, EPISODE_STEPS = 20_000, 2_000, 5, 20
+STEPS, QUICK_STEPS, ROUNDS, EPISODE_STEPS = 20_000, 2_000, 5, 20
 LAKE = configs.load(ROOT / "configs/frozenlake.yaml").env.options
 TAXI = LAKE | {
     "id": "Taxi-v4",
@@ -43,7 +41,7 @@ ROOMS = {
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
-    """Steps/s and ratios; `data` is not needed."""
+    """Return steps/s and ratios. `data` is not needed."""
     n_steps = QUICK_STEPS if quick else STEPS
     worlds: dict[str, tuple[str, Mapping[str, object]]] = {
         "sokoban": ("sokoban", ROOMS | {"train_rooms": 50}),
@@ -59,7 +57,7 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
         "taxi": ("Taxi-v4", {}),
     }
     figures: dict[str, list[float]] = {}
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         for world, (name, options) in worlds.items():
             rate = per_second(player(name, options), n_steps)
             figures.setdefault(f"{world}_steps_s", []).append(rate)
@@ -82,13 +80,11 @@ def per_second(work: Callable[[int], Any], count: int) -> float:
 
 
 def player(name: str, options: Mapping[str, object]) -> Callable[[int], None]:
-    """Plays so many steps; tasks are listed and the environment is made here, before anybody looks
-    at the clock.
-    """
+    """Return a function that plays so many steps. Tasks and environment are made before."""
     rng = random.Random(0)
     tasks = environment_class(name).tasks("train", options)
     env = environment_class(name)(options)
-    env.reset(tasks[0])  # makes what it wraps
+    env.reset(tasks[0])  # makes the wrapped environment
 
     def play(n_steps: int) -> None:
         is_over = True

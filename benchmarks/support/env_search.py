@@ -1,10 +1,9 @@
-"""How fast, and how well, questions are searched for: the BM25 index, the server, and the worlds
-under our runner's pool.
+"""Measure search: the BM25 index, the server, and both environments under the workers' pool.
 
-`data` has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question itself
-as the only search: the part of the questions with a golden answer somewhere in the corpus
-(`answer_in_corpus`) that have one in the first three passages. Server, client and environments
-share this process's event loop, so `server_queries_s` is of one core.
+`data` has `qa/corpus.jsonl.xz` and `qa/questions.jsonl.xz`. Recall at 3 is of the question as the
+only search: of the questions with a golden answer in the corpus (`answer_in_corpus`), the share
+with one in the first three passages. Server, client and environments share this process's event
+loop, so `search_server_queries_s` is of one core.
 """
 
 from __future__ import annotations
@@ -28,24 +27,19 @@ TOPK = 3
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
-    """Queries and environment steps per second, seconds to index the corpus, and recall at 3 of
-    each data set.
-    """
-    corpus, rows = (
-        data / "qa" / "corpus.jsonl.xz",
-        list(json_lines(data / "qa" / "questions.jsonl.xz", kind="questions")),
-    )
+    """Return queries/s, steps/s, seconds to index the corpus, and recall at 3 of each data set."""
+    rows = list(json_lines(data / "qa" / "questions.jsonl.xz", kind="questions"))
     started = time.perf_counter()
-    library = bm25_corpus(corpus)
+    corpus = bm25_corpus(data / "qa" / "corpus.jsonl.xz")
     figures = {"search_index_s": time.perf_counter() - started}
     questions = [str(row["question"]) for row in rows[:: 10 if quick else 1]]
     figures["search_queries_s"] = median_rate(
-        lambda: [library.search([text], TOPK) for text in questions], len(questions)
+        lambda: [corpus.search([text], TOPK) for text in questions], len(questions)
     )
     few = questions[: 200 if quick else 2000]
-    figures["search_server_queries_s"] = asyncio.run(server_rate(library, few))
-    figures |= asyncio.run(step_rates(library, data, episodes=len(few)))
-    recalls = recall_at_3(library, rows)
+    figures["search_server_queries_s"] = asyncio.run(server_rate(corpus, few))
+    figures |= asyncio.run(step_rates(corpus, data, episodes=len(few)))
+    recalls = recall_at_3(corpus, rows)
     return (
         figures
         | {f"search_recall_at_3_{source}": recall for source, recall in recalls.items()}
@@ -62,22 +56,21 @@ def median_rate(work, count: int) -> float:  # type: ignore[no-untyped-def]
     return count / statistics.median(seconds)
 
 
-def recall_at_3(library: Corpus, rows: Sequence[dict]) -> dict[str, float]:  # type: ignore[type-arg]
+def recall_at_3(corpus: Corpus, rows: Sequence[dict]) -> dict[str, float]:  # type: ignore[type-arg]
     hits = defaultdict(list)
     for row in rows:
         if row["answer_in_corpus"]:
             golden = {normalise(answer) for answer in row["golden_answers"]} - {""}
             seen = [
-                normalise(hit.passage.contents)
-                for hit in library.search([row["question"]], TOPK)[0]
+                normalise(hit.passage.contents) for hit in corpus.search([row["question"]], TOPK)[0]
             ]
             hits[row["source"]].append(any(answer in text for answer in golden for text in seen))
     return {source: statistics.mean(own) for source, own in hits.items()}
 
 
-async def server_rate(library: Corpus, questions: Sequence[str]) -> float:
-    """16 in flight, a connection for each, as the environment asks."""
-    async with TestServer(application(library, topk=TOPK)) as server:
+async def server_rate(corpus: Corpus, questions: Sequence[str]) -> float:
+    """Return queries/s with 16 in flight, each on its own connection, as the environment asks."""
+    async with TestServer(application(corpus, topk=TOPK)) as server:
         url, waiting = str(server.make_url("/retrieve")), list(questions)
 
         async def ask() -> None:
@@ -89,8 +82,8 @@ async def server_rate(library: Corpus, questions: Sequence[str]) -> float:
         return len(questions) / (time.perf_counter() - started)
 
 
-async def step_rates(library: Corpus, data: Path, *, episodes: int) -> dict[str, float]:
-    """Episodes of a search and an answer, 16 at once, through the pool that workers use."""
+async def step_rates(corpus: Corpus, data: Path, *, episodes: int) -> dict[str, float]:
+    """Return steps/s of episodes with a search and an answer, 16 at once, in a worker's pool."""
     common = {
         "questions": [str(data / "qa" / "questions.jsonl.xz")],
         "train_sources": ["nq", "hotpotqa"],
@@ -99,7 +92,7 @@ async def step_rates(library: Corpus, data: Path, *, episodes: int) -> dict[str,
         "topk": TOPK,
     }
     local = {**common, "corpus": str(data / "qa" / "corpus.jsonl.xz"), "list_actions": False}
-    async with TestServer(application(library, topk=TOPK)) as server:
+    async with TestServer(application(corpus, topk=TOPK)) as server:
         remote = {**common, "retriever": str(server.make_url("/retrieve"))}
         return {
             "search_local_steps_s": await steps_s("search_local", local, episodes=episodes),

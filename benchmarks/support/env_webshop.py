@@ -1,11 +1,10 @@
-"""WebShop: steps a second of one core, seconds until a new process can play, and what equals the
-original engine.
+"""Measure WebShop: steps per second of one core, start-up, and equality with the original engine.
 
-Steps: a random player, each episode another goal; it searches for the instruction, then clicks what
-is there, 15 steps at most. Its searches are all new; choosing the clicks is not counted. Start:
-from the first import to the first page of results, in a process of its own; median. Equal: the
-recorded episodes of the original engine, where DATA/webshop has them. The original's own speed is
-not measured here, as it takes Java, Lucene's index and spaCy: it was 19 steps/s on two busy cores.
+Steps: a random agent searches for the instruction, then clicks at random, 15 steps at most. All its
+searches are new. Choosing the clicks is not timed. Start: from the first import to the first page
+of results in a new process; median. Equality: with recorded episodes of the original engine, if
+DATA/webshop has them. The original's speed is not measured, as it takes Java, Lucene's index and
+spaCy: it was 19 steps/s on two busy cores.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ print(time.perf_counter() - begin)
 
 
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
-    """`data` is the folder that has `webshop/`."""
+    """Return all figures. `data` is the folder that has `webshop/`."""
     options = {
         "data": str(data / "webshop"),
         "catalogue": "small",
@@ -66,7 +65,7 @@ def random_steps_s(options: dict[str, object], *, seed: int, episodes: int) -> f
     rng, env = random.Random(seed), WebShopEnv(options)
     tasks = rng.sample(list(WebShopEnv.tasks("train", options)), episodes)
     env.reset(tasks[0])
-    env.step("search[red shoes]")  # the index is made by the first search
+    env.step("search[red shoes]")  # the first search builds the index
     n_steps, seconds = 0, 0.0
     for task in tasks:
         begin = time.process_time()
@@ -109,11 +108,9 @@ def equal_shares(options: dict[str, object], traces: Path) -> dict[str, float]:
                 transition = env.step(step["action"])
                 observation, is_over = transition.observation, transition.terminated
                 score = transition.task_score or 0.0
-            text = (
-                re.sub(r"(?<=1\.0\) \[SEP\] )\S+", str(step["reward"]), observation.text)
-                if is_over
-                else observation.text
-            )
+            text = observation.text
+            if is_over:
+                text = re.sub(r"(?<=1\.0\) \[SEP\] )\S+", str(step["reward"]), text)
             listed = step["actions"] or {"has_search_bar": False, "clickables": []}
             actions = ["search[<your query>]"] * listed["has_search_bar"] + [
                 f"click[{name}]" for name in listed["clickables"]

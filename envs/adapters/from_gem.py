@@ -1,13 +1,14 @@
-r"""Environments of GEM (gem-llm): Gymnasium's five answers, with text for observations and actions.
+r"""Environments of GEM (gem-llm), whose observations and actions are text.
 
-Options: `id`, `kwargs` (as `gem.make` takes them), `imports` (modules that register games of their
-own), `action` (how an action is given to the game, such as "\boxed{{action}}": {action} stands for
-it), `anchor` ("suffix" for games that end what they say with their board, which is then what tells
-states apart; else "observation"), `win_at` (an episode is won when it ends with a reward of at
-least this), `train_seeds`, `heldout_seeds`.
+Options:
+    id, kwargs    arguments of `gem.make`
+    imports       your modules that register games
+    action        the text for an action, such as "\boxed{{action}}"; {action} is replaced
+    anchor        suffix: the board with which some games end their text. Else observation
+    win_at        an episode is won if its last reward is at least this
+    train_seeds, heldout_seeds
 
-What a game says at its beginning, its rules, is the objective. It does not say whether it
-understood an action.
+A game's first text, its rules, is the objective. GEM does not tell whether it understood an action.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ class GemEnv:
         return Transition(
             observation=self._observe(text, info),
             reward=float(reward),
-            # at their limit of turns its games say both
+            # at the limit of turns, GEM's games set both
             terminated=bool(terminated) and not truncated,
             truncated=bool(truncated),
             won=bool(terminated or truncated) and float(reward) >= self._options["win_at"],
         )
 
     def close(self) -> None:
-        pass  # it has nothing to close
+        pass
 
     def _observe(self, text: str, info: Mapping[str, Any]) -> Observation:
-        # What stands before a board counts the turns, and would make every state another.
+        # The text before a board counts the turns, which would make each state a new one.
         suffix = info.get("suffix")
         anchor = suffix if self._options["anchor"] == "suffix" else None
         return Observation(

@@ -1,15 +1,16 @@
-"""Any Gymnasium environment with discrete actions, each of which is given a name, or with actions
-that are text.
+"""Gymnasium environments whose actions are discrete, each with a name, or text.
 
-Options: `id`, `kwargs` (both as `gymnasium.make` takes them), `task_kwargs` ("module:function" that
-makes more of them from a task's seed, such as a map of its own; "" for none), `render`
-("observation", "ansi", or "module:function" of the environment and its observation, which gives the
-text), `actions` (a name for each action, in order; [] for a space of texts), `objective`, `win_at`
-(an episode is won when it ends by its own rules with a reward of at least this), `train_seeds`,
-`heldout_seeds`.
+Options:
+    id, kwargs    arguments of `gymnasium.make`
+    task_kwargs   "module:function" that returns more arguments for a task's seed; "" for none
+    render        the text of an observation: observation, ansi, or "module:function" of environment
+                  and observation
+    actions       a name for each discrete action, in order; [] for text
+    objective
+    win_at        an episode is won if it terminates with at least this reward
+    train_seeds, heldout_seeds
 
-An action that is none of the names, or that `info["action_mask"]` forbids, is not carried out:
-nothing changes, and `valid` is False.
+An action that is no name, or that `info["action_mask"]` forbids, changes nothing and is invalid.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from envs.base import Observation, Task, Transition
 from envs.options import load_target
 
 OPTIONS = ("id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", *SEEDS)
-# how "ansi" shows where the player is: in colour
+# "ansi" marks the player with a colour
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 
 
@@ -105,7 +106,7 @@ class GymnasiumEnv:
             )
         elif names:
             raise ValueError(
-                f"gymnasium option actions={names}: those of {name} are any text; use []"
+                f"gymnasium option actions={names}: the actions of {name} are any text; use []"
             )
         if self._options["render"] == "observation" and not isinstance(
             seen, spaces.Discrete | spaces.Text
@@ -122,14 +123,13 @@ class GymnasiumEnv:
     def _observe(self, state: Any, info: Mapping[str, Any]) -> Observation:
         names, mask = self._options["actions"], info.get("action_mask")
         allowed = tuple(name for i, name in enumerate(names) if mask is None or mask[i])
+        anchor = None
+        if isinstance(self._env.observation_space, self._gymnasium.spaces.Discrete):
+            anchor = str(state)  # the text may tell more than the state, such as the last move
         self._seen = Observation(
             text=self._text(state),
             objective=self._options["objective"],
-            # The text may tell more than the state, such as the last move: two ways into a state
-            # lead to one state.
-            anchor=str(state)
-            if isinstance(self._env.observation_space, self._gymnasium.spaces.Discrete)
-            else None,
+            anchor=anchor,
             actions=allowed if names else None,
         )
         return self._seen

@@ -1,13 +1,17 @@
-"""Environments of OpenEnv, behind their server's WebSocket: one session is one environment.
+"""Environments on an OpenEnv server, through its WebSocket. A session is one environment.
 
-Options: `url`, `action_field` (of the action the server takes: {action_field: text}), `text_field`
-(of the observation it answers with), `objective`, `win_at` (an episode is won when it ends with a
-reward of at least this), `train_seeds`, `heldout_seeds` (given to the environment's `reset`; one
-that does not heed them plays another task in each episode of a group).
+Options:
+    url
+    action_field  field of the server's action that gets the text
+    text_field    field of the server's observation that has the text
+    objective
+    win_at        an episode is won if its last reward is at least this
+    train_seeds, heldout_seeds
+                  given to the environment's `reset`; it must heed them, or the episodes of a group
+                  play different tasks
 
-The server runs anywhere. Its messages are spoken here, as openenv-core would bring 40 packages that
-only a server needs. It does not say whether an episode ended or was cut off, nor whether it
-understood an action.
+The protocol is written out here, because the package openenv-core brings 40 others. It does not
+tell whether an episode terminated or was truncated, nor whether an action was understood.
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ OPTIONS = ("url", "action_field", "text_field", "objective", "win_at", *SEEDS)
 
 
 class OpenEnvEnv:
-    """It waits for somebody else, so `reset` and `step` are coroutines."""
+    """An environment on a server, so `reset` and `step` are coroutines."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("openenv", options, OPTIONS)
-        self._session: aiohttp.ClientSession | None = None  # made where its event loop is
+        self._session: aiohttp.ClientSession | None = None  # created on its event loop
         self._socket: aiohttp.ClientWebSocketResponse
 
     @classmethod
@@ -40,7 +44,7 @@ class OpenEnvEnv:
 
     async def reset(self, task: Task) -> Observation:
         if self._session is None:
-            import aiohttp  # here, because who only lists tasks needs none of it
+            import aiohttp  # here: listing tasks does not need it
 
             self._session = aiohttp.ClientSession()
             self._socket = await self._session.ws_connect(
@@ -66,10 +70,10 @@ class OpenEnvEnv:
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
         await self._socket.send_json({"type": kind, "data": data})
-        said = (await self._socket.receive()).data
-        if not isinstance(said, str):
+        message = (await self._socket.receive()).data
+        if not isinstance(message, str):
             raise RuntimeError("the server ended the session")
-        answer = json.loads(said)
+        answer = json.loads(message)
         if answer["type"] == "error":
             raise RuntimeError(f"the server says: {answer['data']['message']}")
         return answer["data"]

@@ -1,14 +1,15 @@
-"""Environments of SkyRL-gym, whose tasks are the rows of a data set: a chat to begin with, and what
-the answer is judged by.
+"""Environments of SkyRL-gym. A task is a row of a data set: a chat to begin with, and the solution.
 
-Options: `id`, `env_config` (both as `skyrl_gym.make` takes them), `imports` (modules that register
-environments of their own), `train_file`, `heldout_file` (JSON lines; `prompt` is a list of chat
-messages, all other keys are given to the environment as its extras), `action` (how an action is
-given to the environment, such as "<answer>{action}</answer>": {action} stands for it), `win_at` (an
-episode is won when it ends with a reward of at least this).
+Options:
+    id, env_config  arguments of `skyrl_gym.make`
+    imports         your modules that register environments
+    train_file, heldout_file
+                    JSON lines; `prompt` is a list of chat messages, other keys are extras
+    action          text for an action, such as "<answer>{action}</answer>"; {action} is replaced
+    win_at          an episode is won if its last reward is at least this
 
-The chat to begin with is the objective. Such an environment does not say whether an episode ended
-or was cut off, nor whether it understood an action.
+The chat is the objective. SkyRL-gym does not tell whether an episode terminated or was truncated,
+nor whether it understood an action.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class SkyRLGymEnv:
         self.close()
         extras = json.loads(task.data["row"])
         prompt = extras.pop("prompt")
-        # An environment is of one row: the row is given when it is made.
+        # the row is an argument of the environment's constructor
         self._env = self._make(self._options["id"], env_config=self._config(), extras=extras)
         messages, _ = self._env.init(prompt)
         self._objective = _text(messages)
@@ -74,15 +75,13 @@ class SkyRLGymEnv:
             self._env = None
 
     def _config(self) -> Any:
-        from omegaconf import OmegaConf  # whose dictionaries its environments read as attributes
+        from omegaconf import OmegaConf  # its environments read settings as attributes
 
         return OmegaConf.create(self._options["env_config"])
 
 
 def _rows(path: Path) -> Iterator[str]:
-    """The lines of the file, each of which is a row. Raises ValueError that names the first one
-    that is none.
-    """
+    """Yield the lines of the file. Raises ValueError for a line that is no row."""
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:

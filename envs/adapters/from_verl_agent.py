@@ -1,15 +1,19 @@
-"""Environment managers of verl-agent, a batch of one at a time.
+"""Environment managers of verl-agent, with a batch of one.
 
-Options: `manager` ("module:function", called with a seed and `kwargs`; returns an
-EnvironmentManagerBase around one environment), `kwargs`, `shows` ("anchor": the bare observation,
-for a prompt template and history of ours; "text": the whole prompt that the manager writes, for a
-template that is only "{observation}" and `prompt.history_length=0`), `action` (how an action is
-given to the manager's projection, such as "<think></think><action>{action}</action>": {action}
-stands for it), `objective`, `train_seeds`, `heldout_seeds`.
+Options:
+    manager    "module:function", called with a seed and `kwargs`; returns an EnvironmentManagerBase
+    kwargs
+    shows      anchor: the bare observation, for a prompt template and history of ours.
+               text: the manager's whole prompt, for a template that is only "{observation}" and
+               `prompt.history_length=0`
+    action     the text for the manager's projection, such as
+               "<think></think><action>{action}</action>"; {action} is replaced
+    objective
+    train_seeds, heldout_seeds
 
-A manager has no way to ask for one task: it plays the next one of an order that follows from its
-seed. So every episode has a manager of its own, and plays the first. `won`, and `task_score` where
-there is one, are its `infos`'; it does not say whether an episode ended or was cut off.
+A manager cannot be asked for a task: it plays an order that follows from its seed. So each episode
+makes a manager and plays its first task. `won` and `task_score` come from its `infos`. It does not
+tell whether an episode terminated or was truncated.
 """
 
 from __future__ import annotations

@@ -1,42 +1,40 @@
-"""Gymnasium's FrozenLake and Taxi in words, for the options `render` and `task_kwargs` of
-`from_gymnasium.py`.
-"""
+"""Gymnasium's FrozenLake and Taxi in words: functions for `render` and `task_kwargs`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-PLACES = ("red", "green", "yellow", "blue")  # Taxi's, in the order of its states
-IN_TAXI = len(PLACES)
+STOPS = ("red", "green", "yellow", "blue")  # Taxi's stops, in the order of its states
+IN_TAXI = len(STOPS)
 LAKE_SIZE = 4
-FROZEN = 0.8  # of the cells, as Gymnasium's own random maps
+FROZEN_SHARE = 0.8  # of the cells, as in Gymnasium's own random maps
 
 
 def lake_of_seed(seed: int) -> dict[str, Any]:
-    """A FrozenLake of its own for every seed; there is always a way to the goal."""
+    """Return the arguments of another FrozenLake for each seed. Its goal can be reached."""
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-    return {"desc": generate_random_map(size=LAKE_SIZE, p=FROZEN, seed=seed)}
+    return {"desc": generate_random_map(size=LAKE_SIZE, p=FROZEN_SHARE, seed=seed)}
 
 
 def lake(env: Any, state: int) -> str:
-    """The lake as a grid: P is where the player is, S the start, F ice, H a hole, G the goal."""
+    """Return the lake as a grid: P player, S start, F ice, H hole, G goal."""
     rows = [[cell.decode() for cell in row] for row in env.desc]
     rows[state // env.ncol][state % env.ncol] = "P"
     return "\n".join(" ".join(row) for row in rows)
 
 
 def taxi(env: Any, state: int) -> str:
-    """Where the taxi, the passenger and the destination are. Walls are in the list of actions:
-    `info["action_mask"]`.
+    """Say where taxi, passenger and destination are.
+
+    Walls show in the admissible actions, by `info["action_mask"]`.
     """
     row, column, passenger, destination = env.decode(state)
-    waits = (
-        "in the taxi"
-        if passenger == IN_TAXI
-        else f"at the {PLACES[passenger]} stop, {_cell(*env.locs[passenger])}"
-    )
-    stop = f"the {PLACES[destination]} stop, {_cell(*env.locs[destination])}"
+    if passenger == IN_TAXI:
+        waits = "in the taxi"
+    else:
+        waits = f"at the {STOPS[passenger]} stop, {_cell(*env.locs[passenger])}"
+    stop = f"the {STOPS[destination]} stop, {_cell(*env.locs[destination])}"
     return (
         f"The taxi is in {_cell(row, column)}. The passenger is {waits}. The destination is {stop}."
     )

@@ -1,31 +1,102 @@
-"""One game being played: the planner holds the state, `texts.py` the words.
+"""Translate a game for ALFWorld's planner, and play it. The planner holds the state.
 
-TextWorld's PddlEnv does the same with its own classes; what is said, paid and listed here is equal
-to what it says, pays and lists, and a test plays both side by side. Only the commands and texts
-that are asked for are made.
+TextWorld's PddlEnv does the same with its own classes. Texts, rewards and commands here are equal
+to its own, and a test plays both side by side. Only the commands and texts that are asked for are
+made. A translation takes most of a first reset and is kept: a group plays its game several times.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import fast_downward
+from alfworld.agents.utils.misc import Demangler
+from fast_downward.translate.pddl.conditions import Atom
+from textworld.generator.game import EntityInfo
 
-from envs.alfworld.games import TASK_MARK
-from envs.alfworld.texts import Facts, Placeholder
-from envs.alfworld.translation import Translation
+from envs.alfworld.games import TASK_MARK, Game, read_game
+from envs.alfworld.generated import read_generated
+from envs.alfworld.grammar import Facts, Language, Placeholder, Signature
 
 INTRO = "#intro#"
 NOTHING_HAPPENS = "Nothing happens."
-# The planner's library keeps a game in its global variables, so each game in play has a copy of its
-# own, and a copy that has been loaded cannot be unloaded: 6 MB for ever. So copies are handed on,
-# never made anew while one is free.
+# The planner's library keeps a game in global variables, so each game in play needs its own copy. A
+# copy has 6 MB and cannot be unloaded, so free ones are reused.
 _free_libraries: list[Any] = []
+_language = lru_cache(maxsize=4)(Language)  # all official games share one
+KEPT_GAMES = 256  # translations in each process, about 100 KB each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translation:
+    """A game as the planner and the grammar need it."""
+
+    language: Language
+    sas: bytes  # the planner's own format, deflated
+    facts: Mapping[Signature, frozenset[tuple[str, ...]]]  # of the initial state
+    types: Mapping[str, str]  # type of each entity, by its id
+    entities: Mapping[str, EntityInfo]  # by id, named as ALFWorld names them ("mug 1")
+    parameters: Mapping[str, tuple[Placeholder, ...]]  # by action
+    task: str
+    walkthrough: tuple[str, ...]
+
+
+@lru_cache(maxsize=KEPT_GAMES)
+def translated(data: str, split: str, name: str) -> Translation:
+    """Read and translate a game, or return a kept translation. Raises ValueError."""
+    if data:
+        return translate(read_game(Path(data).expanduser(), split, name))
+    return translate(read_generated(name))
+
+
+def translate(game: Game) -> Translation:
+    arguments = sys.argv
+    try:
+        task, sas = fast_downward.pddl2sas(game.domain, game.problem)
+    finally:
+        sys.argv = arguments  # the planner overwrites it
+    types = {entity.name: entity.type_name for entity in task.objects}
+    facts = defaultdict(set)
+    for fact in task.init:
+        if isinstance(fact, Atom) and fact.predicate != "=":
+            facts[fact.predicate, tuple(types[name] for name in fact.args)].add(tuple(fact.args))
+    supertypes = tuple((kind.name, tuple(kind.supertype_names)) for kind in task.types)
+    mentioned = [name for known in facts.values() for fact in known for name in fact]
+    parameters = {
+        action.name: tuple((entry.name.strip("?"), entry.type_name) for entry in action.parameters)
+        for action in task.actions
+    }
+    return Translation(
+        language=_language(game.domain, game.grammar, supertypes),
+        sas=zlib.compress(sas.encode(), level=1),
+        facts={signature: frozenset(arguments) for signature, arguments in facts.items()},
+        types=types,
+        entities=_named({name: types[name] for name in mentioned}),
+        parameters=parameters,
+        task=game.task,
+        walkthrough=game.walkthrough,
+    )
+
+
+def _named(types: Mapping[str, str]) -> dict[str, Any]:
+    """Return the entities by id, with ALFWorld's names."""
+    entities = {name: EntityInfo(name, kind) for name, kind in types.items()}
+    names = Demangler(game_infos=entities)
+    for entity in entities.values():
+        entity.name = names.demangle_alfred_name(entity.id)
+        entity.definite, entity.indefinite = "the", "a"
+    return entities
 
 
 class Engine:
-    """Plays any number of games, one after the other."""
+    """Play games, one after the other."""
 
     def __init__(self) -> None:
         self._library = _free_libraries.pop() if _free_libraries else fast_downward.load_lib()
@@ -35,11 +106,11 @@ class Engine:
 
     @property
     def commands(self) -> list[str]:
-        """All that can be done now, in alphabetical order."""
+        """Return the admissible commands in alphabetical order."""
         return sorted(self._operators)
 
     def reset(self, game: Translation) -> str:
-        """Begins the game; returns what it says first."""
+        """Begin a game and return its first text."""
         self._game = game
         self._library.load_sas(zlib.decompress(game.sas))
         self._facts = Facts(game.facts)
@@ -47,7 +118,7 @@ class Engine:
         return self._say(INTRO, {}).replace(TASK_MARK, game.task)
 
     def step(self, command: str) -> tuple[str, bool]:
-        """What the game answers, and whether it is won now. An unknown command changes nothing."""
+        """Return the game's answer, and whether it is won. An unknown command changes nothing."""
         operator = self._operators.get(command)
         if operator is None:
             return NOTHING_HAPPENS, self._library.check_goal()
@@ -58,7 +129,7 @@ class Engine:
         return text, self._library.check_goal()
 
     def close(self) -> None:
-        """Leaves its copy of the planner to the next engine of this process."""
+        """Leave the copy of the planner to the next engine of this process."""
         if self._library is not None:
             _free_libraries.append(self._library)
         self._library = None
@@ -81,7 +152,7 @@ class Engine:
         self._operators = {}
         for operator in operators:
             name, binding = self._split(operator)
-            # Of operators with the same words the first one counts.
+            # the first of operators with the same command counts
             self._operators.setdefault(
                 self._say(self._game.language.commands[name], binding), operator
             )

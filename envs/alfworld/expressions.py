@@ -1,13 +1,11 @@
-"""Evaluates the expressions in a grammar, such as `o.indefinite + ' ' + o.name`, without running
-them as Python.
+"""Evaluate the expressions of a grammar without running them as Python.
 
     read = parse_expression("r.name or r.id")
     text = read({"r": entity})
 
-TextWorld's own evaluator gives them to Python's `eval`, so a game file could do whatever the
-process may do. Taking the builtins away would not help: every object leads back to them. Only what
-ALFWorld's grammar is written with is read here: an entity, one of its texts, quoted text, `+` and
-`or`.
+TextWorld's own evaluator uses `eval`, so a game file could do whatever the process may do. Taking
+the builtins away would not help: every object leads back to them. Only the syntax of ALFWorld's
+grammar is read here: an entity, one of its texts, quoted text, `+` and `or`.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 
-# Of TextWorld's EntityInfo, those that are text.
+# the text fields of TextWorld's EntityInfo
 READABLE = frozenset({"id", "type", "name", "noun", "adj", "definite", "indefinite", "desc"})
-# ALFWorld's longest expression has 29; Python's parser fails on one that is nested too deeply
+# ALFWorld's longest expression has 29. Python's parser fails on deep nesting.
 MAX_CHARACTERS = 200
 TAKES = "it takes an entity, its name, quoted text, + and `or`"
 
@@ -26,9 +24,7 @@ Read = Callable[[Names], object]
 
 
 def parse_expression(expression: str) -> Read:
-    """Return the function that gives the expression's value. Raises ValueError for one that does
-    anything else.
-    """
+    """Return a function that evaluates the expression. Raises ValueError for any other syntax."""
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(
             f"alfworld: the grammar's expression {expression[:60]!r}... has over {MAX_CHARACTERS} "

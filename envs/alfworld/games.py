@@ -1,10 +1,10 @@
-"""Where games come from: the official data directory, the packed form of it, or `generated.py`. All
-read without an engine.
+"""Read games from the official data directory or from packed files, without an engine.
 
-Official: `json_2.1.1/SPLIT/TASK/TRIAL/game.tw-pddl`, as `alfworld-download` makes it, each file
-with its own copy of the domain and of the grammar. Packed: `SPLIT.jsonl.xz`, a game a line, beside
-one `domain.pddl` and one `grammar.twl2`. A game's name is `TASK/TRIAL` in both, and both list the
-same games in the same order.
+    official  json_2.1.1/SPLIT/TASK/TRIAL/game.tw-pddl, as `alfworld-download` writes it
+    packed    SPLIT.jsonl.xz with a game a line, beside one domain.pddl and one grammar.twl2
+
+An official file has its own copy of domain and grammar. A game is named `TASK/TRIAL` in both forms,
+and both list the same games in the same order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TASK_TYPES = (
     "pick_two_obj_and_place",
 )
 OFFICIAL_SPLITS = ("train", "valid_seen", "valid_unseen", "valid_train")
-TASK_MARK = "@TASK@"  # stands for the task's sentence in a grammar, so that all games have one
+TASK_MARK = "@TASK@"  # replaces the task's sentence in a grammar, so that games share grammars
 OFFICIAL_NAME = re.compile(r"(?!\.)[^/\x00]+/(?!\.)[^/\x00]+")  # no absolute path, and no `..`
 TASK_SENTENCE = re.compile(r'(?<="rhs": ")Your task is to: [^"]*(?=")')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Game:
-    """All that the engine needs to play it."""
+    """The parts of a game that the engine needs."""
 
     domain: str  # PDDL
     grammar: str  # TextWorld's twl2, with TASK_MARK where the task's sentence goes
@@ -44,42 +44,40 @@ class Game:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Packed:
+class _PackedGame:
     type: str
     task: str
     walkthrough: tuple[str, ...]
-    problem: bytes  # deflated: 200 MB as text for the whole training split, 25 MB so
+    problem: bytes  # deflated: the training split has 25 MB instead of 200 MB
 
 
 def list_games(data: Path, split: str) -> list[tuple[str, str]]:
-    """(name, task type) of all solvable games of a split, in an order that is fixed and mixes the
-    types.
+    """Return (name, task type) of a split's solvable games, in a fixed order that mixes the types.
 
     Raises ValueError if the split is not there.
     """
-    packed, folder = _places(data, split)
+    packed, folder = _locate(data, split)
     if packed.is_file():
         found = [(name, row.type) for name, row in _read_packed(packed).items()]
     else:
-        paths = [
-            path for path in folder.glob("*/*/game.tw-pddl") if _is_playable(_inside(data, path))
-        ]
-        found = [
-            (path.parent.relative_to(folder).as_posix(), path.parts[-3].partition("-")[0])
-            for path in paths
-        ]
+        found = []
+        for path in folder.glob("*/*/game.tw-pddl"):
+            if _is_playable(_inside(data, path)):
+                name = path.parent.relative_to(folder).as_posix()
+                found.append((name, name.partition("-")[0]))
     if not found:
         raise ValueError(f"alfworld: no solvable game in {folder}; unpack the data again")
-    # By digest of the name: the first games of a split are then of all types, whichever way the
-    # files are kept.
-    return sorted(
-        found, key=lambda game: hashlib.blake2b(game[0].encode(), digest_size=16).digest()
-    )
+    return sorted(found, key=_digest_of_name)
+
+
+def _digest_of_name(game: tuple[str, str]) -> bytes:
+    """Return a sort key that mixes the types and does not depend on how games are stored."""
+    return hashlib.blake2b(game[0].encode(), digest_size=16).digest()
 
 
 def read_game(data: Path, split: str, name: str) -> Game:
-    """Raises ValueError if there is no such game."""
-    packed, folder = _places(data, split)
+    """Read one game. Raises ValueError if there is no such game."""
+    packed, folder = _locate(data, split)
     if packed.is_file():
         row = _read_packed(packed).get(name)
         if row is None:
@@ -119,15 +117,14 @@ def read_game(data: Path, split: str, name: str) -> Game:
     )
 
 
-def _places(data: Path, split: str) -> tuple[Path, Path]:
-    """The split's packed file and its folder, one of which is there; ValueError if neither is."""
+def _locate(data: Path, split: str) -> tuple[Path, Path]:
+    """Return the split's packed file and its folder. Raises ValueError if neither is there."""
     if split not in OFFICIAL_SPLITS:
         raise ValueError(f"alfworld: {split!r} is none of the splits {', '.join(OFFICIAL_SPLITS)}")
-    packed, folders = (
-        _inside(data, data / f"{split}.jsonl.xz"),
-        [data / "json_2.1.1" / split, data / split],
-    )
-    folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+    packed = _inside(data, data / f"{split}.jsonl.xz")
+    folder = data / "json_2.1.1" / split
+    if not folder.is_dir() and (data / split).is_dir():
+        folder = data / split
     if not packed.is_file() and not folder.is_dir():
         raise ValueError(
             f"alfworld option data={str(data)!r}: neither {folder} nor {packed} is there; fetch "
@@ -139,9 +136,7 @@ def _places(data: Path, split: str) -> tuple[Path, Path]:
 
 
 def _inside(data: Path, path: Path) -> Path:
-    """Return the path of a game file. Raises ValueError if it leads out of the folder of games, by
-    a link for example.
-    """
+    """Return the path. Raises ValueError if it leads out of the folder, for example by a link."""
     if not path.resolve().is_relative_to(data.resolve()):
         raise ValueError(
             f"alfworld: {path} leads out of {data}; put the file itself there, or name the other "
@@ -151,19 +146,19 @@ def _inside(data: Path, path: Path) -> Path:
 
 
 def _is_playable(path: Path) -> bool:
-    """Upstream's rule: marked as solvable, and nothing sliced or movable in it."""
+    """Return whether a game is marked as solvable and has no sliced or movable things."""
     if "movable" in str(path) or "Sliced" in str(path):
         return False
     return bool(json.loads(path.read_text()).get("solvable"))
 
 
 @lru_cache(maxsize=len(OFFICIAL_SPLITS))
-def _read_packed(path: Path) -> dict[str, _Packed]:
-    rows: dict[str, _Packed] = {}
+def _read_packed(path: Path) -> dict[str, _PackedGame]:
+    rows: dict[str, _PackedGame] = {}
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            rows[row["id"]] = _Packed(
+            rows[row["id"]] = _PackedGame(
                 type=row["type"],
                 task=row["task"],
                 walkthrough=tuple(row["walkthrough"]),

@@ -1,9 +1,8 @@
-"""Small games made on the spot, of all six types, for ALFWorld's own rules and texts: for tests,
-and to begin with.
+"""Make small games of all six types without data, with ALFWorld's own rules and texts.
 
-A room with six places and four things in it. A game's name says everything about it,
-`TYPE-OBJECT-PLACE-SEED`, so nothing is kept on disk. Names show who learns by heart: each (object,
-place) pair belongs to one split alone.
+A game is a room with six places and four things. Its name says everything about it,
+`TYPE-OBJECT-PLACE-SEED`, so nothing is stored. Each (object, place) pair belongs to one split
+alone: a policy that has learned training games by heart does not know held-out ones.
 """
 
 from __future__ import annotations
@@ -19,41 +18,21 @@ from pathlib import Path
 from envs.alfworld.games import TASK_MARK, TASK_TYPES, Game
 from envs.options import OptionsError
 
-# What can be done with a thing (clean, heat, cool), as in ALFWorld.
+# Each object with the changes that ALFWorld allows.
 OBJECTS = {
-    "Apple": "clean heat cool",
-    "Book": "",
-    "Bread": "heat cool",
-    "CellPhone": "",
-    "Cloth": "clean",
-    "Cup": "clean heat cool",
-    "Egg": "clean heat cool",
-    "KeyChain": "",
-    "Kettle": "clean",
-    "Mug": "clean heat cool",
-    "Newspaper": "",
-    "Pen": "",
-    "Plate": "clean heat cool",
-    "Potato": "clean heat cool",
-    "SoapBar": "clean",
-    "Tomato": "clean heat cool",
-    "Vase": "",
-}
+    "Apple": "clean heat cool", "Book": "", "Bread": "heat cool", "CellPhone": "",
+    "Cloth": "clean", "Cup": "clean heat cool", "Egg": "clean heat cool", "KeyChain": "",
+    "Kettle": "clean", "Mug": "clean heat cool", "Newspaper": "", "Pen": "",
+    "Plate": "clean heat cool", "Potato": "clean heat cool", "SoapBar": "clean",
+    "Tomato": "clean heat cool", "Vase": "",
+}  # fmt: skip
 PLACES = (
-    "ArmChair",
-    "Bed",
-    "Cabinet",
-    "CounterTop",
-    "Desk",
-    "Drawer",
-    "Dresser",
-    "Safe",
-    "Shelf",
-    "SideTable",
-    "Sofa",
-)
+    "ArmChair", "Bed", "Cabinet", "CounterTop", "Desk", "Drawer", "Dresser", "Safe", "Shelf",
+    "SideTable", "Sofa",
+)  # fmt: skip
 OPENABLE = ("Cabinet", "Drawer", "Safe", "Fridge", "Microwave")
-VERBS = {  # how a type changes the object, where, and as what it is then known
+# How a task type changes the object: verb, appliance, resulting predicate.
+VERBS = {
     "pick_clean_then_place_in_recep": ("clean", "SinkBasin", "isClean"),
     "pick_heat_then_place_in_recep": ("heat", "Microwave", "isHot"),
     "pick_cool_then_place_in_recep": ("cool", "Fridge", "isCool"),
@@ -67,35 +46,31 @@ HELDOUT_SHARE = 4  # one pair in four is kept for the held-out split
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
     places: tuple[str, ...]  # types; one of each
-    # (object type, place type); the first, or the first two, are those of the task
+    # (object type, place type); the task's object or objects first
     things: tuple[tuple[str, str], ...]
-    target: str  # the place the task names; for LOOK that of the lamp
+    target: str  # the place that the task names; for LOOK the lamp's place
 
 
 def list_generated(
     split: str, games: int, *, seed: int, task_types: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """(name, task type) of the first games of a split, the types taking turns. Raises OptionsError
-    for 0: there is no end.
+    """Return (name, task type) of the first games of a split, by turns of each type.
+
+    Raises OptionsError for 0 games, which means all: the sequence has no end.
     """
     if games == 0:
         raise OptionsError(
-            f"alfworld option {split}_games=0 means all games, and games made on the spot have no "
-            "end: "
+            f"alfworld option {split}_games=0 means all games, and generated games have no end: "
             f"set {split}_games to a number, or data to a folder with games"
         )
     return list(islice(_names(split, seed=seed, task_types=task_types), games))
 
 
 def read_generated(name: str) -> Game:
-    """The game of that name; ValueError if it is none."""
+    """Make the game of that name. Raises ValueError for any other name."""
     kind, object_, place = (*name.split("-"), "", "")[:3]
-    if (
-        kind not in TASK_TYPES
-        or object_ not in OBJECTS
-        or place not in PLACES
-        or name.count("-") != 3
-    ):
+    is_known = kind in TASK_TYPES and object_ in OBJECTS and place in PLACES
+    if not is_known or name.count("-") != 3:
         raise ValueError(
             f"alfworld: {name!r} is no generated game; set env.options.data to the folder that has "
             "it"
@@ -112,7 +87,7 @@ def read_generated(name: str) -> Game:
 
 
 def pairs(split: str, kind: str) -> list[tuple[str, str]]:
-    """The (object, place) pairs of a type that belong to a split, whatever the seed."""
+    """Return the (object, place) pairs of a type and split. They depend on nothing else."""
     verb = VERBS[kind][0] if kind in VERBS else ""
     both = list(product(OBJECTS, PLACES))
     random.Random("alfworld pairs").shuffle(both)
@@ -156,8 +131,10 @@ def _sentence(kind: str, object_: str, place: str) -> str:
 
 
 def _walkthrough(kind: str, scene: Scene) -> tuple[str, ...]:
-    """ALFWorld numbers things of one type from the last id down; in `_problem` the first thing has
-    the first id.
+    """Return a solution.
+
+    ALFWorld numbers things of one type from the last id down, and `_problem` gives ids in order: of
+    two things the first is number 2.
     """
     commands: list[str] = []
     opened: set[str] = set()
@@ -216,18 +193,22 @@ def _problem(kind: str, object_: str, scene: Scene) -> str:
         f"{place}Type - rtype" for place in (*PLACES, "SinkBasin", "Sink", "Microwave", "Fridge")
     ]
     declared += [f"{thing}Type - otype" for thing in (*OBJECTS, LAMP, "Knife", "ButterKnife")]
-    body = f"(:objects {' '.join(declared)})\n(:init {' '.join(facts)})\n(:goal {_goal(kind, object_, scene.target)})"
+    goal = _goal(kind, object_, scene.target)
+    body = f"(:objects {' '.join(declared)})\n(:init {' '.join(facts)})\n(:goal {goal})"
     return f"(define (problem generated)\n(:domain alfred)\n{body})\n"
 
 
 def _basin(place: str) -> str:
-    # which is how ALFWorld knows to say "sinkbasin"
+    # ALFWorld names it "sinkbasin" by this end of its id
     return "_bar_SinkBasin" if place == "SinkBasin" else ""
 
 
 def _goal(kind: str, object_: str, place: str) -> str:
     if kind == LOOK:
-        lit = f"(objectType ?t {LAMP}Type) (isToggled ?t) (inReceptacle ?t ?r) (receptacleAtLocation ?r ?l) (atLocation ?a ?l)"
+        lit = (
+            f"(objectType ?t {LAMP}Type) (isToggled ?t) (inReceptacle ?t ?r) "
+            "(receptacleAtLocation ?r ?l) (atLocation ?a ?l)"
+        )
         held = f"(exists (?o - object) (and (objectType ?o {object_}Type) (holds ?a ?o)))"
         return f"(exists (?t - object ?r - receptacle ?a - agent ?l - location) (and {lit} {held}))"
     there = f"(receptacleType ?r {place}Type) (objectType ?o {object_}Type) (inReceptacle ?o ?r)"
@@ -241,8 +222,9 @@ def _goal(kind: str, object_: str, place: str) -> str:
 
 @cache
 def _rules() -> tuple[str, str]:
-    """Domain and grammar of the installed alfworld, read without importing it, which would make its
-    cache directory.
+    """Return domain and grammar of the installed alfworld.
+
+    It is not imported, which would create its cache directory.
     """
     found = find_spec("alfworld")
     if found is None or not found.submodule_search_locations:

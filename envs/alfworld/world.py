@@ -1,8 +1,12 @@
-"""The environment: which games are tasks, and one of them played.
+"""ALFWorld as an environment.
 
-Options: `data` (folder of games, official or packed; "" makes small ones on the spot), `train` and
-`heldout` (which official split is played as such), `task_types` (a list of the six; [] is all),
-`train_games` and `heldout_games` (at most; 0 is all), `seed` (of games made on the spot).
+Options:
+    data           folder of games, official or packed; "" generates small ones
+    train, heldout official splits to train on and to hold out
+    task_types     list of some of the six types; [] for all
+    train_games, heldout_games
+                   use at most so many; 0 for all
+    seed           of generated games
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from envs.options import OptionsError, check_options, check_split, whole_number
 if TYPE_CHECKING:
     from envs.alfworld.engine import Engine
 
-UNLISTED = "help"  # as upstream lists them to an agent; said outright it is answered
+UNLISTED = "help"  # not listed to the agent, as upstream; the game still answers it
 OBJECTIVE = "Your task is to: "
 
 
@@ -36,35 +40,30 @@ class _Options:
 
 
 class AlfWorldEnv:
-    """The step limit is the runner's. An observation is the game's text, unchanged, and is its own
-    anchor state.
+    """An observation is the game's text, and is its own anchor.
 
-    Every action is valid, as in the paper: one that is not listed is answered "Nothing happens.",
-    and whether it is punished is for `prompt.invalid` to say. The next command of the game's
-    walkthrough is demonstrated until one strays from it.
+    Every action is valid, as in the paper. The game answers an unlisted one with "Nothing happens."
+    The next command of the game's walkthrough is demonstrated as long as the agent follows it.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._data = _parse(options).data
         self._engine: Engine | None = None
         self._objective = ""
-        self._walkthrough: tuple[str, ...] = ()  # what is left of it
+        self._walkthrough: tuple[str, ...] = ()  # commands that are left
         self._is_over = True
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         check_split(split)
         parsed = _parse(options)
-        official, count = (
-            (parsed.train, parsed.train_games)
-            if split == "train"
-            else (parsed.heldout, parsed.heldout_games)
-        )
+        official, count = parsed.train, parsed.train_games
+        if split == "heldout":
+            official, count = parsed.heldout, parsed.heldout_games
         if parsed.data:
-            games = list_games(Path(parsed.data).expanduser(), official)
-            games = [(name, kind) for name, kind in games if kind in parsed.task_types][
-                : count or None
-            ]
+            listed = list_games(Path(parsed.data).expanduser(), official)
+            games = [(name, kind) for name, kind in listed if kind in parsed.task_types]
+            games = games[: count or None]
         else:
             official = f"generated_{split}"
             games = list_generated(split, count, seed=parsed.seed, task_types=parsed.task_types)
@@ -73,17 +72,16 @@ class AlfWorldEnv:
                 id=f"{official}/{name}",
                 env_name="alfworld",
                 split=split,
-                seed=place,
+                seed=index,
                 data={"split": official, "game": name, "type": kind},
             )
-            for place, (name, kind) in enumerate(games)
+            for index, (name, kind) in enumerate(games)
         ]
 
     def reset(self, task: Task) -> Observation:
         try:
-            # here, because the coordinator only needs the list of tasks
-            from envs.alfworld.engine import Engine
-            from envs.alfworld.translation import translated
+            # imported here, because the coordinator only lists tasks
+            from envs.alfworld.engine import Engine, translated
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"environment 'alfworld' needs its planner ({error}): pip install -e '.[alfworld]'"
@@ -145,8 +143,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         )
     if not isinstance(options["data"], str):
         raise OptionsError(
-            f"alfworld option data={options['data']!r} must be a folder, or '' for games made on "
-            "the spot"
+            f"alfworld option data={options['data']!r} must be a folder, or '' for generated games"
         )
     values = {
         **options,

@@ -1,11 +1,10 @@
-"""Making TextWorld games on the spot: a seeded world, compiled to a `.z8` file, checked by playing
-it, and cached.
+"""Draw TextWorld games from a seed, compile them to `.z8` files, prove them winnable, cache them.
 
-One family, "treasure": two or more rooms in a row, one piece of furniture in each, small things
-lying about. A key lies on or in one piece; another room holds a locked chest, and the game is won
-when the chest is open. What a game is (`Treasure`) is drawn by us, in microseconds; TextWorld turns
-it into a real Inform 7 game. The splits are disjoint by construction: every (chest, hiding place of
-the key) pair belongs to one split alone, so no held-out game has the content of a training game.
+Every game is a "treasure": two or more rooms in a row, one piece of furniture in each, and small
+things lying about. One piece hides a key. Another room holds a locked chest, and opening it wins.
+A game's content (`Treasure`) is drawn here in microseconds; TextWorld makes a real Inform 7 game of
+it. Each pair of chest and hiding place belongs to one split alone, so no held-out game repeats the
+content of a training game.
 """
 
 from __future__ import annotations
@@ -25,58 +24,37 @@ from typing import Any
 from printable import printable
 
 ROOMS = (
-    "attic",
-    "bedroom",
-    "cellar",
-    "garage",
-    "garden",
-    "hall",
-    "kitchen",
-    "library",
-    "office",
+    "attic", "bedroom", "cellar", "garage", "garden", "hall", "kitchen", "library", "office",
     "porch",
-)
+)  # fmt: skip
 SUPPORTERS = ("bench", "counter", "desk", "shelf", "stool", "table")
 CONTAINERS = ("basket", "box", "crate", "drawer", "trunk")
 CHESTS = ("cabinet", "chest", "locker", "safe", "strongbox", "wardrobe")
 THINGS = (
-    "apple",
-    "ball",
-    "book",
-    "candle",
-    "cup",
-    "hat",
-    "jar",
-    "map",
-    "pen",
-    "ring",
-    "rope",
+    "apple", "ball", "book", "candle", "cup", "hat", "jar", "map", "pen", "ring", "rope",
     "spoon",
-)
+)  # fmt: skip
 KEY = "key"
-# direction out of a room and direction back, as Inform names them
+# Inform's names of the direction to the next room and of the direction back
 WAYS = (("north", "south"), ("south", "north"), ("east", "west"), ("west", "east"))
 HELDOUT_SHARE = 3  # one goal in three is kept for the held-out split
-# Part of every cached file's name: raise it when the same `Treasure` would no longer give the same
-# game.
+# Part of each cached file's name. Raise it when equal treasures would give another game.
 GENERATOR_VERSION = 2
 COMPILER_CODE = "from envs.textworld.games import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Treasure:
-    """Everything that distinguishes one game from another; two equal treasures are the same
-    game.
-    """
+    """The content of one game. Equal treasures are the same game."""
 
     rooms: tuple[str, ...]  # in a row: rooms[i] leads to rooms[i + 1]
-    ways: tuple[int, ...]  # index into WAYS for each of those steps
-    # one piece in each room; that of the target room is the locked chest
+    ways: tuple[int, ...]  # index into WAYS for each step along the row
+    # one piece in each room; the target room's is the locked chest
     furniture: tuple[str, ...]
-    closed: tuple[bool, ...]  # whether that piece, if a container, starts closed
-    things: tuple[str, ...]  # of no use
+    closed: tuple[bool, ...]  # whether each piece, if a container, starts closed
+    things: tuple[str, ...]  # useless
     places: tuple[int, ...]  # the room whose furniture holds each thing
-    start: int  # the room the player wakes up in
+    start: int  # the room in which the game begins
     source: int  # the room whose furniture holds the key
     target: int  # the room with the chest
 
@@ -90,7 +68,7 @@ class Treasure:
 
     @property
     def walkthrough(self) -> tuple[str, ...]:
-        """A shortest winning line, used to prove that the compiled game can be won."""
+        """Return a shortest solution, which proves that the compiled game can be won."""
         place, chest = self.furniture[self.source], self.furniture[self.target]
         commands = self._walk(self.start, self.source)
         if place in CONTAINERS and self.closed[self.source]:
@@ -101,9 +79,7 @@ class Treasure:
 
     @property
     def fingerprint(self) -> str:
-        """128 bits of hex over the content and the generator's version; the name of the cached
-        file.
-        """
+        """Return 128 bits in hex of content and generator version: the cached file's name."""
         content = json.dumps([GENERATOR_VERSION, asdict(self)], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -114,9 +90,7 @@ class Treasure:
 
 
 def goals(split: str) -> frozenset[tuple[str, str]]:
-    """The (chest, hiding place) pairs that belong to a split, whatever the number of games and
-    their seed.
-    """
+    """Return the (chest, hiding place) pairs of a split. They depend on nothing else."""
     pairs = [(chest, place) for chest in CHESTS for place in (*SUPPORTERS, *CONTAINERS)]
     random.Random("treasure goals").shuffle(pairs)
     border = len(pairs) // HELDOUT_SHARE
@@ -124,11 +98,10 @@ def goals(split: str) -> frozenset[tuple[str, str]]:
 
 
 def treasures(*, split: str, seed: int, rooms: int, things: int) -> Iterator[tuple[int, Treasure]]:
-    """Endless (seed of the game, game) of a split, no game twice; the same arguments always give
-    the same sequence.
+    """Yield (seed of the game, game) of a split, without end or repetition, reproducibly.
 
-    Each game has 2 to `rooms` rooms: the small ones are won by chance now and then, and what is
-    learned there carries over.
+    Each game has 2 to `rooms` rooms. Small games are sometimes won by chance, and the skill carries
+    over to large ones.
     """
     allowed = goals(split)
     seen: set[Treasure] = set()
@@ -143,7 +116,7 @@ def treasures(*, split: str, seed: int, rooms: int, things: int) -> Iterator[tup
 
 def _draw(rng: random.Random, *, rooms: int, things: int) -> Treasure:
     rooms = rng.randint(2, rooms)
-    # Never straight back: the row of rooms would fold onto itself.
+    # never straight back: two rooms would be in the same place
     ways = [rng.randrange(len(WAYS))]
     while len(ways) < rooms - 1:
         step = rng.randrange(len(WAYS))
@@ -168,10 +141,9 @@ def _draw(rng: random.Random, *, rooms: int, things: int) -> Treasure:
 
 
 def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]:
-    """Compile what the cache lacks, one game per process at a time; returns the `.z8` of each game,
-    in order.
+    """Compile the games that the cache lacks. Return the `.z8` file of each game, in order.
 
-    Interrupted at any moment it leaves whole games or none, and the next call goes on from there.
+    If it is interrupted, the cache has complete games only, and the next call continues.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     paths = [cache_dir / f"{game.fingerprint}.z8" for game in games]
@@ -181,9 +153,10 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
             printable(f"making {len(missing)} TextWorld games of {len(paths)}, in {cache_dir}"),
             flush=True,
         )
+    n_cores = len(os.sched_getaffinity(0))
+    games_to_compile = list(missing.items())
     compilers = [
-        _start_compiler(list(missing.items())[n :: _cores()])
-        for n in range(min(len(missing), _cores()))
+        _start_compiler(games_to_compile[n::n_cores]) for n in range(min(len(missing), n_cores))
     ]
     errors = [compiler.communicate()[1] for compiler in compilers]
     failed = [
@@ -194,14 +167,8 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
     return paths
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _start_compiler(games: Sequence[tuple[Path, Treasure]]) -> subprocess.Popen[str]:
-    """A process of its own that imports nothing but this file: a fork would carry the caller's
-    threads and locks.
-    """
+    """Start a new process. A fork would copy the caller's threads and locks."""
     compiler = subprocess.Popen(
         [sys.executable, "-c", COMPILER_CODE],
         cwd=Path(__file__).resolve().parents[2],
@@ -216,9 +183,7 @@ def _start_compiler(games: Sequence[tuple[Path, Treasure]]) -> subprocess.Popen[
 
 
 def _compile(game: Treasure, path: Path) -> None:
-    """Build, compile, win once, then rename into place; the `.z8` goes last because it is what
-    marks a whole game.
-    """
+    """Build, compile and win a game, then rename its files. The `.z8` marks it as complete."""
     from textworld.generator import GameOptions, compile_game
 
     scratch = path.parent / f"tmp-{path.stem}-{os.getpid()}"
@@ -240,7 +205,7 @@ def _build(treasure: Treasure):  # type: ignore[no-untyped-def]  # textworld.Gam
     from textworld.generator.game import Event, Quest
 
     options = GameOptions()
-    # set, or TextWorld draws from its global generator; the texts have no other randomness
+    # fixed, because the texts are TextWorld's only other randomness
     options.seeds = 0
     options.grammar.theme = "basic"  # the shortest sentences TextWorld has
     maker = GameMaker(options)
@@ -282,7 +247,7 @@ def _check_winnable(treasure: Treasure, z8_path: str) -> None:
 
 
 def main() -> None:
-    """Compile the games on standard input: JSON pairs of a file to write and a Treasure's fields."""
+    """Compile the games on standard input: JSON pairs of a path and a Treasure's fields."""
     for target, content in json.load(sys.stdin):
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

@@ -1,12 +1,10 @@
-"""TextWorld: real Inform 7 games, made by this project on the first call and played through
-TextWorld's own engine.
+"""TextWorld as an environment: Inform 7 games, made on the first call, on TextWorld's own engine.
 
-The agent reads what the game prints, without banner and status line, and chooses among the commands
-TextWorld lists. A command that is not on that list is not sent to the game: the state stays, the
-step counts, `valid` is False.
+The agent reads the game's text without banner and status line, and chooses among the commands that
+TextWorld lists. Any other command is not sent to the game: it is invalid and changes nothing.
 
-Options: `cache_dir` (str), `seed` (base seed of the games), `train_games`, `heldout_games`, `rooms`
-(at most), `things` (of no use, lying about).
+Options: `cache_dir` (folder of games), `seed` (of the games), `train_games`, `heldout_games`,
+`rooms` (at most so many per game), `things` (useless things lying about).
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from envs.base import Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_number
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
-# No delivery needs them, and listed they would double the length of every prompt. Said outright
-# they still work.
+# No game needs these commands, and they would double the length of each prompt. They still work.
 UNLISTED_VERBS = ("close", "drop", "examine", "inventory", "look")
 NOTHING_HAPPENS = "Nothing happens."
 # TextWorld ends each reply with a prompt and a status line, `>     -= Attic =-0/3`.
@@ -45,9 +42,7 @@ class _Options:
 
 
 class TextWorldEnv:
-    """One process plays one game at a time; a game already open is kept, so the members of a group
-    share the load.
-    """
+    """Plays one game at a time. An open game is kept, so a group loads it once per process."""
 
     makes_tasks = True
 
@@ -130,21 +125,19 @@ class TextWorldEnv:
         listed = tuple(
             command for command in self._commands if command.split()[0] not in UNLISTED_VERBS
         )
-        # Where the player is and what can be done. Not the last reply: two ways into a state lead
-        # to one state.
+        # Room and commands identify the state. The last reply does not: it depends on the way in.
         anchor = f"{self._room}: {', '.join(listed)}"
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
 
 
 def _game_file(cache_dir: Path, task: Task) -> str:
-    """Return the path of the task's game in the folder of games. Raises ValueError if it would be a
-    file elsewhere.
+    """Return the path of the task's game in the folder of games. Raises ValueError for any other.
 
-    Only the name is taken from the task: a game is code for TextWorld's interpreter, and the folder
-    may have been moved.
+    Only the file's name is taken from the task: a game is code for TextWorld's interpreter. The
+    folder may have been moved.
     """
     path = cache_dir.resolve() / Path(task.data["game_path"]).name
-    # TextWorld reads what it knows of the game from the .json beside it.
+    # TextWorld reads the .json file beside the game, too.
     is_link = any(file.is_symlink() for file in (path, path.with_suffix(".json")))
     if not GAME_NAME.fullmatch(path.name) or is_link:
         raise ValueError(
@@ -154,12 +147,9 @@ def _game_file(cache_dir: Path, task: Task) -> str:
 
 
 def _shorten(feedback: str) -> str:
-    """What the game says, on one line, without banner, objective, room title, status line and end
-    notice.
-    """
+    """Return the game's text on one line, without banner, title, status line and end notice."""
     text = STATUS_LINE.sub("", feedback).split(WIN_NOTICE)[0]
-    # The first reply opens with the banner and the objective; the room's title is where the game
-    # itself begins.
+    # Banner and objective of the first reply stand before the room's title.
     title = ROOM_TITLE.search(text)
     if title is not None:
         text = text[title.end() :]
@@ -167,7 +157,7 @@ def _shorten(feedback: str) -> str:
 
 
 def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environment; no types there
-    # here, because it costs 0.7 s and the coordinator only needs the list of tasks
+    # imported here: it takes 0.7 s, and the coordinator only lists tasks
     import textworld
 
     logging.getLogger("textworld").setLevel(logging.WARNING)
@@ -176,7 +166,7 @@ def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environm
             f"game file {path!r} is not there; ask for the tasks again, which makes it anew"
         )
     with warnings.catch_warnings():
-        # the interpreter warns that it does not know this game, which is new by design
+        # the interpreter warns that it does not know this new game
         warnings.simplefilter("ignore")
         return textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True))
 

@@ -2,8 +2,8 @@
 
 A synthetic instruction gives one goal for each choice of its product's options. A crowd worker's
 instruction is one goal. Prices are drawn first: one for each product with a range, then the most
-that each goal may cost. WebShop does not fix their seed, so its instructions differ from run to run;
-here it is `seed`. The order is shuffled with seed 233, as WebShop does.
+that each goal may cost. WebShop does not fix their seed, so its instructions differ from run to
+run; here it is `seed`. The order is shuffled with seed 233, as WebShop does.
 """
 
 from __future__ import annotations

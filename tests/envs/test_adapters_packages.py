@@ -39,7 +39,7 @@ MANAGER = """
 import numpy
 class Guess:  # `reset(kwargs)` and `step(texts)` of a batch, here of one
     def __init__(self, seed, limit):
-        self.numbers = iter(numpy.random.RandomState(seed).randint(0, 10, 5))  # of one game after the other
+        self.numbers = iter(numpy.random.RandomState(seed).randint(0, 10, 5))  # one for each game
         self.limit = limit
     def reset(self, kwargs):
         self.number, self.turns = next(self.numbers), 0
@@ -237,8 +237,9 @@ PYTHON = os.environ.get("ADAPTERS_PYTHON", sys.executable)
 
 @contextmanager
 def served(module: str, *command: str) -> Iterator[str]:
-    """The URL of a server that the interpreter ADAPTERS_PYTHON runs; skips the test if that has no
-    such module.
+    """Yield the URL of a server run by the interpreter ADAPTERS_PYTHON.
+
+    Skip the test if that has no such module.
     """
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if subprocess.run([PYTHON, "-c", look], cwd=ROOT, check=False).returncode:
@@ -260,7 +261,7 @@ Episode = Callable[[PooledEnvironment, Task], Coroutine[Any, Any, Any]]
 
 
 def play(name: str, options: dict[str, object], episode: Episode, *, times: int) -> list[Any]:
-    """What `episode` returns of every training task, all at once, so many times."""
+    """Return the results of `episode` for every training task, all at once, so many times."""
     tasks = list_tasks(name, options)["train"]
 
     async def one(pool: EnvironmentPool, task: Task) -> Any:
@@ -363,7 +364,8 @@ class Stairs(Environment):
     def step(self, action, timeout_s=None, **kwargs):
         if action.way == "jump": raise RuntimeError("the stairs break")
         self.height -= action.way == "down"
-        return Seen(height=f"at {self.height}", done=self.height == 0, reward=float(self.height == 0))
+        is_done = self.height == 0
+        return Seen(height=f"at {self.height}", done=is_done, reward=float(is_done))
     @property
     def state(self): return State()
 app = create_fastapi_app(Stairs, Move, Seen, max_concurrent_envs=40)

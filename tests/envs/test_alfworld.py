@@ -19,7 +19,6 @@ from envs import EnvironmentPool, Task, environment_class, list_tasks
 
 pytest.importorskip("alfworld", reason="pip install 'async-gigpo[alfworld]'")
 from envs.alfworld import engine as engine_module
-from envs.alfworld import translation
 from envs.alfworld.games import TASK_MARK, TASK_TYPES, Game, list_games, read_game
 from envs.alfworld.generated import OBJECTS, list_generated, pairs, read_generated
 from tests.support.alfworld_stock import assert_equal_to_stock, load_stock, stock_engine
@@ -106,14 +105,16 @@ def test_an_unknown_command_changes_nothing_and_help_is_understood_though_not_li
 
 def test_a_game_is_translated_once_and_not_for_ever_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Game] = []
-    translate = translation.translate
-    monkeypatch.setattr(translation, "translate", lambda game: made.append(game) or translate(game))
-    translation.translated.cache_clear()
+    translate = engine_module.translate
+    monkeypatch.setattr(
+        engine_module, "translate", lambda game: made.append(game) or translate(game)
+    )
+    engine_module.translated.cache_clear()
     env, other = AlfWorld(OPTIONS), AlfWorld(OPTIONS)
     for task in [*heldout_tasks(), *heldout_tasks()]:
         assert env.reset(task) == other.reset(task)
     assert len(made) == len(heldout_tasks())
-    assert translation.translated.cache_info().maxsize == translation.KEPT_GAMES
+    assert engine_module.translated.cache_info().maxsize == engine_module.KEPT_GAMES
     env.close()
     other.close()
 

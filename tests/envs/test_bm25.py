@@ -25,11 +25,13 @@ from envs.bm25 import (
 
 # Porter's own examples, a few for every step, and what Lucene does otherwise
 STEMS = """
-    caresses caress  ponies poni  cats cat  feed feed  agreed agre  plastered plaster  bled bled  motoring motor  sing sing
-    conflated conflat  hopping hop  falling fall  hissing hiss  failing fail  filing file  happy happi  sky sky
-    relational relat  conditional condit  vietnamization vietnam  operator oper  decisiveness decis  sensibiliti sensibl
-    triplicate triplic  electrical electr  goodness good  revival reviv  adjustment adjust  adoption adopt  communism commun
-    probate probat  rate rate  cease ceas  controll control  roll roll  geology geologi  apology apolog  possibly possibl  is is
+    caresses caress  ponies poni  cats cat  feed feed  agreed agre  plastered plaster  bled bled
+    motoring motor  sing sing  conflated conflat  hopping hop  falling fall  hissing hiss
+    failing fail  filing file  happy happi  sky sky  relational relat  conditional condit
+    vietnamization vietnam  operator oper  decisiveness decis  sensibiliti sensibl
+    triplicate triplic  electrical electr  goodness good  revival reviv  adjustment adjust
+    adoption adopt  communism commun  probate probat  rate rate  cease ceas  controll control
+    roll roll  geology geologi  apology apolog  possibly possibl  is is
 """
 
 

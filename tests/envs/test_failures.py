@@ -114,7 +114,7 @@ def line_of(text: str) -> int:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The path of the module; its name is `broken_world`."""
+    """Return the path of the module `broken_world`."""
     (tmp_path / "broken_world.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "broken_world", raising=False)  # of another test's folder
@@ -201,7 +201,8 @@ def test_each_trouble_of_an_environment_is_one_line_with_its_place_task_and_log(
         (
             "size",
             "",
-            r"MissingOption: option 'size' is missing \(given: door\); set env.options.size=..., at {file}:{line}",
+            r"MissingOption: option 'size' is missing \(given: door\); set env.options.size=..., "
+            "at {file}:{line}",
         ),
     ],
 )
@@ -386,7 +387,7 @@ def test_a_module_that_cannot_be_used_is_one_line(
     code: str,
     words: str,
 ) -> None:
-    """In a start and in a dry run of gigpo train, and in a start of gigpo evaluate."""
+    """Check a start and a dry run of a training, and a start of an evaluation."""
     (tmp_path / "odd_module.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -474,9 +475,7 @@ def test_a_dry_run_refuses_mistakes_and_only_says_what_may_be_elsewhere(
 def test_the_authors_line_is_named_also_where_our_code_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An environment may be made of ours. An error that ours raise on purpose says what to change,
-    and no line.
-    """
+    """Subclass one of our environments. An error of ours says what to change, and has no line."""
     lines = (
         "from envs.key_room import KeyRoomEnv",
         "class Mine(KeyRoomEnv):",

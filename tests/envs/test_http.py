@@ -164,7 +164,8 @@ def test_the_requests_are_as_documented(url: str) -> None:
     status, transition = ask(url, "step", created | {"action": "go east"})
     assert status == 200 and transition["observation"]["text"] == "The blue room. A key lies here."  # type: ignore[index]
     assert {k: v for k, v in transition.items() if k != "observation"} == {
-        "reward": 0.0, "terminated": False, "truncated": False, "won": False, "valid": True, "task_score": None,
+        "reward": 0.0, "terminated": False, "truncated": False, "won": False, "valid": True,
+        "task_score": None,
     }  # fmt: skip
     assert ask(url, "close", created) == (200, {})
     assert ask(url, "step", created | {"action": "go east"})[0] == 404
@@ -208,8 +209,11 @@ def test_an_error_there_is_the_episodes_error_here(
         try:
             async with pool.environment() as environment:
                 await environment.reset(task)
-                said = r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step; the server printed"
-                with pytest.raises(EnvironmentDied, match=said):
+                error = (
+                    r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step; "
+                    "the server printed"
+                )
+                with pytest.raises(EnvironmentDied, match=error):
                     await environment.step("open")
             # and the next episode is none the worse for it
             async with pool.environment() as environment:

@@ -37,7 +37,8 @@ def test_each_kind_of_cell_has_its_own_colours() -> None:
     image = draw_room("# _ O\nX P S\n√ # #", cell_pixels=10)
     assert image.shape == (30, 30, 3) and image.dtype == np.uint8
     middle = {sign: tuple(image[row * 10 + 5, column * 10 + 5]) for row, column, sign in
-              [(0, 0, "#"), (0, 1, "_"), (0, 2, "O"), (1, 0, "X"), (1, 1, "P"), (1, 2, "S"), (2, 0, "√")]}  # fmt: skip
+              [(0, 0, "#"), (0, 1, "_"), (0, 2, "O"), (1, 0, "X"), (1, 1, "P"), (1, 2, "S"),
+               (2, 0, "√")]}  # fmt: skip
     assert middle == {
         "#": WALL,
         "_": FLOOR,

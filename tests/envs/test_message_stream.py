@@ -21,7 +21,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def framed(message: object) -> bytes:
-    """As a Connection sends it, from a thread, as the socket does not hold all of a long one."""
+    """Return the bytes that a Connection sends. A thread sends: a long message fills a socket."""
     ours, theirs = socket.socketpair()
 
     def send() -> None:

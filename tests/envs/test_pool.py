@@ -289,7 +289,10 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
         return hung, fine
 
     hung, fine = asyncio.run(play())
-    said = rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, at .*moody_world.py:29 in step"
+    said = (
+        rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, "
+        "at .*moody_world.py:29 in step"
+    )
     assert re.search(said, str(hung))
     assert fine.reward == 1.0  # type: ignore[attr-defined]
 

@@ -51,7 +51,8 @@ def test_a_class_of_ones_own_is_found_by_module_and_class() -> None:
     [
         (
             "textwrld",
-            rf"unknown environment 'textwrld': did you mean 'textworld'\? Known: {', '.join(ENVIRONMENTS)}",
+            r"unknown environment 'textwrld': did you mean 'textworld'\? Known: "
+            + ", ".join(ENVIRONMENTS),
         ),
         ("zzz", rf"unknown environment 'zzz': Known: {', '.join(ENVIRONMENTS)}"),
         ("no_such_module:Env", "no module 'no_such_module'"),

@@ -122,7 +122,8 @@ def test_an_episode_by_hand() -> None:
     searched = env.step(SEARCH.format("Who was Pell Harrin?"))
     seen = searched.observation
     assert seen.text.startswith(
-        '<information>Doc 1(Title: "Pell Harrin") Pell Harrin was a climber and mapmaker, born in Little'
+        '<information>Doc 1(Title: "Pell Harrin") Pell Harrin was a climber and mapmaker, '
+        "born in Little"
     )
     assert seen.text.endswith("\n</information>")
     assert seen.text.count("Doc ") == 2  # topk

@@ -131,7 +131,8 @@ SEARCH_R1 = {
     "prompt": [
         {
             "role": "user",
-            "content": "Answer. For example, <answer> x </answer>. Question: who wrote the salt year?\n",
+            "content": "Answer. For example, <answer> x </answer>. "
+            "Question: who wrote the salt year?\n",
         }
     ],
     "ability": "fact-reasoning",

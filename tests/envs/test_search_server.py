@@ -158,9 +158,7 @@ def test_our_server_refuses_what_is_no_request(body: Any, complaint: str) -> Non
 
 
 def test_several_questions_are_in_flight() -> None:
-    """A server that answers nobody until eight have asked: one after the other, no episode would
-    ever end.
-    """
+    """Let a server answer only when eight have asked. One by one, no episode would ever end."""
     at_once, asking, all_ask = 8, [], asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
@@ -205,7 +203,8 @@ def test_a_server_that_is_not_there_is_named_with_what_to_do(unused_url: str) ->
     assert "\n" not in str(failure.value)
     with pytest.raises(
         EnvironmentFailed,
-        match="env.name=search does not start with task heldout/nq-test_0: .*no retrieval server at",
+        match="env.name=search does not start with task heldout/nq-test_0: "
+        ".*no retrieval server at",
     ):
         try_environment("search", remote(unused_url), a_task("q?", ["a"]), answer_timeout_s=30.0)
 
@@ -229,7 +228,8 @@ def test_a_lost_connection_is_tried_again_and_nothing_else_is() -> None:
             assert len(requests) == 3
             with pytest.raises(
                 ValueError,
-                match=f"server at {url_of(server)} answered 500: out of memory; its log may say why",
+                match=f"server at {url_of(server)} answered 500: out of memory; "
+                "its log may say why",
             ):
                 await ask_server(url_of(server), "x", topk=3)
             assert len(requests) == 4

@@ -214,6 +214,9 @@ def test_a_folder_of_games_that_was_moved_or_is_a_link_is_played(tmp_path: Path)
 
 
 def test_shorten_keeps_the_story_and_drops_the_frame() -> None:
-    raw = "\n\n  $$ banner\n\nput cup on desk.\n\n-= Attic =-\nYou are in\nthe attic.\n\n>        -= Attic =-0/1"
+    raw = (
+        "\n\n  $$ banner\n\nput cup on desk.\n\n-= Attic =-\nYou are in\nthe attic.\n\n"
+        ">        -= Attic =-0/1"
+    )
     assert _shorten(raw) == "You are in the attic."
     assert _shorten("You take the cup.\n\n\n>      -= Hall =-0/12") == "You take the cup."

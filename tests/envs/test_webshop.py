@@ -43,7 +43,7 @@ def every_task(data: Path) -> dict[int, Task]:
 
 
 def available(observation: Observation) -> dict[str, object]:
-    """As the original lists what can be done."""
+    """Return the actions as the original lists them."""
     assert observation.actions is not None
     return {
         "has_search_bar": "search[<your query>]" in observation.actions,

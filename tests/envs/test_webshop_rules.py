@@ -116,10 +116,14 @@ def test_the_pages_and_the_ways_between_them(options: dict[str, object]) -> None
         ),
         *("click[< prev]", "click[back to search]"),
     )
-    results = "'Back to Search' [SEP] 'Page 1 (Total results: 2)' [SEP] 'Next >' [SEP] 'B000000001' [SEP] 'Acme Lamp' [SEP] "
+    results = "'Back to Search' [SEP] 'Page 1 (Total results: 2)' [SEP] 'Next >' [SEP] "
+    results += "'B000000001' [SEP] 'Acme Lamp' [SEP] "
     results += "'$19.99 to $27.99' [SEP] 'B000000002' [SEP] 'Acme Lamp Shade' [SEP] '$100.0'"
-    product = "'Back to Search' [SEP] '< Prev' [SEP] 'size' [SEP] 'small' [SEP] 'large | tall' [SEP] 'color' [SEP] 'dark red' [SEP] "
-    product += "'1877brown' [SEP] 'Acme Lamp' [SEP] 'Price: $19.99 to $27.99' [SEP] 'Rating: N.A.' [SEP] 'Description' [SEP] "
+    product = (
+        "'Back to Search' [SEP] '< Prev' [SEP] 'size' [SEP] 'small' [SEP] 'large | tall' [SEP] "
+    )
+    product += "'color' [SEP] 'dark red' [SEP] '1877brown' [SEP] 'Acme Lamp' [SEP] "
+    product += "'Price: $19.99 to $27.99' [SEP] 'Rating: N.A.' [SEP] 'Description' [SEP] "
     product += "'Features' [SEP] 'Reviews' [SEP] 'Buy Now'"
     sub = "'Back to Search' [SEP] '< Prev'"
     assert pages[:6] == [
@@ -185,8 +189,9 @@ def test_one_may_search_from_every_page(options: dict[str, object]) -> None:
 
 
 def test_a_purchase_ends_the_episode_with_its_score(options: dict[str, object]) -> None:
-    """The lamp's own goal: 1 attribute, colour and size, price: 4 of 4 with the right options and 2
-    of 4 with none chosen.
+    """Score the lamp's own goal: 1 attribute, colour, size and price.
+
+    It is 4 of 4 with the right options, and 2 of 4 with none chosen.
     """
     task = next(
         t

@@ -1,9 +1,8 @@
-"""What the engine says: ALFWorld's grammar, evaluated as TextWorld evaluates it, and some hundred
-times as fast.
+"""Evaluate ALFWorld's grammar as TextWorld does, and some hundred times as fast.
 
-TextWorld parses a text each time it says it, and copies all it knows for each symbol of it. Here a
-text is parsed once, by TextWorld's own parsers, and evaluated in place. A *mapping* binds a
-placeholder, (name, type), to the id of an entity.
+TextWorld parses a text each time it uses it, and copies its state for each symbol. Here each text
+is parsed once, by TextWorld's own parsers, and evaluated in place. A *binding* maps a placeholder
+(name, type) to an entity's id.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Signature = tuple[str, tuple[str, ...]]  # predicate, types of its arguments
 
 
 class Facts:
-    """What holds in a game now: tuples of entity ids by signature."""
+    """The facts that hold now: tuples of entity ids by signature."""
 
     def __init__(self, facts: Mapping[Signature, frozenset[tuple[str, ...]]]) -> None:
         self._facts = {signature: set(arguments) for signature, arguments in facts.items()}
@@ -53,7 +52,7 @@ class Facts:
 
 
 class Language:
-    """The texts of a grammar: of its actions' commands and of what they are answered with."""
+    """The texts of a grammar: the actions' commands and their answers."""
 
     def __init__(
         self, domain: str, grammar: str, types: Sequence[tuple[str, Sequence[str]]]
@@ -71,18 +70,19 @@ class Language:
         self.answers: dict[str, str] = {
             name: action.feedback_rule for name, action in logic.actions.items()
         }
-        # Bounded by the grammar: it is the only source of texts.
+        # The grammar is the only source of texts, so it bounds these caches.
         self.parse: Callable[[str], Any] = cache(_parse)
         self.query: Callable[[str], Any] = cache(self._parse_query)
         self.code: Callable[[str], Read] = cache(parse_expression)
 
     def say(self, text: str, binding: Binding, *, facts: Facts, entities: Mapping[str, Any]) -> str:
-        """`text` of the grammar in full; `entities`: TextWorld's EntityInfo by id."""
-        return _Speaker(self, facts, entities).all(self.parse(text), binding)
+        """Expand a text of the grammar. `entities` are TextWorld's EntityInfo by id."""
+        return _Expansion(self, facts, entities).all(self.parse(text), binding)
 
     def _parse_query(self, query: str) -> list[tuple[list[Signature], list[Placeholder]]]:
-        """For each predicate of a conjunction: the signatures that it may be met by, in TextWorld's
-        order, and its terms.
+        """Return for each predicate of a conjunction its possible signatures and its terms.
+
+        Signatures stand in TextWorld's order.
         """
         predicates = Rule.parse_conjunctive_query(query).preconditions
         return [
@@ -105,8 +105,8 @@ def _parse(text: str) -> Any:
     )
 
 
-class _Speaker:
-    """One text being said."""
+class _Expansion:
+    """Expand one text with the current facts."""
 
     def __init__(self, language: Language, facts: Facts, entities: Mapping[str, Any]) -> None:
         self._language, self._facts, self._entities = language, facts, entities
@@ -128,17 +128,13 @@ class _Speaker:
             case ListSymbol():
                 return self._listed(self._each(symbol.symbol, binding), binding)
         raise TypeError(
-            f"a grammar symbol of type {type(symbol).__name__}, which TextWorld has not known so "
-            "far"
+            f"unknown grammar symbol of type {type(symbol).__name__}; this needs textworld==1.7.0"
         )
 
     def _rule(self, name: str, binding: Binding) -> str:
-        """The first alternative whose condition is met."""
+        """Expand the first alternative of a rule whose condition holds."""
         for rule in self._language.rules[name]:
-            if (
-                not rule.condition
-                or next(self._bindings(rule.condition, binding), None) is not None
-            ):
+            if not rule.condition or any(True for _ in self._bindings(rule.condition, binding)):
                 return self.all(rule.rhs, binding)
         raise ValueError(f"the grammar's rule {name!r} has no alternative for this state")
 
@@ -151,14 +147,14 @@ class _Speaker:
             return self._rule("list_empty", binding)
         if len(texts) == 1:
             return texts[0]
-        separator, last = (
-            self._rule(name, binding) for name in ("list_separator", "list_last_separator")
-        )
+        separator = self._rule("list_separator", binding)
+        last = self._rule("list_last_separator", binding)
         return separator.join(texts[:-1]) + last + texts[-1]
 
     def _bindings(self, query: str, binding: Binding) -> Iterator[Binding]:
-        """All ways to extend `binding` so that the conjunction holds; new placeholders take
-        entities that none has yet.
+        """Yield the extensions of `binding` with which the conjunction holds.
+
+        A new placeholder takes an entity that no other has.
         """
         return self._extended(self._language.query(query), binding)
 
