@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.concurrency import Concurrency
+from actors.inference.codepoint_tokenizer import codepoint_form
 from actors.policy import Completion, Prompt, ScriptedPolicy
 from actors.prompting.prompt import PromptForm
 from actors.rollout.committer import Committer
@@ -77,31 +78,6 @@ class LocalHandle:
 
     def _travel_s(self) -> float:
         return 0.0 if self._delay is None else self._delay.draw(self._random)
-
-
-class ByteTokenizer:
-    """One token per byte of UTF-8; token 0 ends an answer. Enough for a PromptForm."""
-
-    eos_token_id = 0
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        return_dict: bool,
-    ) -> list[int]:
-        return list("".join(message["content"] for message in conversation).encode())
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(token for token in token_ids if token).decode(errors="replace")
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
 
 
 class SimulatedPolicy:
@@ -213,7 +189,7 @@ class SimulatedWorker:
 
     def __init__(self, setup: SimulatedSetup, coordinator: Any) -> None:
         config, source = setup.config, random.Random(f"{setup.seed}/{setup.name}")
-        form = PromptForm(ByteTokenizer(), config.prompt)
+        form = codepoint_form(config.prompt)
         policy = SimulatedPolicy(
             form, generation=setup.generation, loading=setup.loading, source=source
         )

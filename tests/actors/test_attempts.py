@@ -1,6 +1,4 @@
-"""Check that every episode a worker begins is in the store: as a trajectory, or as unfinished with
-the reason.
-"""
+"""Check that every begun episode is stored: as a trajectory, or as unfinished with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests an engine gets, and how many episodes are played for it."""
+"""Test the limits of requests and episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def hold(gate: RequestGate, entered: list[int], number: int, until: asynci
 
 
 async def settled() -> None:
-    """Everybody has got as far as there is a way; nobody here waits for a clock."""
+    """Let every task run as far as it can; no task here waits for a clock."""
     for _ in range(100):
         await asyncio.sleep(0)
 
@@ -108,7 +108,7 @@ def test_the_mean_is_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Still(RequestGate):
-    """A gate with a given number of requests inside, and in line."""
+    """Return a gate with given numbers of requests inside and queued."""
 
     def __init__(self, limit: int, *, inside: int, waiting: int = 0) -> None:
         super().__init__(limit)

@@ -1,6 +1,4 @@
-"""Prompts that go on from what was said: token for token where the program hands back a reply, from
-text where it does not.
-"""
+"""Test prompts that continue an exchange: by tokens for an unchanged reply, else from text."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def conversation(template: str) -> Conversation:
 
 
 def whole(template: str, messages: tuple[Message, ...]) -> tuple[int, ...]:
-    """As the tokenizer itself makes the prompt of messages."""
+    """Tokenise messages as the tokenizer itself does."""
     chat = [{"role": message.role, "content": message.content} for message in messages]
     return tuple(
         tokenizer(template).apply_chat_template(
@@ -44,7 +42,7 @@ def whole(template: str, messages: tuple[Message, ...]) -> tuple[int, ...]:
 
 
 def test_a_reply_handed_back_keeps_its_tokens_however_its_text_would_be_cut() -> None:
-    """ "12" is one token of the tokenizer or two; the model wrote it as two, so two it stays."""
+    """Keep two tokens of "12" although the tokenizer would write one."""
     made = conversation("tiny")
     first = made.prompt((user("it is"),))
     response = (*encode("1"), *encode("2"), EOS)
@@ -111,7 +109,8 @@ def test_a_reply_edited_later_keeps_what_was_said_before_it() -> None:
 
 
 def test_a_template_that_hides_replies_is_tokenised_anew() -> None:
-    hiding = "{% for m in messages if m['role'] != 'assistant' %}<user>{{ m['content'] }}{% endfor %}<assistant>"
+    shown = "{% for m in messages if m['role'] != 'assistant' %}"
+    hiding = shown + "<user>{{ m['content'] }}{% endfor %}<assistant>"
     changed = train_tokenizer_with(hiding)
     made = Conversation(changed, chat_variables={}, max_characters=10**6)
     made.record(
@@ -141,9 +140,7 @@ def train_tokenizer_with(template: str):  # type: ignore[no-untyped-def]
 def test_whatever_a_program_does_every_handed_back_reply_keeps_its_tokens(
     template: str, seed: int
 ) -> None:
-    """A program that goes on, branches off an older exchange, edits a reply, or begins anew, at
-    random.
-    """
+    """Continue, branch, edit a reply, or begin anew, at random."""
     draw, made, policy = random.Random(seed), conversation(template), NoisePolicy()
     exchanges: list[tuple[tuple[Message, ...], str, tuple[int, ...]]] = []
     for turn in range(8):
@@ -182,7 +179,7 @@ def test_whatever_a_program_does_every_handed_back_reply_keeps_its_tokens(
 def test_replies_tokenised_as_the_tokenizer_does_give_the_prompt_of_the_whole_chat(
     template: str, texts: list[str]
 ) -> None:
-    """So nothing is lost or doubled between what was said and what comes next."""
+    """Check that nothing is lost or doubled between an exchange and its continuation."""
     made, messages = conversation(template), (user("guess my number"),)
     for text in texts:
         prompt_ids = made.prompt(messages)
@@ -224,7 +221,7 @@ def test_a_reply_is_cut_at_a_stop_text_and_at_a_number_of_tokens(
 
 
 class Read(str):
-    """A text that counts how often one like it was read whole."""
+    """Count how often a text is read whole."""
 
     times = 0
 
@@ -234,7 +231,7 @@ class Read(str):
 
 
 def test_each_of_many_messages_is_looked_at_once() -> None:
-    """A hundred thousand messages took five minutes: each beginning of them was hashed anew."""
+    """Hash each message once: hashing each beginning anew took five minutes."""
     Read.times = 0
     made = Conversation(tokenizer("chatml"), chat_variables={}, max_characters=1000)
     messages = tuple(

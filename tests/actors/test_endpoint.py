@@ -1,6 +1,4 @@
-"""The endpoint as clients see it, over HTTP, and what it records: with the openai client, and with
-requests by hand.
-"""
+"""Test the endpoint over HTTP, with the openai client and by hand, and the steps it records."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ GUESS = {"role": "user", "content": "guess my number"}
 async def post(
     client: ClientSettings, body: object, *, path: str = "/chat/completions"
 ) -> tuple[int, Any]:
-    """Status and JSON of the answer."""
+    """Return status and JSON of the answer."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {client.api_key}"}
     async with (
@@ -311,7 +309,7 @@ def test_a_reply_is_as_long_as_asked_for(
 
 
 class Slow:
-    """Replies with the prompt's last word, the first asked last."""
+    """Reply with the prompt's last word; the first request is answered last."""
 
     def __init__(self) -> None:
         self.n_asked = self.n_cancelled = 0
@@ -515,7 +513,8 @@ def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.Monkey
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         with endpoint.episode(IDS, rules()) as recording:
             reader, writer = await asyncio.open_connection(host, int(port))
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {recording.client.api_key}\r\n"
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+            head += f"Authorization: Bearer {recording.client.api_key}\r\n"
             writer.write(head.encode() + b"Content-Length: 1000000000\r\n\r\n{")
             line = await asyncio.wait_for(reader.readline(), timeout=40)
             writer.close()

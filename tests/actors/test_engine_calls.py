@@ -1,6 +1,4 @@
-"""Check what a policy makes of errors that calls to its engine raise, with a double for the
-engine.
-"""
+"""Test errors of calls to the engine, with a double for the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ PROMPT = Prompt(token_ids=(1, 2), actions=None)
 
 
 class BrokenEngine:
-    """Raises one error from every call."""
+    """Raise one error from every call."""
 
     errored = False
 

@@ -1,4 +1,4 @@
-"""One episode against a real small environment with a scripted policy: what the steps record."""
+"""Test the steps of one episode in a small real environment with a scripted policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, object] = {}
 
 
 class InProcess:
-    """A synchronous environment under the awaited interface."""
+    """Await the calls of a synchronous environment."""
 
     def __init__(self, name: str) -> None:
         self.environment = environment_class(name)(OPTIONS)
@@ -45,7 +45,7 @@ class InProcess:
 
 
 class FixedPolicy:
-    """Answers with the given texts in turn, each with one log-probability per character."""
+    """Answer with the given texts in order, with one log-probability per character."""
 
     def __init__(self, form: PromptForm, answers: list[str], finish_reason: str = "stop") -> None:
         self.form, self.answers, self.finish_reason = form, answers, finish_reason
@@ -172,9 +172,7 @@ def test_what_makes_an_action_invalid(
     ("rule", "valid"), [("form", True), ("environment", True), ("admissible", False)]
 )
 def test_an_action_that_is_understood_and_not_listed(form: Form, rule: str, valid: bool) -> None:
-    """An ALFWorld command outside the list, or a WebShop search: the environment takes it, its list
-    has no such thing.
-    """
+    """An environment may accept an action that its list does not name, such as a search."""
 
     class Unlisted(InProcess):
         async def reset(self, task: Task) -> Observation:

@@ -1,4 +1,4 @@
-"""Playing a group: what is committed when, and what a failing episode costs."""
+"""Test the commits of a group, and the cost of a failing episode."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Images in prompts: their tokens, their places, and what is refused; with a real processor and
-chat template, without vLLM.
-"""
+"""Test images in prompts with a real processor and chat template, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Models behind a server: what is asked of them, what is recorded, and what becomes of servers that
-fail.
-"""
+"""Test a model behind a server: requests, recorded answers, and failing servers."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def config_of(
 
 
 def ask(config: Config, what: Callable[[ChatPolicy], Any] | None = None) -> Completion:
-    """One completion, or whatever `what` asks."""
+    """Return one completion, or the result of `what(policy)`."""
 
     async def asked() -> Completion:
         policy = ChatPolicy(config)
@@ -350,9 +348,7 @@ def test_it_plays_with_this_projects_own_endpoint(monkeypatch: pytest.MonkeyPatc
 
 
 def test_half_a_character_from_a_server_is_replaced() -> None:
-    """A server that cuts a reply in the middle of an emoji writes its first half, and the
-    evaluation goes on.
-    """
+    """An evaluation goes on when a server cuts a reply in the middle of an emoji."""
     with chat_server(in_turn(said("<action>open \ud83d</action>", reasoning="x"))) as server:
         completion = ask(config_of(server.url))
     text = CodepointTokenizer().decode(completion.token_ids, skip_special_tokens=True)
@@ -411,7 +407,7 @@ def test_an_address_that_is_none_is_one_line() -> None:
 
 @pytest.mark.parametrize(("asked", "most"), [({}, 3 * 16), ({"max_completion_tokens": 5}, 5 * 16)])
 def test_a_reply_of_more_than_was_asked_for_is_cut(asked: dict[str, int], most: int) -> None:
-    """A server that heeds no `max_tokens` had sixteen million of them kept for every step."""
+    """A server that ignored `max_tokens` once had sixteen million tokens stored for each step."""
     with chat_server(in_turn(said("x" * 100_000), said("y" * most))) as server:
         config = config_of(server.url, body=asked)
         config = replace(config, actors=replace(config.actors, max_response_tokens=3))

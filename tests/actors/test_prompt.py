@@ -1,4 +1,4 @@
-"""Windows, budget and answers, with a tokenizer whose tokens are characters."""
+"""Test windows, budget and answers, with a tokenizer of one token per character."""
 
 from __future__ import annotations
 

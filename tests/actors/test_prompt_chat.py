@@ -1,6 +1,4 @@
-"""Episodes as growing conversations, for chat templates of several kinds: what was sent and sampled
-stays, token for token.
-"""
+"""Test episodes as growing conversations: sent and sampled tokens never change."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def seen(text: str) -> Observation:
 def played(
     made: PromptForm, texts: list[str], responses: list[tuple[int, ...]]
 ) -> tuple[list[Prompt], list[Turn]]:
-    """The prompts of an episode, and its turns."""
+    """Return the prompts of an episode, and its turns."""
     prompts, history = [], []
     for text, response_ids in zip(texts, responses, strict=True):
         prompts.append(made.prompt(seen(text), history))
@@ -153,7 +151,7 @@ def test_a_prompt_begins_with_all_tokens_before_it_or_says_what_was_left_out(
 def test_it_reads_as_the_chat_template_writes_the_whole_conversation(
     trained: PreTrainedTokenizerFast, name: str
 ) -> None:
-    """Also where a reply was cut off before its end token: the token is put in."""
+    """Check also a reply that was cut off: the missing end token is added."""
     made = form(trained, name)
     answers = ["<think>a</think><action>go</action>", "go", "<think>cut o"]
     responses = [
@@ -330,9 +328,7 @@ PUBLISHED = (
 
 
 def published_templates() -> list[Path]:
-    """Chat templates of published models, where the benchmarks' extra is installed (TRL brings
-    them).
-    """
+    """Load chat templates of published models, where TRL is installed."""
     spec = importlib.util.find_spec("trl")
     found = (
         sorted(Path(spec.origin).parent.glob("chat_templates/*.jinja"))
@@ -362,7 +358,7 @@ def test_published_chat_templates_begin_and_go_on(trained: PreTrainedTokenizerFa
 
 
 class Looping:
-    """A tokenizer whose chat template goes on until `ends` is set."""
+    """Loop in the chat template until `ends` is set."""
 
     eos_token_id, name_or_path = 0, "somebody/model"
 

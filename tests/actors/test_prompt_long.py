@@ -1,6 +1,4 @@
-"""Texts of any length: a prompt of bounded work, the same as the one of a form that tokenises
-everything.
-"""
+"""Test texts of any length: bounded work, and the same prompt as without the bound."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ TASK = Task(id="long", env_name="long", split="train", seed=0)
 
 
 class Counting:
-    """A tokenizer that says how many characters it was given, and in which thread the longest
-    text.
-    """
+    """Count the characters it is given, and remember the thread of the longest text."""
 
     def __init__(self) -> None:
         self.made, self.n_characters, self.longest = tokenizer(), 0, 0
@@ -84,9 +80,7 @@ def settings(style: str, budget: int) -> PromptConfig:
     ids=["5 MB", "50 MB", "objective", "actions", "empty actions"],
 )
 def test_a_text_of_any_length_is_bounded_work(seen: Observation, style: str) -> None:
-    """Each of these had the worker tokenise tens of megabytes, once and then again for every cut
-    that it tried.
-    """
+    """Each of these texts once was tokenised whole, tens of megabytes, for every cut."""
     counting = Counting()
     form = PromptForm(counting, settings(style, 500))
     most = form.max_prompt_tokens * 16
@@ -112,7 +106,7 @@ def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
 
 
 class Wordy:
-    """Shows a text, a long one unless told otherwise."""
+    """Show a long text."""
 
     def __init__(self, n_words: int = 20_000) -> None:
         self.n_words = n_words
@@ -131,9 +125,7 @@ class Wordy:
 
 
 class Looping(Counting):
-    """A tokenizer whose chat template does not end for a text over a length, until the test ends
-    it.
-    """
+    """Loop in the chat template for a long text, until the test ends it."""
 
     name_or_path = "models/odd"
 
@@ -160,7 +152,8 @@ def looping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looping]:
 
 
 LOOPS = re.compile(
-    r"^the prompt of (.*) is not made after 0.2 s: the chat template of .*model.path=models/odd loops; put a"
+    r"^the prompt of (.*) is not made after 0.2 s: the chat template of "
+    r".*model.path=models/odd loops; put a"
 )
 
 
@@ -168,7 +161,7 @@ LOOPS = re.compile(
 def test_a_template_that_loops_ends_the_worker_by_name(
     looping: Looping, most_characters: int
 ) -> None:
-    """Also the episodes behind it: what they are told names the one that is stuck."""
+    """Episodes behind the stuck one end too, and their errors name the stuck one."""
     looping.most_characters = most_characters
     form = PromptForm(looping, settings("window", 4000))
     policy = ScriptedPolicy(form.encode_answer)
@@ -188,7 +181,7 @@ def test_a_template_that_loops_ends_the_worker_by_name(
 
 
 def test_a_prompt_that_waits_for_others_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many long prompts each is made in time. The last one waits for much longer."""
+    """Time in the queue does not count: the last of many prompts waits long."""
     monkeypatch.setattr(prompt_thread, "PROMPT_TIMEOUT_S", 2.0)
     prompts = prompt_thread.PromptThread()
     pause = threading.Event()
@@ -212,7 +205,7 @@ def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name
     n_characters = 20_000 if most_characters == LONG_CHARACTERS else 100
 
     class Asks:
-        """Of a ProgramPool: a program that asks once, with a long message."""
+        """Stand in for a ProgramPool: the program sends one long message."""
 
         name, log = "asker", None
 

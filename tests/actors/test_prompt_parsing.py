@@ -1,6 +1,4 @@
-"""From a reply to an action, rule by rule; "upstream" is worked out from the description of the
-paper's code.
-"""
+"""Test each parser rule; "upstream" follows the description of the paper's code."""
 
 from __future__ import annotations
 

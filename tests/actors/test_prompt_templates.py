@@ -1,6 +1,4 @@
-"""Templates as data: what is shipped, what a file of one's own must be, and what a config may ask
-for.
-"""
+"""Test shipped templates, template files, and the refusal of broken ones."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_a_template_of_ones_own_is_a_file(tmp_path: Path) -> None:
 
 
 def documented(number: int, path: Path) -> Template:
-    """The template of docs/prompts.md, the first or the second."""
+    """Read the first or second template of docs/prompts.md."""
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "prompts.md").read_text(), re.DOTALL)
     path.write_text(blocks[number])
     return find_template(str(path))
@@ -87,9 +85,7 @@ def test_steps_taken_turns_shown_and_separators(tmp_path: Path) -> None:
 
 
 def test_a_turn_may_show_what_came_of_it(tmp_path: Path) -> None:
-    """Searches with what they found; the third reply was neither a search nor an answer, so it has
-    found nothing.
-    """
+    """Search three times; the third reply is neither a search nor an answer and finds nothing."""
     template = documented(1, tmp_path / "own.yaml")
     turns = [
         Turn(observation="", action="<search>a</search>"),

@@ -1,4 +1,4 @@
-"""The real RolloutRunner around a real coordinator, with episodes that end when the test says so."""
+"""Test the real RolloutRunner and coordinator, with episodes that end on command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.virtual_time import VirtualTimeLoop
 
 @dataclass
 class Stage:
-    """Episodes by (group, number) that wait to be ended, around one runner of groups of two."""
+    """Hold running episodes by (group, number), for one runner of groups of two."""
 
     coordinator: Coordinator
     runner: RolloutRunner
@@ -64,7 +64,7 @@ class Stage:
         self.loads.append(version.version)
 
     def end(self, *numbers: int) -> None:
-        """In every group."""
+        """End these numbers in every group."""
         for (_, number), episode in list(self.playing.items()):
             if number in numbers and not episode.done():
                 episode.set_result(None)

@@ -63,7 +63,7 @@ RESTART_S = 0.2  # after a death; messages of the dead have arrived by then
 
 
 class Careless(Coordinator):
-    """Forgets the bound when it hands out batches."""
+    """Ignore the bound when it hands out batches."""
 
     def claim(self, current_version: int) -> Batch | None:
         return self.catalog.claim(
@@ -75,7 +75,7 @@ class Careless(Coordinator):
 
 @dataclass
 class World:
-    """One run: `await play()` until the learner is through."""
+    """Play one run: `await play()` until the learner has finished."""
 
     run_dir: Path
     seed: int
@@ -166,9 +166,7 @@ class World:
                 await self.join()
 
     async def lose_worker(self) -> None:
-        """Some leave in order; of the others the coordinator is told soon, or never, and their
-        leases run out.
-        """
+        """Let a worker leave in order, or die. A death is reported soon, or its leases run out."""
         worker = self.random.choice(list(self.workers))
         task = self.workers.pop(worker)
         if self.random.random() < 0.3:
@@ -189,7 +187,7 @@ class World:
             self.learner = asyncio.create_task(self.learn(after_s=RESTART_S))
 
     async def restart_coordinator(self) -> None:
-        """Not in order: nothing is exported."""
+        """Replace the coordinator without an export, as after a crash."""
         self.happened["coordinator replaced"] += 1
         old: Any = self.handle.target
         old.maintainer.close()
@@ -236,7 +234,7 @@ def make_config(
 def simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[World, list[Any]]]:
-    """Plays the run of a seed; returns its world and the rows of its staleness_violations."""
+    """Play the run of a seed; return its world and its rows of staleness_violations."""
     empty = tmp_path / "empty"
     layout = RunLayout.create(empty, config_yaml="")
     write_open_sql(layout, macros=[], max_staleness=0)
@@ -291,7 +289,7 @@ def simulated(
 def write_nothing(
     layout: RunLayout, trajectories: Sequence[Trajectory], *, worker: str, epoch: int
 ) -> SegmentMeta:
-    """As the catalog is told of a file."""
+    """Return what the catalog would be told of a file."""
     metas = tuple(
         TrajectoryMeta(**{name: getattr(trajectory, name) for name in TrajectoryMeta.__slots__})
         for trajectory in trajectories
@@ -314,9 +312,7 @@ def write_nothing(
 
 
 def the_views(open_sql: str) -> list[str]:
-    """The statements of a run's open.sql behind staleness_violations: the others open every file,
-    which takes long.
-    """
+    """Return the statements of open.sql behind staleness_violations; the others open every file."""
     text = "\n".join(line.partition("--")[0] for line in open_sql.splitlines())
     views = ("exported.versions", "exported.lineage", "versions", "lineage", "staleness_violations")
     wanted = [f"CREATE OR REPLACE VIEW {view} " for view in views]
@@ -336,7 +332,8 @@ def check_batches(world: World) -> None:
     """
     with closing(sqlite3.connect(world.run_dir / "catalog.sqlite")) as catalog:
         rows = catalog.execute(
-            """SELECT learner_step, group_uid, version_in - version_min FROM batch JOIN batch_group USING (batch_id)
+            """SELECT learner_step, group_uid, version_in - version_min
+               FROM batch JOIN batch_group USING (batch_id)
                WHERE state = 'trained' AND live = 1"""
         ).fetchall()
         handed_out = catalog.execute(

@@ -1,4 +1,4 @@
-"""A tokenizer that is loaded without torch is the same one."""
+"""Check that a tokenizer loaded without torch is the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The vLLM policy against a Hugging Face forward pass of the same weights, through changes of
-weights and deaths.
-"""
+"""Compare the vLLM policy with a Hugging Face forward pass, through new weights and deaths."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ class Served:
 
 
 def make_model(path: Path, *, seed: int) -> Path:
-    """Head size 32, the smallest that vLLM's CPU attention has. Wide initialisation: distinct
-    probabilities.
-    """
+    """Make a model with head size 32, the smallest of vLLM's CPU attention."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY_SIZE,
@@ -155,7 +151,7 @@ def assert_logprobs_of(
 
 
 def engine_processes(pid: int) -> list[psutil.Process]:
-    """vLLM renames its processes, which is how they differ from multiprocessing's own helpers."""
+    """Find engines by name: vLLM renames its processes, unlike multiprocessing's helpers."""
     return children("VLLM", of=pid, recursive=True)
 
 
@@ -304,17 +300,20 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
         # every token is of one of both, over all tokens before it: nothing of the old weights
         # stayed in the cache
         else:
-            off_T = [
-                (torch.tensor(completion.logprobs) - reference_logprobs(path, prompt=prompt(seed), completion=completion,
-                 temperature=1.0)).abs() for path in served.directories.values()
-            ]  # fmt: skip
+            sampled_T = torch.tensor(completion.logprobs)
+            off_T = []
+            for path in served.directories.values():
+                expected_T = reference_logprobs(
+                    path, prompt=prompt(seed), completion=completion, temperature=1.0
+                )
+                off_T.append((sampled_T - expected_T).abs())
             assert torch.minimum(*off_T).max() < 1e-5
 
 
 def test_weights_in_several_files_are_served(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the learner publishes a large model; both sides agree on the digest."""
+    """Publish as the learner does with a large model; both sides agree on the digest."""
     monkeypatch.setattr("learner.publishing.publish.SHARD_BYTES", 100_000)
     tensors = load_file(served.directories["other"] / "model.safetensors")
     digest = write_weights(tensors.items(), tmp_path / "v1", source_dir=served.directories["base"])
@@ -331,7 +330,7 @@ def test_weights_in_several_files_are_served(
 
 
 def damaged(tmp_path: Path, whole: Path) -> dict[str, tuple[Path, str]]:
-    """Ways in which weights that were published can be wrong, and what is said of them."""
+    """List ways in which published weights can be wrong, with the error of each."""
     tensors = load_file(whole)
     save_file(
         {n: t for n, t in tensors.items() if n != "model.norm.weight"},
@@ -356,7 +355,7 @@ def damaged(tmp_path: Path, whole: Path) -> dict[str, tuple[Path, str]]:
 
 
 def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path: Path) -> None:
-    """Also those of other requests, which run on without a pause."""
+    """Change weights under other requests too, which run on without a pause."""
     whole = served.directories["other"] / "model.safetensors"
     before, version = generate_all(served, seeds=range(8), temperature=1.0), served.policy.version
 
@@ -382,9 +381,7 @@ def test_refused_weights_leave_the_old_version_serving(served: Served, tmp_path:
 def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_served(
     served: Served, tmp_path: Path
 ) -> None:
-    """From the learner's publishing to the engine's answers, through the store; one bit of one
-    weight is flipped.
-    """
+    """Follow weights from the learner to the engine's answers; then one bit of them is flipped."""
     layout = RunLayout.create(tmp_path / "run", config_yaml="")
     write_open_sql(layout, macros=[], max_staleness=1)
     first = served.policy.version + 1
@@ -436,7 +433,8 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             first + 2,
         )
         export(catalog, layout)
-    query = "SELECT what, (detail ->> 'version')::BIGINT AS version FROM events WHERE what LIKE 'weights %' ORDER BY lsn"
+    query = """SELECT what, (detail ->> 'version')::BIGINT AS version
+               FROM events WHERE what LIKE 'weights %' ORDER BY lsn"""
     with store.open_run(layout.root) as reader:
         events = [tuple(row.values()) for row in reader.sql(query).to_pylist()]
     assert events == [(LOADED, first), (REFUSED, first + 1), (LOADED, first + 2)]
@@ -445,9 +443,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
 def test_weights_that_the_learner_sends_are_served_without_a_file(
     served: Served, tmp_path: Path
 ) -> None:
-    """And those that were sent to others only are not taken for them; running requests go on
-    throughout.
-    """
+    """Weights that were sent to others only are not loaded; running requests go on."""
     sender, behind = Broadcast(LOOPBACK), BackgroundFsync()
     first = served.policy.version + 1
 
@@ -502,14 +498,14 @@ def test_weights_that_the_learner_sends_are_served_without_a_file(
 
 
 def flipped(data: bytes) -> bytes:
-    """One bit is another, of the last weight but one."""
+    """Flip one bit of the last weight but one."""
     return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
 
 
 def test_a_file_that_is_removed_after_it_was_verified_is_loaded(
     served: Served, tmp_path: Path
 ) -> None:
-    """Others may remove it: the engine holds it open from the moment it looks at it."""
+    """The engine holds the file open from its first look, so its removal does no harm."""
     copy = Path(shutil.copytree(served.directories["other"], tmp_path / "v1"))
     verify = served.policy._verify
 
@@ -546,7 +542,7 @@ def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         ORPHAN_MAKER.format(
-            tests=str(ROOT / "tests"),
+            tests=str(ROOT / "tests/actors"),
             model=str(served.directories["base"]),
             log=str(tmp_path / "log"),
         )
@@ -574,7 +570,7 @@ def test_killed_parent_leaves_no_engine(served: Served, tmp_path: Path) -> None:
 def test_failure_in_mid_update_stops_the_engine(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Last in this file: the engine that the others share does not survive it."""
+    """Runs last: it stops the engine that the other tests share."""
     tensors = load_file(served.directories["other"] / "model.safetensors")
     save_file({n: t[:1].clone() for n, t in tensors.items()}, tmp_path / "misshapen.safetensors")
     monkeypatch.setattr(
@@ -605,7 +601,7 @@ def test_failure_in_mid_update_stops_the_engine(
 def test_what_was_received_may_be_overwritten_only_when_the_update_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM looks at what a padded layer received once more at the end."""
+    """vLLM reads a padded layer's tensor once more in the end."""
     from actors.inference import vllm_weight_loader as weight_transfer
 
     order: list[str] = []

@@ -1,4 +1,4 @@
-"""An engine that does not start: what is said of it, and whether it is a matter of time."""
+"""Test the error of an engine that does not start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from actors.inference.vllm_engine import start_failures
 
 VLLMS = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 # As `engine_environment` has vLLM write it; the first record is of an engine before.
-BEFORE = "2026-11-22 18:00:00,000 7 ERROR vllm.v1.engine.core: EngineCore failed to start.\nKeyError: 'older'\n"
+BEFORE = """2026-11-22 18:00:00,000 7 ERROR vllm.v1.engine.core: EngineCore failed to start.
+KeyError: 'older'
+"""
 LOGGED = """2026-11-22 18:00:01,000 8 INFO vllm.v1.engine.core: Initializing a V1 LLM engine
 2026-11-22 18:00:02,000 8 ERROR vllm.v1.engine.core: EngineCore failed to start.
 Traceback (most recent call last):

@@ -1,6 +1,4 @@
-"""Weights sent from the learner's end to the engines' end, over gloo: whole, or not at all and the
-files are loaded.
-"""
+"""Test weights sent over gloo: they arrive whole, or the files are loaded instead."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def sender() -> Broadcast:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several messages for one tensor; a busy machine's engines take part too."""
+    """Send several messages for one tensor, and wait for engines of a busy machine."""
     monkeypatch.setattr(
         actors.inference.broadcast_receiver, "LISTEN_TIMEOUT", timedelta(seconds=0.1)
     )
@@ -50,7 +48,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
-    """Four types, an empty tensor, a scalar; about 30 kB."""
+    """Make four types, an empty tensor, and a scalar: about 30 kB."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {
         f"w{n}": torch.randn(30, 5 + n, generator=generator) for n in range(40)
@@ -136,7 +134,7 @@ def test_an_engine_that_comes_late_gets_the_next_one(sender: Broadcast, tmp_path
 
 @pytest.fixture
 def leaves_out_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From then on an engine that does not come is not waited for that long."""
+    """After its first absence an engine is no longer waited for as long."""
     return lambda: monkeypatch.setattr(learner.publishing.broadcast_sender, "READY_S", 3.0)
 
 
@@ -210,9 +208,7 @@ time.sleep(600)
 def test_an_engine_that_is_killed_costs_the_others_at_most_that_version(
     sender: Broadcast, tmp_path: Path, leaves_out_soon: Callable[[], None]
 ) -> None:
-    """In a process of its own: it receives, then dies in the middle of a version; publishing goes
-    on.
-    """
+    """Receive in a child process, which dies in the middle of a version; publishing goes on."""
     (engine,) = receivers(sender, n=1)
     command = [sys.executable, "-c", ENGINE, sender.address]
     with subprocess.Popen(
@@ -259,7 +255,7 @@ def test_an_engine_knows_when_the_learner_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_stranger_at_the_port_joins_nothing(sender: Broadcast, tmp_path: Path) -> None:
-    """Each member that never comes would cost every version READY_S, and be asked again."""
+    """A member that never comes must not cost every version READY_S."""
     host, _, port = sender.address.rpartition("@")[2].rpartition(":")
     stranger = torch.distributed.TCPStore(host, int(port), is_master=False)
     stranger.add("joined", 1)

@@ -1,6 +1,4 @@
-"""What an engine's follower of published weights does, with a stand-in for the engine and a real
-store.
-"""
+"""Test WeightSync with a stand-in for the engine and a real store."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ SERVED_AS_PUBLISHED = f"""
 
 
 class Engine:
-    """Serves a version whose file holds its digest, as it was published."""
+    """Serve a version whose file holds its published digest."""
 
     def __init__(self) -> None:
         self.served: list[int] = []
@@ -72,7 +70,7 @@ class Engine:
 
 
 class Run:
-    """A run that publishes, and an engine that follows."""
+    """Combine a run that publishes with an engine that follows."""
 
     def __init__(self, root: Path, *, max_staleness: int) -> None:
         self.layout = RunLayout.create(root, config_yaml="")

@@ -1,4 +1,4 @@
-"""The heartbeats of a worker name what it waits for."""
+"""Test that the heartbeats of a worker name its longest wait."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from actors.worker import Worker
 def test_a_heartbeat_says_how_long_the_oldest_wait_has_lasted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight episodes that reset the same task one after the other give the same reason eight
-    times.
-    """
+    """Eight episodes that reset the same task give the same reason eight times."""
     monkeypatch.setattr("actors.worker.HEARTBEAT_EVERY_S", 0.0)
     promised: list[tuple[str | None, float]] = []
     oldest = iter([("reset of task 'a'", 7.0), ("reset of task 'a'", 5.5), ("step 'go'", 0.1)])

@@ -1,6 +1,4 @@
-"""A tokenizer with the chat templates models have, and policies without a model, for the tests of
-the endpoint.
-"""
+"""Provide tokenizers with chat templates, and policies without a model."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 class TextPolicy:
-    """Replies with the given texts in turn, the end token behind each; logprobs are -0.5, versions
-    the reply's number.
-    """
+    """Reply with the given texts in order, each with an end token, logprobs -0.5."""
 
     def __init__(self, texts: Sequence[str], *, finish_reason: str = "stop") -> None:
         self.texts, self.finish_reason = list(texts), finish_reason
@@ -78,9 +74,7 @@ class TextPolicy:
 
 
 class NoisePolicy:
-    """Any tokens at all, drawn from the seed: text that no tokenizer would cut like this, and bytes
-    that are no text.
-    """
+    """Reply with random tokens: text that no tokenizer cuts so, and bytes that are no text."""
 
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
         draw = random.Random(seed)
@@ -122,7 +116,7 @@ def served(
     max_response: int = 40,
     max_model: int = 400,
 ) -> Any:
-    """What `body(endpoint)` returns."""
+    """Return the result of `body(endpoint)`."""
 
     async def run() -> Any:
         settings = EndpointSettings(
@@ -142,9 +136,7 @@ def served(
 
 
 class LetterTokenizer:
-    """A token per character, its code; 7 ends a message. For models of random weights with few
-    tokens.
-    """
+    """One token per character, its code point; 7 ends a message. For models with random weights."""
 
     eos_token_id = 7
 
@@ -171,7 +163,7 @@ class LetterTokenizer:
 
 
 async def two_turns_over_http(policy: Policy, *, max_model_tokens: int) -> list[Step]:
-    """The steps of a program that asks, hands the reply back with a new message, and asks again."""
+    """Return the steps of a program that asks, repeats the reply, and asks again."""
     settings = EndpointSettings(
         model="m", max_response_tokens=12, max_model_tokens=max_model_tokens, chat_variables={}
     )

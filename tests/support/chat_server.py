@@ -1,6 +1,4 @@
-"""A small OpenAI-compatible server on a free port, which answers as a test says, and remembers what
-it was asked.
-"""
+"""Serve an OpenAI-compatible API whose answers a test decides, and record the requests."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def said(text: object, finish_reason: str = "stop", **more: object) -> Answer:
 
 
 def plays_key_room(body: dict[str, Any]) -> Answer:
-    """Unlocks, takes, else goes where the request's seed says."""
+    """Unlock or take if possible, else go where the request's seed says."""
     listed = re.findall(r"^- (.+)$", body["messages"][-1]["content"], re.MULTILINE)
     sure = [action for action in ("unlock door", "take key") if action in listed]
     action = sure[0] if sure else random.Random(body["seed"]).choice(listed or ["wait"])
