@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from analysis.run_status import duration
+from analysis import duration
 from configs import Config, is_offline
 from coordinator import Status
 from learner import LEARNER_STEP

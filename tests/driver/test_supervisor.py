@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -745,6 +746,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
     assert children("gcs_server", recursive=True) and children("raylet", recursive=True)
     assert not children("dashboard.py", recursive=True) + children("monitor.py", recursive=True)
+
+
+def test_a_signal_to_the_drivers_process_group_is_not_for_ray(cluster: None) -> None:
+    """Slurm and `timeout` signal the group. Ray would end, and with it the coordinator."""
+    processes = psutil.Process().children(recursive=True)
+    assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
+    assert os.getpgid(0) not in {os.getpgid(process.pid) for process in processes}
 
 
 ASKS_RAY = """
