@@ -42,7 +42,7 @@ from driver import supervisor as supervisor_module
 from driver.cluster import DRIVER_DIRECTORY, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.processes import LEARNER, ManagedProcess
-from driver.run_lock import RUN_MARK
+from driver.run_lock import RUN_MARK, has_mark
 from driver.shutdown import outcome, stop_in_order
 from driver.supervisor import Supervisor
 from envs import log_hint
@@ -753,6 +753,13 @@ def test_a_signal_to_the_drivers_process_group_is_not_for_ray(cluster: None) -> 
     processes = psutil.Process().children(recursive=True)
     assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
     assert os.getpgid(0) not in {os.getpgid(process.pid) for process in processes}
+
+
+def test_every_process_of_ray_has_the_runs_mark(cluster: None) -> None:
+    """Without it, what a killed driver left would not be removed."""
+    processes = psutil.Process().children(recursive=True)
+    assert "ray::RuntimeEnvAgent" in {process.name() for process in processes}
+    assert all(has_mark(process.pid, os.environ[RUN_MARK]) for process in processes)
 
 
 ASKS_RAY = """
