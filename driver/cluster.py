@@ -7,11 +7,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray._private.node
+import ray._private.services
 import ray._private.utils
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray.exceptions import AuthenticationError
@@ -151,15 +153,16 @@ def _why_not_joined(address: str, error: Exception) -> str:
 
 @contextmanager
 def _ray_without_extras() -> Iterator[None]:
-    """Patch Ray so that it starts no UNUSED_RAY_SERVICES and installs no handler of SIGTERM.
-
-    Its handler raises SystemExit, which would end the run without an orderly stop.
-    """
-    node, utils = ray._private.node.Node, ray._private.utils
-    ours: dict[tuple[Any, str], Callable[..., None]] = {
+    """Patch Ray so that it starts no UNUSED_RAY_SERVICES and leaves signals to the driver."""
+    node, services, utils = ray._private.node.Node, ray._private.services, ray._private.utils
+    ours: dict[tuple[Any, str], Callable[..., Any]] = {
         (node, name): lambda self, **options: None for name in UNUSED_RAY_SERVICES
     }
+    # Ray's handler raises SystemExit, which would end the run without an orderly stop.
     ours[utils, "set_sigterm_handler"] = lambda handler: None
+    # A SIGTERM to the driver's process group would end Ray's agents, and seconds later the raylet
+    # with the coordinator. In a group of their own they end when the driver does.
+    ours[services, "ConsolePopen"] = partial(services.ConsolePopen, process_group=0)
     theirs = {(owner, name): getattr(owner, name) for owner, name in ours}
     try:
         for (owner, name), function in ours.items():

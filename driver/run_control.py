@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import store
-from analysis.run_status import progress_lines
+from analysis import progress_lines
 from driver.run_lock import driver_of, has_ended, remove_leftovers
 from printable import printable
 from store import (

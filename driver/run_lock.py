@@ -138,7 +138,7 @@ def remove_leftovers(run: Path) -> int:
     leftovers, trackers = [], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile, or is another user's
-            if process.pid in spared or process.environ().get(RUN_MARK) != mark:
+            if process.pid in spared or not has_mark(process.pid, mark):
                 continue
             if any("resource_tracker" in word for word in process.cmdline()):
                 trackers.append(process)
@@ -157,6 +157,13 @@ def remove_leftovers(run: Path) -> int:
     if driver is not None and driver.host == socket.gethostname():
         (run / DRIVER_FILE).unlink(missing_ok=True)
     return len(leftovers)
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """Return whether a process has RUN_MARK with this value. Raises OSError if it has ended."""
+    # psutil finds no variables in a process that changed its title, as Ray's agents do.
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"{RUN_MARK}={mark}".encode() in variables
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -90,7 +90,10 @@ def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "held-out tasks" in done.stdout
-    steps = "SELECT DISTINCT learner_step FROM lineage JOIN steps USING (group_uid) WHERE live ORDER BY 1"
+    steps = (
+        "SELECT DISTINCT learner_step FROM lineage JOIN steps USING (group_uid) WHERE live "
+        "ORDER BY 1"
+    )
     assert rows(fork, steps) == [(step,) for step in range(1, 6)]
     assert trained_twice(fork) == staleness_violations(fork) == 0
     shared = "SELECT group_uid FROM lineage WHERE live AND learner_step <= 2 ORDER BY 1"

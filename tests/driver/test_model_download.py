@@ -350,7 +350,10 @@ def test_names_of_repositories(path: str, expected: tuple[str, str | None] | Non
 def test_offline_is_one_line_that_says_how_to_get_the_model(
     server: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = f"hf download {NAME} --local-dir models/Tiny-1B`, bring the directory here, and give model.path=models/Tiny-1B"
+    how = (
+        f"hf download {NAME} --local-dir models/Tiny-1B`, bring the directory here, and give "
+        "model.path=models/Tiny-1B"
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["train", KEY_ROOM, f"model.path={NAME}", "run_dir=run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -39,7 +40,7 @@ from driver import supervisor as supervisor_module
 from driver.cluster import DRIVER_DIRECTORY, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.processes import LEARNER, ManagedProcess
-from driver.run_lock import RUN_MARK
+from driver.run_lock import RUN_MARK, has_mark
 from driver.shutdown import outcome, stop_in_order
 from driver.supervisor import Supervisor
 from envs import log_hint
@@ -739,6 +740,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -> None:
     assert children("gcs_server", recursive=True) and children("raylet", recursive=True)
     assert not children("dashboard.py", recursive=True) + children("monitor.py", recursive=True)
+
+
+def test_a_signal_to_the_drivers_process_group_is_not_for_ray(cluster: None) -> None:
+    """Slurm and `timeout` signal the group. Ray would end, and with it the coordinator."""
+    processes = psutil.Process().children(recursive=True)
+    assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
+    assert os.getpgid(0) not in {os.getpgid(process.pid) for process in processes}
+
+
+def test_every_process_of_ray_has_the_runs_mark(cluster: None) -> None:
+    """Without it, what a killed driver left would not be removed."""
+    (raylet,) = children("raylet", recursive=True)
+    processes = [raylet, *raylet.children(recursive=True)]
+    assert "ray::RuntimeEnvAgent" in {process.name() for process in processes}
+    mark = os.environ[RUN_MARK]
+    assert [process for process in processes if not has_mark(process.pid, mark)] == []
 
 
 ASKS_RAY = """

@@ -218,7 +218,10 @@ def test_a_step_has_the_time_at_which_it_was_settled(run: Run) -> None:
     ]
 
 
-GIVEN_UP = "no more curves are written in this start. The store has all metrics, and the next start writes the files anew"
+GIVEN_UP = (
+    "no more curves are written in this start. The store has all metrics, and the next start "
+    "writes the files anew"
+)
 
 
 def test_a_directory_that_cannot_be_written_is_said_once_and_the_run_goes_on(run: Run) -> None:
