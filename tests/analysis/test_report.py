@@ -11,7 +11,6 @@ from rich.console import Console
 
 import driver
 from analysis import report
-from cli import train
 from configs import Config, EnvConfig, ModelConfig, as_yaml
 from store import Catalog, RunLayout, export, write_open_sql
 from store.reading.query import connect
