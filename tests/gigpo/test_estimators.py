@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import duckdb
 import pyarrow as pa
 import pytest
-from configs.rules import WITHOUT_STEP_TERM
 
+from configs.check import WITHOUT_STEP_TERM
 from gigpo import (
     ESTIMATORS,
     PUBLISHED_SETTINGS,
