@@ -1,4 +1,4 @@
-"""Receive weights that the learner sends directly; `store/broadcast.py` defines the protocol.
+"""Receive weights that the learner sends directly; `store/broadcast.py` defines the broadcast.
 
     receiver = Receiver(address)                  # joins every round from now on, in a thread
     if not receiver.is_busy:
@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from store import broadcast as protocol
-from store import decode_safetensors_head
+from store import broadcast
 
 # for one message, for forming a process group, for the learner's list of members
 MESSAGE_TIMEOUT = timedelta(seconds=60)
@@ -121,7 +120,7 @@ class Receiver:
         self._thread.join(2 * LISTEN_TIMEOUT.total_seconds())
 
     def _follow(self) -> None:
-        address = protocol.Address.of(self.address)
+        address = broadcast.Address.of(self.address)
         host_port = (address.host, address.port)
         try:
             with socket.create_connection(
@@ -129,7 +128,7 @@ class Receiver:
             ) as connection:
                 own_host = connection.getsockname()[0]
             store = dist.TCPStore(*host_port, is_master=False, timeout=MESSAGE_TIMEOUT)
-            self._join_rounds(protocol.HiddenKeys(secret=address.secret, store=store), own_host)
+            self._join_rounds(broadcast.HiddenKeys(secret=address.secret, store=store), own_host)
         except Exception as error:  # noqa: BLE001 - after any error the engine joins again
             _log.warning(
                 "lost touch with the learner at %s:%s, which sends weights: %s", *host_port, error
@@ -137,39 +136,39 @@ class Receiver:
         finally:
             self.is_lost = True
 
-    def _join_rounds(self, store: protocol.HiddenKeys, own_host: str) -> None:
+    def _join_rounds(self, store: broadcast.HiddenKeys, own_host: str) -> None:
         member = n_calls = group_number = 0
         group: Any = None
         while True:
             if group is None:
-                member, n_calls = store.add(protocol.JOINED, 1), 0
+                member, n_calls = store.add(broadcast.JOINED, 1), 0
             n_calls += 1
-            if (number := self._listen(store, protocol.call_key(member, n_calls))) is None:
+            if (number := self._listen(store, broadcast.call_key(member, n_calls))) is None:
                 return
             with self._unused:
                 self._received = None
-                store.set(protocol.ready_key(number, member), "")
-                about = json.loads(store.get(protocol.round_key(number)))
+                store.set(broadcast.ready_key(number, member), "")
+                about = json.loads(store.get(broadcast.round_key(number)))
                 try:
                     if about["group"] != group_number or group is None:
                         group, group_number = None, about["group"]
                         # raises ValueError for a member that came too late
                         rank, size = 1 + about["members"].index(member), 1 + len(about["members"])
                         prefix = dist.PrefixStore(
-                            store.hidden(protocol.group_prefix(group_number)), store.store
+                            store.hidden(broadcast.group_prefix(group_number)), store.store
                         )
                         group = self._form(prefix, rank, size, own_host)
                     self._received = self._receive(group)
                 except (RuntimeError, ValueError) as error:
                     group = None
-                    store.set(protocol.gone_key(member), "")
+                    store.set(broadcast.gone_key(member), "")
                     _log.warning(
                         "weights that were sent did not arrive whole; the files are loaded "
                         "instead: %s",
                         error,
                     )
 
-    def _listen(self, store: protocol.HiddenKeys, key: str) -> int | None:
+    def _listen(self, store: broadcast.HiddenKeys, key: str) -> int | None:
         """Wait for the number that the learner writes at `key`; None if this receiver is closed."""
         while not self._is_closed:
             with suppress(dist.DistStoreError):  # not written yet
@@ -186,7 +185,7 @@ class Receiver:
     def _receive(self, group: Any) -> Received:
         digest = blake3(max_threads=blake3.AUTO)
         files: list[_File] = []
-        while n_header_bytes := int.from_bytes(self._bytes(group, protocol.N_BYTES), "little"):
+        while n_header_bytes := int.from_bytes(self._bytes(group, broadcast.N_BYTES), "little"):
             header = self._bytes(group, n_header_bytes)
             tensors = _tensors_of(header)
             body = self._body(len(files), max((tensor.end for tensor in tensors), default=0))
@@ -210,7 +209,7 @@ class Receiver:
         return data.numpy().tobytes()
 
     def _fill(self, group: Any, data: torch.Tensor) -> None:
-        for cut in protocol.cuts(data.numel()):
+        for cut in broadcast.cuts(data.numel()):
             group.broadcast([data[cut]], dist.BroadcastOptions()).wait()
 
 

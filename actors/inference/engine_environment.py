@@ -20,8 +20,8 @@ ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 def engine_fault(actors: ActorsConfig) -> str:
     """Return in one line why vLLM cannot serve `actors.gpus_per_worker`; "" if it can.
 
-    vLLM's CUDA build has no CPU engine: it would start on GPU 0, which nobody counted. Its CPU
-    build has no GPU engine.
+    vLLM's CUDA build has no CPU engine: it would start on GPU 0, which the run has not counted.
+    Its CPU build has no GPU engine.
     """
     is_cpu_build, asked = _is_cpu_build(), f"actors.gpus_per_worker={actors.gpus_per_worker:g}"
     if is_cpu_build and actors.gpus_per_worker:

@@ -12,7 +12,6 @@ import aiohttp
 import openai
 import pytest
 
-from actors.endpoint import server as endpoint_module
 from actors.endpoint.server import Endpoint, Recording
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.rollout.attempts import Progress
@@ -493,7 +492,7 @@ def test_an_error_quotes_no_more_than_a_line() -> None:
 def test_a_connection_without_a_request_is_closed(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "IDLE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("actors.endpoint.server.IDLE_TIMEOUT_S", 0.1)
 
     async def body(endpoint: Endpoint) -> bytes:
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -507,7 +506,7 @@ def test_a_connection_without_a_request_is_closed(
 
 
 def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("actors.endpoint.server.BODY_TIMEOUT_S", 0.1)
 
     async def body(endpoint: Endpoint) -> bytes:
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")

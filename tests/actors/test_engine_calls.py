@@ -145,11 +145,11 @@ def test_an_engine_that_fails_in_mid_load_and_at_its_end_is_stopped_and_names_th
 def test_memory_that_lacks_while_weights_are_read_is_not_blamed_on_the_file(
     error: Exception, is_files_fault: bool
 ) -> None:
-    from actors.inference import vllm_weight_loader as weight_transfer
+    from actors.inference import vllm_weight_loader
 
-    staging: Future[weight_transfer.Staged] = Future()
+    staging: Future[vllm_weight_loader.Staged] = Future()
     staging.set_exception(error)
-    engine = object.__new__(weight_transfer.FileWeightTransferEngine)
+    engine = object.__new__(vllm_weight_loader.FileWeightTransferEngine)
     engine._staging = staging
     if is_files_fault:
         assert engine.staged() == ("", str(error))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from actors.policy import EngineLostError
-from actors.rollout import group as group_module
 from actors.rollout.committer import as_group_of_its_own
 from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
 from actors.rollout.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, GroupRollout
@@ -116,7 +115,7 @@ def test_a_quick_group_is_one_commit_in_the_order_of_its_members() -> None:
 
 
 def test_a_slow_group_commits_what_is_finished_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "COMMIT_EVERY_S", 0.05)
+    monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.05)
 
     async def play() -> Table:
         table = Table()
@@ -149,7 +148,7 @@ def test_a_cancelled_group_commits_what_is_finished_and_stops_the_rest() -> None
 def test_cancelling_in_the_middle_of_a_commit_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group_module, "COMMIT_EVERY_S", 0.01)
+    monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.01)
 
     async def play() -> Table:
         table = Table()
@@ -199,7 +198,7 @@ def test_a_spare_takes_the_place_of_the_slowest_which_is_given_up() -> None:
 
 
 def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "COMMIT_EVERY_S", 0.01)
+    monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.01)
 
     async def play() -> Table:
         table = Table()

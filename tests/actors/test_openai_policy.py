@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from actors import ChatPolicy, Completion, EndpointFailed, EpisodeRules, Turn
 from actors.concurrency import Concurrency
 from actors.endpoint.server import Endpoint, Recording
-from actors.inference import openai_policy as chat_policy
+from actors.inference import openai_policy
 from actors.inference.codepoint_tokenizer import (
     REPLACED,
     CodepointTokenizer,
@@ -323,7 +323,7 @@ def test_no_more_requests_at_once_than_the_config_says() -> None:
 def test_a_thought_that_quotes_a_stop_text_does_not_end_the_reply() -> None:
     message = {"content": "<action>go east", "reasoning_content": "not <action>go west</action>"}
     answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
-    text, reason = chat_policy.reply_of(answer, stop=["</action>"])
+    text, reason = openai_policy.reply_of(answer, stop=["</action>"])
     assert (text, reason) == (
         "<think>not <action>go west</action></think><action>go east</action>",
         "stop",
@@ -366,7 +366,7 @@ def test_json_nested_without_end_is_no_answer(body: str) -> None:
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_policy, "MAX_ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(openai_policy, "MAX_ANSWER_BYTES", 2**20)
     with chat_server(in_turn(said("x" * 2**21))) as server:
         assert "more than 1 MiB" in failure(config_of(server.url))
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from actors import TEMPLATES, Answer, PromptForm, Turn
 from actors.policy import Prompt
-from actors.prompting import chat_template as chat_module
 from actors.prompting.chat_template import Chat
 from actors.prompting.template import FOLDER
 from configs import PromptConfig
@@ -382,7 +381,7 @@ class Looping:
 def test_a_chat_template_that_never_ends_is_named_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chat_module, "TEMPLATE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("actors.prompting.chat_template.TEMPLATE_TIMEOUT_S", 0.05)
     looping = Looping()
     try:
         with pytest.raises(

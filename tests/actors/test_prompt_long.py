@@ -15,15 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import PromptForm, PromptStuckError, Turn
-from actors.endpoint import server as endpoint_module
 from actors.endpoint.program_episode import play_program
 from actors.endpoint.server import Endpoint, EndpointSettings
 from actors.policy import Prompt, ScriptedPolicy
-from actors.prompting import prompt as prompt_module
 from actors.prompting import prompt_thread
 from actors.prompting.chat_template import LONG_CHARACTERS
+from actors.prompting.prompt import COUNTED_CHARACTERS
 from actors.prompting.template import shortened
-from actors.rollout import episode as episode_module
 from actors.rollout.episode import play_episode
 from configs import PromptConfig
 from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition
@@ -144,8 +142,8 @@ def looping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looping]:
     monkeypatch.setattr(prompt_thread, "PROMPT_TIMEOUT_S", 0.2)
     for name in ("SHORT_PROMPTS", "LONG_PROMPTS"):  # those of another test may be stuck
         thread = prompt_thread.PromptThread()
-        monkeypatch.setattr(episode_module, name, thread)
-        monkeypatch.setattr(endpoint_module, name, thread)
+        monkeypatch.setattr(f"actors.rollout.episode.{name}", thread)
+        monkeypatch.setattr(f"actors.endpoint.server.{name}", thread)
     made = Looping()
     yield made
     made.is_ended.set()
@@ -254,13 +252,13 @@ long_texts = st.builds(
     ),
     past=st.lists(long_texts, max_size=4),
     budget=st.integers(10, 120),
-    counted=st.sampled_from([0, prompt_module.COUNTED_CHARACTERS]),
+    counted=st.sampled_from([0, COUNTED_CHARACTERS]),
 )
 def test_the_prompt_is_that_of_a_form_that_tokenises_everything(
     style: str, seen: Observation, past: list[str], budget: int, counted: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_module, "COUNTED_CHARACTERS", counted)
+        patch.setattr("actors.prompting.prompt.COUNTED_CHARACTERS", counted)
         bounded, uncut = (PromptForm(tokenizer(), settings(style, budget)) for _ in range(2))
         uncut._max_characters = UNLIMITED
         histories: list[list[Turn]] = [[], []]

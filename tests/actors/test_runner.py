@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from actors.concurrency import MORE_AFTER, Concurrency
-from actors.rollout import committer as committer_module
 from actors.rollout.committer import STORAGE_TIMEOUT_S, Committer, StorageSilent
 from actors.rollout.episode import EpisodeIds, EpisodeRules
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from actors.simulation import LocalHandle
 from coordinator import Coordinator, CoordinatorClient
 from envs import PendingOperations, Task
-from envs.hosting import pending as waits
 from store import Trajectory, VersionRecord, export, uid, uid_text
 from store.reading.query import connect
 from tests.coordinator.test_coordinator import make_config, make_coordinator, publish
@@ -232,9 +230,9 @@ def test_a_storage_that_never_answers_is_named_and_ends_the_runner(
         assert reason == "the storage, to write a segment" and seconds > REPORT_AFTER_S
         await asyncio.sleep(STORAGE_TIMEOUT_S)
 
-    monkeypatch.setattr(committer_module.asyncio, "to_thread", never)
+    monkeypatch.setattr("actors.rollout.committer.asyncio.to_thread", never)
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr("envs.hosting.pending.time", clock)
     with pytest.raises(ExceptionGroup) as raised:
         on_stage(tmp_path, body)
     assert raised.group_contains(StorageSilent, match="w could not write a segment within 300 s")

@@ -602,20 +602,22 @@ def test_what_was_received_may_be_overwritten_only_when_the_update_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM reads a padded layer's tensor once more in the end."""
-    from actors.inference import vllm_weight_loader as weight_transfer
+    from actors.inference import vllm_weight_loader
 
     order: list[str] = []
-    staged: Future[weight_transfer.Staged] = Future()
-    staged.set_result(weight_transfer.Staged(path=RECEIVED, digest="", tensors=()))
-    engine = object.__new__(weight_transfer.FileWeightTransferEngine)
+    staged: Future[vllm_weight_loader.Staged] = Future()
+    staged.set_result(vllm_weight_loader.Staged(path=RECEIVED, digest="", tensors=()))
+    engine = object.__new__(vllm_weight_loader.FileWeightTransferEngine)
     engine._staging, engine.model_config = staged, None  # type: ignore[assignment]
     engine._receiver = SimpleNamespace(release=lambda: order.append("released"))  # type: ignore[assignment]
     engine.model = SimpleNamespace(
         load_weights=lambda tensors: order.append("loaded"), modules=lambda: ()
     )  # type: ignore[assignment]
     monkeypatch.setattr(
-        weight_transfer, "finalize_layerwise_reload", lambda model, config: order.append("finished")
+        vllm_weight_loader,
+        "finalize_layerwise_reload",
+        lambda model, config: order.append("finished"),
     )
-    engine.receive_weights(weight_transfer.FileUpdateInfo(path=RECEIVED))
+    engine.receive_weights(vllm_weight_loader.FileUpdateInfo(path=RECEIVED))
     engine.finish_weight_update()
     assert order == ["loaded", "finished", "released"]

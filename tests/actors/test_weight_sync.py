@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import store
-from actors.inference import weight_sync as served_weights
+from actors.inference import weight_sync
 from actors.inference.weight_files import WeightFileError, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
@@ -179,7 +179,7 @@ def test_damaged_weights_are_refused_once_and_the_next_ones_are_served(run: Run)
 def test_weights_that_come_late_are_served_at_another_try(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_weights, "RETRY_S", 1e9)
+    monkeypatch.setattr(weight_sync, "RETRY_S", 1e9)
     run.serve(run.publish(0))
     late = run.publish(1)
     file = run.layout.weights_dir(1) / "file"
@@ -189,7 +189,7 @@ def test_weights_that_come_late_are_served_at_another_try(
     file.write_text(kept)
     run.serve(late)
     assert run.engine.served == [0]  # not asked again yet
-    monkeypatch.setattr(served_weights, "RETRY_S", 0.0)
+    monkeypatch.setattr(weight_sync, "RETRY_S", 0.0)
     run.serve(late)
     assert run.engine.served == [0, 1]
     assert len(run.events(REFUSED)) == 1
