@@ -106,7 +106,7 @@ class Progress:
 
     def _figures(self, status: Status) -> list[tuple[str, str]]:
         metrics, counts = status.metrics, status.counts
-        success = "stored/success" if is_offline(self.config) else "train/success"
+        success = "offline/success" if is_offline(self.config) else "train/success"
         return [
             ("step", f"{status.learner_step}/{self.config.learner.steps}"),
             ("elapsed", duration(time.monotonic() - self.started_s)),

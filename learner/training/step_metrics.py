@@ -74,7 +74,7 @@ def step_metrics(
         "time/read_s": batch.read_s,
         "time/advantages_s": batch.advantages_s,
         "time/advantages_cpu_s": batch.advantages_cpu_s,
-        "time/signal_s": batch.signal_s,
+        "time/filter_s": batch.signal_s,
         "time/pack_s": batch.pack_s,
         "time/batch_wait_s": times.batch_wait_s,
         "time/publish_s": times.publish_s,

@@ -183,8 +183,8 @@ def test_another_server_goes_on_and_another_model_does_not() -> None:
     config = Config(endpoint=EndpointConfig(url="http://a/v1", model="m"))
     moved = Config(endpoint=EndpointConfig(url="http://b/v1", model="m", attempts=3))
     other = Config(endpoint=EndpointConfig(url="http://a/v1", model="n"))
-    assert configs.differences(config, moved) == []
-    assert configs.differences(config, other) == ["endpoint.model: 'm' -> 'n'"]
+    assert configs.forbidden_changes(config, moved) == []
+    assert configs.forbidden_changes(config, other) == ["endpoint.model: 'm' -> 'n'"]
 
 
 @pytest.mark.parametrize(

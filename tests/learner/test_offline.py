@@ -208,7 +208,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
     assert mixed.live is not None and mixed.offline is not None
     assert (mixed.live.success, mixed.offline.success) == (0.5, 0.5)
-    assert (figures["train/success"], figures["stored/success"]) == (0.5, 0.5)
+    assert (figures["train/success"], figures["offline/success"]) == (0.5, 0.5)
     of_split = rows(
         config.run_dir,
         """SELECT split, avg(episode_return), avg(n_steps)

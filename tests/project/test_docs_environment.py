@@ -174,7 +174,7 @@ def test_the_documented_command_trains_it(lamps: Path) -> None:
         "loss.policy=behaviour_cloning",
         "algorithm.estimator=grpo",
         "algorithm.group_size=1",
-        "algorithm.signal=advantages",
+        "algorithm.group_filter=advantages",
         "learner.steps=2",
         "max_staleness=2",
         "evaluation.every=0",

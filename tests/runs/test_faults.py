@@ -285,7 +285,7 @@ def test_an_engine_that_is_killed_stopped_or_out_of_memory_is_started_again(
     tmp_path: Path, model: Path
 ) -> None:
     """The real engine. Also its weights may vanish: the next version serves."""
-    with started(tmp_path / "run", model, "algorithm.signal=advantages") as run:
+    with started(tmp_path / "run", model, "algorithm.group_filter=advantages") as run:
         run.wait(
             lambda: (run.run / "open.sql").exists() and run.learner_step() >= 1,
             what="a learner step",

@@ -205,7 +205,7 @@ def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) ->
     assert names >= {
         "train/success", "heldout/success", "staleness/max", "learner/idle_fraction",
         "tokens/generated_per_s", "tokens/trained_per_s", "time/advantages_s",
-        "time/signal_s", "time/step_s", "train/return",
+        "time/filter_s", "time/step_s", "train/return",
         "train/episode_steps", "heldout/return", "heldout/episode_steps",
     }  # fmt: skip
     assert names <= set(documented()), "docs/metrics.md has them all"

@@ -69,7 +69,7 @@ SCRIPTED = (
     "actors.scripted=true",
     "loss.policy=behaviour_cloning",
     "max_staleness=3000",
-    "algorithm.signal=advantages",
+    "algorithm.group_filter=advantages",
 )
 
 
