@@ -233,8 +233,8 @@ MAKE = """
 import sys, time
 from pathlib import Path
 from learner import make_ray_directory
-from learner.distributed import ray_directory
-ray_directory.RAY_DIRECTORIES = Path(sys.argv[1])
+from learner.distributed import private_ray
+private_ray.RAY_DIRECTORIES = Path(sys.argv[1])
 print(make_ray_directory(Path(sys.argv[2])), flush=True)
 time.sleep(600)
 """

@@ -21,13 +21,13 @@ import psutil
 import pyarrow.compute as pc
 import pytest
 import torch
-from learner.distributed.ray_directory import RAY_DIRECTORY
 from transformers import AutoTokenizer
 
 import store
 from cli.__main__ import main
 from configs import Config
 from learner.data.micro_batch import micro_batches
+from learner.distributed.private_ray import RAY_DIRECTORY
 from learner.training.engine import Engine
 from store import RunLayout
 from store.reading.query import connect
@@ -205,7 +205,7 @@ def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) ->
     assert names >= {
         "train/success", "heldout/success", "staleness/max", "learner/idle_fraction",
         "tokens/generated_per_s", "tokens/trained_per_s", "time/advantages_s",
-        "time/signal_s", "time/step_s", "train/return",
+        "time/filter_s", "time/step_s", "train/return",
         "train/episode_steps", "heldout/return", "heldout/episode_steps",
     }  # fmt: skip
     assert names <= set(documented()), "docs/metrics.md has them all"
