@@ -97,7 +97,7 @@ def protect_terminal() -> None:
 
 
 class UserError(Exception):
-    """Base of the errors that a user can mend. `gigpo` shows them in one line, without traceback."""
+    """Base of the errors that a user can mend. `gigpo` shows them in one line, no traceback."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

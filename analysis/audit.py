@@ -147,8 +147,8 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
     """Return one row for each step that the SQL condition `where` selects.
 
     Columns: uids, step_index, learner_step (null: in no trained batch), and for each setting the
-    columns of `compute_advantages` and passes_filter (bool, of the step's group), with the setting's
-    name as suffix: advantage_a, advantage_b.
+    columns of `compute_advantages` and passes_filter (bool, of the step's group), with the name of
+    the setting as suffix: advantage_a, advantage_b.
 
     Advantages are computed from whole groups, or from whole batches where an estimator whitens over
     a batch. A group that was in several batches then has one row a step for each of them.

@@ -12,6 +12,7 @@ import click
 LARGEST_NUMBER = 2**63 - 1  # that the catalog can hold
 MAX_SECONDS = 1e9
 MAX_DAYS = 1e6
+ALL_NEEDS = "--all shows settings; give it with --dry-run"
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -90,6 +91,12 @@ trust_option = click.option(
 )
 as_of_option = click.option(
     "--as-of", type=AT_LEAST_0, metavar="LSN", help="Show the run as it was at this log number."
+)
+all_option = click.option(
+    "--all",
+    "all_settings",
+    is_flag=True,
+    help="With --dry-run: show every setting, not only those that differ from the defaults.",
 )
 where_option = click.option(
     "--where", metavar="SQL", help="Select trajectories by this condition (default: all)."

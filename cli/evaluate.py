@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cli.arguments import Command, settings_argument, trust_option
+from cli.arguments import ALL_NEEDS, Command, all_option, settings_argument, trust_option
 from printable import plain_console
 
 NEEDS = "give a run, e.g. runs/quickstart, a config, or --compare RUN OTHER"
@@ -39,12 +39,14 @@ Settings:
 @click.option(
     "--dry-run", is_flag=True, help="Show the settings and what is missing; play nothing."
 )
+@all_option
 @trust_option
 def evaluate(
     weights: str | None,
     settings: tuple[str, ...],
     compare: tuple[Path, Path] | None,
     dry_run: bool,
+    all_settings: bool,
     trust: bool,
 ) -> None:
     """Play every held-out task and show the success by task type.
@@ -56,6 +58,8 @@ def evaluate(
     """
     if not weights and not compare:
         raise click.UsageError(NEEDS)
+    if all_settings and not dry_run:
+        raise click.UsageError(ALL_NEEDS)
     if weights and compare:
         raise click.UsageError(f"--compare takes two runs and nothing else; leave {weights} out")
     console = plain_console(soft_wrap=True)
@@ -69,4 +73,11 @@ def evaluate(
 
     assert weights is not None
     driver.Interrupt().listen()
-    driver.evaluate(weights, settings, console, trusts=trust, dry_run=dry_run)
+    driver.evaluate(
+        weights,
+        settings,
+        console,
+        trusts=trust,
+        dry_run=dry_run,
+        all_settings=all_settings,
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cli.arguments import Command, settings_argument, trust_option
+from cli.arguments import ALL_NEEDS, Command, all_option, settings_argument, trust_option
 from printable import plain_console
 
 NEEDS = "give a config, e.g. configs/quickstart.yaml, or --resume RUN, or --fork RUN@STEP"
@@ -26,6 +26,7 @@ Examples:
 @click.option("--resume", metavar="RUN", help="Go on with a run, with its own settings.")
 @click.option("--fork", metavar="RUN@STEP", help="Make a new run from a checkpoint of another run.")
 @click.option("--dry-run", is_flag=True, help="Show what a start would do, and start nothing.")
+@all_option
 @trust_option
 def train(
     config: str | None,
@@ -33,6 +34,7 @@ def train(
     resume: str | None,
     fork: str | None,
     dry_run: bool,
+    all_settings: bool,
     trust: bool,
 ) -> None:
     """Train an agent, or go on with a run.
@@ -43,6 +45,8 @@ def train(
     """
     if not (config or resume or fork):
         raise click.UsageError(NEEDS)
+    if all_settings and not dry_run:
+        raise click.UsageError(ALL_NEEDS)
     if resume and fork:
         raise click.UsageError("--resume and --fork exclude each other; give one of them")
     if (resume or fork) and config:  # then the first word is a setting too
@@ -60,6 +64,6 @@ def train(
         assert config is not None
         resolved = driver.settings_to_train(config, settings, trusts=trust)
     if dry_run:
-        driver.dry_run(resolved, console)
+        driver.dry_run(resolved, console, all_settings=all_settings)
     else:
         driver.train(resolved, console, fork_of=fork or "")

@@ -44,12 +44,18 @@ from store import RunLayout, StoreError, VersionRecord, check_unowned, files_dig
 
 
 def evaluate(
-    weights: str, overrides: Sequence[str], console: Console, *, trusts: bool, dry_run: bool
+    weights: str,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    trusts: bool,
+    dry_run: bool,
+    all_settings: bool,
 ) -> None:
     """Evaluate `weights`: RUN, RUN@STEP or a config file. Show success by task type.
 
-    `trusts` counts the run as made by this user. `dry_run` only shows what would be evaluated, and
-    whether it can be. Raises UserError.
+    `trusts` counts the run as made by this user. `dry_run` only shows the settings that differ from
+    the defaults (all of them if `all_settings`), and what is missing here. Raises UserError.
     """
     if trusts:
         trust(_trusted_run(weights, overrides))
@@ -61,7 +67,8 @@ def evaluate(
         if is_config(weights):  # the weights of a run are copied when its evaluation starts
             config, missing, needs = try_model(config)
             missing += disk_faults(needs)
-        console.print(configs.differences(config), markup=False)
+        settings = configs.as_yaml(config) if all_settings else configs.differences(config)
+        console.print(settings, markup=False)
         show_missing([*missing, *try_tasks(config, console)], console)
         return
     check_writable(config)

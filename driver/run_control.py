@@ -20,8 +20,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+import configs
 import store
 from analysis import progress_lines
+from configs import ConfigError
 from driver.run_lock import driver_of, has_ended, remove_leftovers
 from printable import printable
 from store import (
@@ -107,7 +109,14 @@ def stop(run: Path, console: Console) -> None:
 
 
 def ask_for_workers(run: Path, n_workers: int) -> None:
-    """Ask the run's driver for a number of workers. Raises StoreError if nobody drives the run."""
+    """Ask the run's driver for a number of workers.
+
+    Raises StoreError if nobody drives the run, ConfigError if it has no workers.
+    """
+    if RunLayout.exists(run):
+        config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
+        if configs.is_offline(config):
+            raise ConfigError(f"{run} plays nothing (offline.share=1), so it has no workers")
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")

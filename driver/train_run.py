@@ -85,14 +85,16 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def dry_run(config: Config, console: Console) -> None:
+def dry_run(config: Config, console: Console, *, all_settings: bool) -> None:
     """Show what `train` would do and what is missing on this machine. Make nothing.
 
-    Raises the errors of `train`, as far as they are known here.
+    Show the settings that differ from the defaults, or all of them if `all_settings`. Raise the
+    errors of `train`, as far as they are known here.
     """
     config, missing, needs = try_model(config)
     check_same_run(config)
-    console.print(configs.differences(config) + configs.describe_plan(config), markup=False)
+    settings = configs.as_yaml(config) if all_settings else configs.differences(config)
+    console.print(settings + configs.describe_plan(config), markup=False)
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
@@ -157,8 +159,8 @@ def _train_to_the_end(config: Config, console: Console) -> None:
         learner_step = supervisor.train(curves.beside(progress.show))
         if learner_step < config.learner.steps:
             console.print(
-                f"offline rollouts are used up after learner step {learner_step}; raise offline.uses "
-                "to go on"
+                f"offline rollouts are used up after learner step {learner_step}; raise "
+                "offline.uses to go on"
             )
         if not configs.is_offline(config):
             episodes_per_task = config.evaluation.final_episodes_per_task

@@ -35,7 +35,15 @@ PACKAGES = (
     "vllm",
 )
 # Modules of the learner that a rank's process loads. None may need a package that is missing.
-MODULES = ("engine", "checkpoint", "publish", "lora", "broadcast", "batch", "source")
+MODULES = (
+    "checkpoint",
+    "data.batch_loader",
+    "data.micro_batch",
+    "model.lora",
+    "publishing.broadcast_sender",
+    "publishing.publish",
+    "training.engine",
+)
 
 
 def run(proof: Proof) -> None:

@@ -89,7 +89,7 @@ class PreparedBatch:
     read_s: float
     advantages_s: float  # in `compute_advantages`, including the wait for a core
     advantages_cpu_s: float  # the same without the wait
-    signal_s: float  # to find filtered groups, and the rows to train on
+    filter_s: float  # to find filtered groups, and the rows to train on
     pack_s: float  # to cut the rows into updates and micro-batches
 
 
@@ -151,7 +151,7 @@ def prepare_batch(
         read_s=read_at_s - claimed_at_s,
         advantages_s=computed_at_s - read_at_s,
         advantages_cpu_s=advantages_cpu_s,
-        signal_s=selected_at_s - computed_at_s,
+        filter_s=selected_at_s - computed_at_s,
         pack_s=time.monotonic() - selected_at_s,
     )
 

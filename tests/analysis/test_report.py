@@ -55,7 +55,7 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
         model=ModelConfig(path=str(tmp_path)),
     )
     (tmp_path / "config.json").write_text("{}")
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
         catalog.record_version(version=1, path="weights/v1", digest="d", learner_step=4)
@@ -74,7 +74,7 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
 
 def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     printed = []
     with Catalog.open(layout) as catalog:
@@ -94,7 +94,7 @@ def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) ->
 
 def test_the_closing_lines_have_an_ordered_query_and_how_long_it_took(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
-    layout = RunLayout.create(tmp_path / "run", config_yaml=to_yaml(config))
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
         for step in (3, 1, 2):

@@ -28,7 +28,7 @@ from gigpo import (
 )
 from store import (
     Catalog,
-    GroupRecord,
+    Group,
     RunLayout,
     StoreError,
     Trajectory,
@@ -44,7 +44,7 @@ GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group w
 IN_GROUPS = "group_uid IN (SELECT group_uid FROM groups WHERE ordinal IN ({}))"
 
 
-def played(group: GroupRecord, member: int) -> Trajectory:
+def played(group: Group, member: int) -> Trajectory:
     """2 or 3 steps, the second without a state; only the last has a reward, which is another one in
     every trajectory but for those of group 0. The first action is invalid."""
     n_steps = 2 + member % 2
@@ -61,7 +61,7 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     with Catalog.open(layout) as catalog:
 
-        def commit(group: GroupRecord) -> None:
+        def commit(group: Group) -> None:
             trajectories = [played(group, member) for member in group.missing]
             catalog.commit(
                 write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch),
@@ -208,8 +208,8 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     take_sources(layout.root, [parse_source(f"{run}@ordinal < 3")], order="ordinal")
     with Catalog.open(layout) as catalog:
         for step in (1, 2, 3):
-            batch = catalog.stored.claim(
-                n_live=0, n_stored=2, uses=2, current_version=0, max_staleness=1
+            batch = catalog.claim(
+                n_groups=0, n_offline=2, uses=2, current_version=0, max_staleness=1
             )
             assert batch is not None
             catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)

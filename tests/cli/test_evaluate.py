@@ -32,9 +32,9 @@ from analysis.evaluation_stats import (
 from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
+from driver import run_lock
 from driver.evaluate_run import model_as_version_zero, new_run_settings, own_run_settings
 from driver.preflight import check_same_run
-from learner import fill_defaults
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
@@ -243,7 +243,7 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
     played: Path, tmp_path: Path
 ) -> None:
     def asked(step: int) -> Config:
-        return fill_defaults(new_run_settings(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"]))
+        return new_run_settings(f"{played}@{step}", [f"run_dir={tmp_path / 'new'}"])
 
     RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(asked(3)))
     check_same_run(asked(3))

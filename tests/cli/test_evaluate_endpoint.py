@@ -19,6 +19,7 @@ import store
 from analysis import evaluation_stats as evaluation
 from cli.__main__ import main
 from configs import Config, ConfigError, EndpointConfig
+from driver.environment_check import try_tasks
 from driver.evaluate_run import new_run_settings
 from driver.offline_sources import check_sources
 from store import RunLayout
@@ -145,13 +146,12 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
         from dataclasses import replace
         import configs
         from driver.evaluate_run import new_run_settings
-        from driver.preflight import published
         from actors import Policy
         from actors.inference.codepoint_tokenizer import codepoint_form
         from actors.inference.openai_policy import ChatPolicy
         given = ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m']
         config = new_run_settings('configs/key_room.yaml', given)
-        ChatPolicy(published(config)), character_form(config.prompt)
+        ChatPolicy(config), codepoint_form(config.prompt)
         from driver.progress import Progress
         import driver.supervisor
         from rich.console import Console
@@ -254,7 +254,5 @@ def test_an_agent_program_has_its_own_client(
         "env.options={highest: 5, guesses: 2}",
     ]
     config = new_run_settings(KEY_ROOM, given)
-    from driver.preflight import try_tasks
-
     with pytest.raises(ConfigError, match="is an agent program, which calls its model by itself"):
         try_tasks(config, Console())

@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.support.store_samples import open_train_group, play
-
-FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1.tar.gz"
 
 
 @pytest.fixture
@@ -98,22 +95,6 @@ def test_files_that_cannot_be_read_are_said_once(
     printed = capsys.readouterr()
     assert printed.out.split() == ["n", "0"]
     assert re.fullmatch(f"warning: {said}.*; gigpo fsck .*\n", printed.err)
-
-
-def test_what_a_run_of_format_1_does_not_have_is_told_apart_from_a_wrong_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with tarfile.open(FORMAT_1) as archive:
-        archive.extractall(tmp_path, filter="data")
-    root = str(tmp_path / "format-1")
-    for arguments, hinted in (
-        (["FROM ledger"], True),
-        (["SELECT l.newest_weights_digest FROM lineage l"], True),
-        (["SELECT 1", "--as-of", "1"], True),
-        (["SELEC 1"], False),
-    ):
-        assert main(["sql", root, *arguments]) == 2
-        assert (f"gigpo compact {root} upgrades it" in capsys.readouterr().err) == hinted
 
 
 LIMITED = """import resource, sys

@@ -112,28 +112,6 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     }
 
 
-def test_a_worker_says_how_long_its_slowest_wait_has_lasted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eight episodes that reset the same task one after the other give the same reason eight
-    times.
-    """
-    monkeypatch.setattr("actors.worker.PROMISE_EVERY_S", 0.0)
-    promised: list[tuple[str | None, float]] = []
-    slowest = iter([("reset of task 'a'", 7.0), ("reset of task 'a'", 5.5), ("step 'go'", 0.1)])
-    worker = object.__new__(Worker)
-    worker.player = SimpleNamespace(waiting=lambda: None)  # type: ignore[assignment]
-    worker.chat = None
-    worker.environments = SimpleNamespace(oldest=lambda: next(slowest))  # type: ignore[assignment]
-    worker.heart = SimpleNamespace(  # type: ignore[assignment]
-        promise=lambda reason, *, waits_s, within_s: promised.append((reason, waits_s))
-    )
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(worker._promise())
-    reason = "environment: reset of task 'a'"
-    assert promised == [(reason, 7.0), (reason, 5.5), (None, 0.0)]
-
-
 def test_beats_are_written_together_and_not_at_each(clock: Callable[[float], None]) -> None:
     beats = HeartbeatTracker()
     beats.record("a", None, waits_s=0.0)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from learner.distributed.ray_directory import RAY_DIRECTORY
 from ray.exceptions import AuthenticationError
 
 from configs import ConfigError
 from driver import cluster
 from driver.cluster import AUTHENTICATION_HINT
 from driver.interrupt import REPEAT_S, STOP_SIGNALS, hold_interrupts
+from learner.distributed.private_ray import RAY_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_RAY = """

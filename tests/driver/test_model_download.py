@@ -29,7 +29,7 @@ from configs import Config, ConfigError, ModelConfig
 from driver import model_download as hub
 from driver.environment_check import try_tasks
 from driver.model_download import Repository
-from driver.preflight import open_run, with_defaults
+from driver.preflight import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
@@ -302,7 +302,7 @@ def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> Non
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:
     begun, _ = with_model(asking())
-    layout = open_run(with_defaults(begun))
+    layout = open_run(begun)
     server.commit = NEW
     shutil.rmtree(tmp_path / "cache")
     again, _ = with_model(asking())
@@ -452,7 +452,7 @@ def test_a_download_and_a_run_that_fit_one_disk_only_one_by_one_are_named(
     monkeypatch.setattr("driver.preflight.shutil.disk_usage", lambda path: enough)
     if disks_differ:
         monkeypatch.setattr("driver.preflight._device", lambda path: hash(path))
-    assert train.main([KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
+    assert main(["train", KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
     missing = capsys.readouterr().out.partition("missing here:")[2]
     fault = re.search(
         r"the disk of run_dir=run and .* has .* GiB free and the run needs .*", missing

@@ -158,8 +158,8 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
     ]
     assert main(["train", *command]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert train.main([*command, "--trust"]) == 0, capsys.readouterr().err
-    assert train.main(command) == 0  # it was said once
+    assert main(["train", *command, "--trust"]) == 0, capsys.readouterr().err
+    assert main(["train", *command]) == 0  # it was said once
     assert (sources.copy_base_policy(config, policy) / "token").is_file()
 
 

@@ -18,7 +18,7 @@ from configs import Config, ConfigError, EnvConfig
 from coordinator import Status
 from driver import preflight
 from driver.environment_check import try_tasks
-from driver.preflight import show_missing, with_defaults
+from driver.preflight import show_missing
 from driver.progress import Progress, said_with_spinner
 from envs.textworld.games import ensure_compiled
 from store import Counts
@@ -317,9 +317,9 @@ def test_a_dry_run_looks_at_the_run_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
-    preflight.open_run(with_defaults(config))
-    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
-    assert train.main([KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
+    preflight.open_run(config)
+    assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
+    assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err
 
 
@@ -342,13 +342,13 @@ def test_a_dry_run_says_which_gpus_are_missing_here(
     shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5"]
     command = [KEY_ROOM, "--dry-run", *shared]
     monkeypatch.setattr(preflight, "gpus_of_this_machine", lambda: 0)
-    assert train.main(command) == 0
+    assert main(["train", *command]) == 0
     assert (
         "missing here:\n  GPUs: the config asks for 1, this machine has 0"
         in capsys.readouterr().out
     )
     monkeypatch.setattr(preflight, "gpus_of_this_machine", lambda: 1)
-    assert train.main(command) == 0
+    assert main(["train", *command]) == 0
     assert "GPUs:" not in capsys.readouterr().out
     monkeypatch.undo()
     assert preflight.missing_gpus(Config()) == [] and preflight.gpus_of_this_machine() == 0, (

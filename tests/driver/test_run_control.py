@@ -24,8 +24,8 @@ from driver import run_control as runs
 from driver import run_lock
 from driver.interrupt import REPEAT_S, Interrupt
 from driver.run_lock import RUN_MARK, driver_of, driving, remove_leftovers
-from learner import make_ray_directory, started_ticks
-from learner.replay import replay
+from learner import make_ray_directory, replay, started_ticks
+from learner.distributed import private_ray
 from store import DRIVER_FILE, Catalog, RunLayout, StoreError, export, write_open_sql
 from store.clock import now_us
 from tests.support.store_damage import no_file_may_grow
@@ -233,8 +233,8 @@ MAKE = """
 import sys, time
 from pathlib import Path
 from learner import make_ray_directory
-from learner.distributed import ray_directory
-ray_directory.RAY_DIRECTORIES = Path(sys.argv[1])
+from learner.distributed import private_ray
+private_ray.RAY_DIRECTORIES = Path(sys.argv[1])
 print(make_ray_directory(Path(sys.argv[2])), flush=True)
 time.sleep(600)
 """

@@ -18,8 +18,8 @@ import pytest
 import configs
 from actors import EpisodeIds, EpisodeRules, PromptForm, ScriptedPolicy, play_episode, sample_chats
 from envs import EnvironmentPool, Task, environment_class, list_tasks
-from gigpo import compute_advantages
-from learner import advantage_settings, make_tiny_model, train_tokenizer
+from gigpo import AdvantageSettings, compute_advantages
+from learner import make_tiny_model, train_tokenizer
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 from store import RunLayout, Trajectory, to_table, uid
@@ -134,7 +134,7 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
     trajectories = asyncio.run(play())
     assert 0 < sum(trajectory.won for trajectory in trajectories) < len(trajectories) == 40
     rows = to_table(trajectories)
-    computed = compute_advantages(rows, advantage_settings(config))
+    computed = compute_advantages(rows, AdvantageSettings.of(config.algorithm))
     assert any(computed["steps_differ"].to_pylist()), (
         "no two steps of a group have the same anchor and another worth"
     )

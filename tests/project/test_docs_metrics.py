@@ -26,8 +26,8 @@ PREFIXES = (
     "heldout",
     "learner",
     "loss",
+    "offline",
     "staleness",
-    "stored",
     "time",
     "tokens",
     "train",
@@ -63,19 +63,19 @@ def of_an_update() -> UpdateStats:
 
 
 def of_a_learner_step() -> set[str]:
-    """Return the names of a batch with played and with stored groups."""
+    """Return the names of a batch with live and with offline groups."""
     groups = [
-        SimpleNamespace(source=None, version_min=0),
+        SimpleNamespace(source=None, oldest_version=0),
         SimpleNamespace(source="run", version_min=0),
     ]
     episodes = Episodes(success=0.5, mean_return=1.0, mean_steps=3.0)
     advantages = ("advantage", "episode_advantage", "step_advantage")
     ready = SimpleNamespace(
         batch=SimpleNamespace(groups=groups), version=1,
-        live=episodes, stored=episodes, filtered={},
+        live=episodes, offline=episodes, filtered={},
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
         n_rows=1, n_response_tokens=7, n_live_tokens=7,
-        read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, signal_s=0.0, pack_s=0.0,
+        read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
     )  # fmt: skip
     metrics = step_metrics(ready, [of_an_update()], StepTimes(step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())

@@ -26,7 +26,7 @@ from configs import Config
 from driver.progress import Progress, said_with_spinner
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
 from printable import plain_console, printable, printable_json
-from store import Catalog, GroupRecord, RunLayout, export, write_open_sql, write_segment
+from store import Catalog, Group, RunLayout, export, write_open_sql, write_segment
 from store.maintenance.finding import Finding
 from tests.support.store_samples import make_step, make_trajectory
 
@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_open_sql(layout, macros=[advantages_macro(PUBLISHED_SETTINGS)], max_staleness=1)
     with Catalog.open(layout) as catalog:
 
-        def commit(group: GroupRecord) -> None:
+        def commit(group: Group) -> None:
             texts = {
                 "action_text": ALL,
                 "obs_text": ALL,
@@ -120,7 +120,9 @@ COMMANDS = {
     "evaluate a step": lambda run: main(["evaluate", f"{run}@{ALL}", "run_dir=new"]),
     "compare": lambda run: main(["evaluate", "--compare", run, run]),
     "audit": lambda run: main(["audit", run]),
-    "audit against": lambda run: main(["audit", run, "signal=none", "--against", "gamma=0.5"]),
+    "audit against": lambda run: main(
+        ["audit", run, "group_filter=none", "--against", "gamma=0.5"]
+    ),
     "audit a setting": lambda run: main(["audit", run, f"{ALL}=1"]),
     "option": lambda run: main(["train", f"--{ALL}=1"]),
     "option value": lambda run: main(["train", f"--a={ALL}"]),
