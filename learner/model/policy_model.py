@@ -10,6 +10,7 @@ the hidden size.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,27 @@ def probe() -> MicroBatch:
     )
 
 
+def _check_complete(path: Path, report: Mapping[str, Collection[Any]]) -> None:
+    """Raise ConfigError for a tensor that the files lack: transformers fills it at random.
+
+    A tied weight counts as present if the weight it is tied to is.
+    """
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    wrong = sorted({*report["missing_keys"], *mismatched})
+    if wrong:
+        raise ConfigError(
+            f"the weights in {path} lack {wrong[0]} in the shape of its config.json, and "
+            f"{len(wrong) - 1} other tensors; download the model again, or give another model.path"
+        )
+
+
 def load_policy(
     path: Path, *, dtype: str, gradient_checkpointing: bool, temperature: float
 ) -> PolicyModel:
     """Load a model directory, without dropout.
 
-    Behaviour and learner log-probabilities must come from one function.
+    Behaviour and learner log-probabilities must come from one function. Raises ConfigError for
+    files that are damaged or incomplete.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
@@ -152,11 +168,16 @@ def load_policy(
                 setattr(part, name, 0.0)
     vision = load_vision(path)
     of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    causal_lm = loaded(
+    # Mismatched tensors are left to `_check_complete`: the error of transformers names none.
+    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **from_files}
+    causal_lm, report = loaded(
         "weights",
         path,
-        lambda: of_its_kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], **from_files),
+        lambda: of_its_kind.from_pretrained(
+            path, config=config, output_loading_info=True, **as_asked
+        ),
     )
+    _check_complete(path, report)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Without dropout both modes are the same.

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForCausalLM,
@@ -563,3 +564,22 @@ def test_an_adapter_beside_a_model_is_not_followed(
         load_policy(model, dtype="float32", gradient_checkpointing=False, temperature=1.0)
 
     assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])  # with tied weights, and without
+def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    """The attack: a tensor is left out, and transformers fills it with random numbers."""
+    random_model(CONFIGS[name]).save_pretrained(tmp_path)
+    load = {"dtype": "float32", "gradient_checkpointing": False, "temperature": TEMPERATURE}
+    load_policy(tmp_path, **load)  # type: ignore[arg-type]
+    file, lost = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    whole = dict(tensors)
+    del tensors[lost]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack {re.escape(lost)} ") as refused:
+        load_policy(tmp_path, **load)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+    save_file({**whole, lost: torch.zeros(3, 3)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack {re.escape(lost)} .* download the model again"):
+        load_policy(tmp_path, **load)  # type: ignore[arg-type]
