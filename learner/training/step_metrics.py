@@ -92,7 +92,7 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
     live = [group for group in batch.batch.groups if group.source is None]
     figures = {
         **episode_metrics("train", batch.live),
-        **episode_metrics("stored", batch.offline),
+        **episode_metrics("offline", batch.offline),
         LENGTH: batch.n_response_tokens / batch.n_rows,
         "learner/updates": float(len(updates)),
         "groups/filtered": float(len(batch.filtered)),
@@ -109,7 +109,7 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
 
 
 def episode_metrics(prefix: str, episodes: Episodes | None) -> dict[str, float]:
-    """Return the figures of live ("train") or offline ("stored") episodes; none without any."""
+    """Return the figures of live ("train") or offline ("offline") episodes; none without any."""
     if episodes is None:
         return {}
     return {
