@@ -8,6 +8,7 @@ from .base import Transition as Transition
 from .errors import EnvironmentDied as EnvironmentDied
 from .errors import EnvironmentFailed as EnvironmentFailed
 from .errors import log_hint as log_hint
+from .hosting.http_requests import MALFORMED_REQUEST as MALFORMED_REQUEST
 from .hosting.http_requests import GuardedSite as GuardedSite
 from .hosting.http_requests import RequestRefused as RequestRefused
 from .hosting.http_requests import read_json as read_json

@@ -11,8 +11,9 @@ rank_group.py     one call on all ranks
 training/         engine: one optimizer update with DeepSpeed; update_stats and step_metrics: its
                   figures; alarms: errors and warnings that end a run
 objective.py      loss and advantage settings from the config
-model/            policy_model: the network; packed_attention, chunked_logprobs: its two ends;
-                  vision, lora; tiny_model: a base policy without a download
+model/            policy_model: the network; packed_attention, last_layer and
+                  chunked_logprobs: its parts; vision, lora; tiny_model: a base policy without
+                  a download
 publishing/       publish: weights as files; broadcast_sender: weights to engines; export: a
                   run's policy for other programs
 checkpoint.py     everything a restart needs

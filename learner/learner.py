@@ -48,7 +48,6 @@ from store import (
 POLL_S = 0.05  # between two checks for a finished batch or a request to stop
 POLL_DEADLINE_S = 10.0  # a loop that waits sends its next heartbeat within this time
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
-COORDINATOR_TIMEOUT_S = 60.0  # it answers in milliseconds, or it is gone
 NO_DEADLINE = float("inf")
 
 

@@ -14,10 +14,11 @@ from text. That is right too, because it is the prompt that the model was given.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from actors.prompting.chat_template import REPLY, Tokenizer
+from actors.prompting.chat_template import Tokenizer
 
 
 class PromptTooLong(ValueError):
@@ -51,6 +52,9 @@ class Conversation:
     ) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
         self._variables = dict(chat_variables)
+        # Replaces a reply where the template's text after it is looked for. Random, so that no
+        # message holds it.
+        self._stand_in = secrets.token_hex(16)
         # by the digest of all messages including the reply; of equal ones the newest
         self._exchanges: dict[bytes, _Exchange] = {}
 
@@ -65,8 +69,9 @@ class Conversation:
             if exchange is None:
                 continue
             rest = self._tokens_after(messages, end=end, exchange=exchange)
-            if rest is not None:
-                return (*exchange.token_ids, *rest)
+            if rest is None:  # a template that hides one reply may hide all: try no other
+                break
+            return (*exchange.token_ids, *rest)
         return tuple(self._encode(self._render(messages)))
 
     def record(
@@ -86,8 +91,9 @@ class Conversation:
 
         Returns None if the template does not show where that is.
         """
-        stand_in = Message(role="assistant", content=REPLY)
-        _, *rest = self._render((*messages[: end - 1], stand_in, *messages[end:])).split(REPLY)
+        stand_in = Message(role="assistant", content=self._stand_in)
+        text = self._render((*messages[: end - 1], stand_in, *messages[end:]))
+        _, *rest = text.split(self._stand_in)
         if len(rest) != 1:
             return None
         token_ids = self._encode(rest[0])

@@ -44,7 +44,7 @@ from actors.prompting.chat_template import Tokenizer, longest_token
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config
-from envs import ClientSettings, Observation
+from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from store import Step, now_us, uid_text
 
 MAX_BODY_BYTES = 64 * 2**20  # whatever the model takes
@@ -164,7 +164,7 @@ class Endpoint:
 
     async def start(self) -> None:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await GuardedSite(self._runner, "127.0.0.1", 0).start()
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
     async def close(self) -> None:
@@ -242,7 +242,10 @@ class Endpoint:
         return response
 
     async def _read(self, request: web.Request, recording: Recording) -> bytes:
-        """Read the request's body. Raises RequestError if it is too long for the model, or late."""
+        """Read the request's body.
+
+        Raises RequestError if it is too long for the model, late, or not packed as its head says.
+        """
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
@@ -255,6 +258,9 @@ class Endpoint:
         except TimeoutError:
             why = f"the request did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(why, status=408, code="request_timeout", param=None) from None
+        except MALFORMED_REQUEST as error:
+            reason = " ".join(str(error).split())
+            raise refused(f"the body of the request is not readable: {reason}", None) from None
 
     async def _answer(
         self, recording: Recording, asked: ChatRequest

@@ -25,21 +25,12 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from store import broadcast
+from store import SAFETENSORS_DTYPES, broadcast, decode_safetensors_head
 
 # for one message, for forming a process group, for the learner's list of members
 MESSAGE_TIMEOUT = timedelta(seconds=60)
 LISTEN_TIMEOUT = timedelta(seconds=1)  # how often the thread checks whether it was closed
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Measure how far bf16 log-probabilities lie from float32 ones, packed and padded.
 
-The packed side is the learner's own: variable-length attention. The padded
+The packed side is the learner's own: variable-length attention, trimmed last layer. The padded
 side is transformers alone over a padded batch. Each has its output layer in bf16, as the learner
 has, and in float32. KL is exact, over the whole vocabulary, in nats, at the response tokens.
 """
@@ -96,12 +96,15 @@ def _packed(proof: Proof, batch: MicroBatch) -> dict[torch.dtype, torch.Tensor]:
     path = model_directory(proof, proof.shapes.real)
     policy = load_policy(path, dtype="bfloat16", gradient_checkpointing=False, temperature=1.0)
     policy.to(proof.device)
+    if not policy.is_trimmed:
+        raise RuntimeError("the last layer was not trimmed; a Qwen2 layer should be")
     hidden_NH = packed_hidden(
         policy.causal_lm,
         batch.input_ids_T,
         batch.position_ids_T,
         batch.bounds_S1,
-    ).index_select(0, batch.positions_N)
+        positions_N=batch.positions_N,
+    )
     result = _by_head(hidden_NH, policy.output.weight)
     # The learner's own output layer must be the bf16 one of the two.
     own_N, _ = policy(batch)

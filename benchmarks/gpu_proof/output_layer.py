@@ -81,6 +81,7 @@ def _policy(proof: Proof, dtype: torch.dtype) -> None:
     model = random_model(shape, device=proof.device)
     plain_model = copy.deepcopy(model).float().eval()
     policy = PolicyModel(model.to(dtype), temperature=TEMPERATURE)  # checks itself on the device
+    proof.report.is_true(f"policy, {name}: last layer is trimmed", policy.is_trimmed)
     (batch, *_) = make_batches(proof, shape, budget_tokens=2048, total_tokens=2048)
     batch = batch.to(proof.device)
     with torch.no_grad():

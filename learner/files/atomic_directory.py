@@ -4,6 +4,9 @@
         (unfinished / "model.safetensors").write_bytes(data)
     # from here on it survives a power cut
 
+    with new_directory(Path("my-model")) as unfinished: ...
+    # the same in a place that a person chose: it removes nothing that it did not make
+
     background = BackgroundFsync()
     with background.visible_whole(Path("weights/v000008")) as unfinished: ...
     # from here on it is whole for every reader
@@ -16,7 +19,9 @@ Imports the standard library only: the tests of power cuts load this file by its
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +47,31 @@ def atomic_directory(dest: Path) -> Iterator[Path]:
         _show(unfinished, dest)
         _sync_name(dest)
         _remove_replaced(dest)
+
+
+@contextmanager
+def new_directory(dest: Path) -> Iterator[Path]:
+    """Yield a directory to fill. One rename gives it its name after all its files are on disk.
+
+    Nothing beside it is replaced or removed: the unfinished directory has a name of its own, and is
+    removed on every failure. Raises FileExistsError if `dest` exists, and OSError naming `dest` if
+    the disk fails.
+    """
+    unique = f"{os.getpid()}-{secrets.token_hex(8)}"
+    unfinished = dest.with_name(f".{dest.name}.{unique}{UNFINISHED_SUFFIX}")
+    with names_the_disk(dest):
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+            _sync_files(unfinished)
+            if os.path.lexists(dest):
+                reason = "it exists; choose another directory, or remove it"
+                raise FileExistsError(errno.EEXIST, reason, str(dest))
+            unfinished.rename(dest)
+            _sync_name(dest)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from learner.distributed.deepspeed_setup import whole
-from learner.files.atomic_directory import atomic_directory
+from learner.files.atomic_directory import new_directory
 
 if TYPE_CHECKING:
     from peft.tuners import lora
@@ -189,7 +189,7 @@ def write_adapter(causal_lm: PreTrainedModel, dest: Path) -> None:
         with whole(parameter):
             file_name = FILE_PREFIX + name.replace(f".{ADAPTER}.", ".")
             tensors[file_name] = parameter.detach().cpu().clone()
-    with atomic_directory(dest) as unfinished:
+    with new_directory(dest) as unfinished:
         causal_lm.peft_config[ADAPTER].save_pretrained(str(unfinished))
         save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
 

@@ -107,9 +107,11 @@ def packed_hidden(
     *,
     embedded: Mapping[str, torch.Tensor] | None = None,
     compared: bool = False,
+    positions_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the decoder's last hidden states [T, H].
 
+    `positions_N` is for a trimmed model (`last_layer.py`), which then returns [N, H].
     `embedded` replaces ids and positions (`vision.py`). With `compared` each layer compares its
     kernel with one sequence after another, and raises ValueError if they differ.
     """
@@ -117,8 +119,12 @@ def packed_hidden(
     lengths = bounds_S1.diff().tolist()
     sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths, compared=compared)
     inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
+    for_last_layer = {} if positions_N is None else {"positions_N": positions_N}
     return causal_lm.get_decoder()(
-        **(inputs if embedded is None else embedded), sequences=sequences, use_cache=False
+        **(inputs if embedded is None else embedded),
+        sequences=sequences,
+        use_cache=False,
+        **for_last_layer,
     ).last_hidden_state.squeeze(0)
 
 

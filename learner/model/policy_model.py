@@ -9,7 +9,9 @@ the hidden size.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ from transformers import (
 from configs import ConfigError, loaded
 from learner.data.micro_batch import MicroBatch
 from learner.model.chunked_logprobs import OutputLayer
+from learner.model.last_layer import trim_last_layer
 from learner.model.packed_attention import MIXED, are_same, packed_hidden, use_packed_attention
 from learner.model.vision import Vision, load_vision
+
+_log = logging.getLogger(__name__)
 
 ADAPTER_FILE = "adapter_config.json"  # of peft
 
@@ -48,6 +53,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.vision = vision
         use_packed_attention(causal_lm)
+        self.is_trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
         self.compared = False  # whether a forward pass compares each layer's kernel with the loop
         self.output = OutputLayer(causal_lm.get_output_embeddings(), temperature=temperature)
@@ -58,24 +64,40 @@ class PolicyModel(nn.Module):
         With N = 0 the results are empty and still depend on every parameter, with gradients of 0.
         """
         embedded = None if self.vision is None else self.vision.packed(self.causal_lm, batch)
-        hidden_TH = packed_hidden(
+        hidden_NH = packed_hidden(
             self.causal_lm,
             batch.input_ids_T,
             batch.position_ids_T,
             batch.bounds_S1,
             embedded=embedded,
             compared=self.compared,
+            positions_N=batch.positions_N if self.is_trimmed else None,
         )
-        hidden_NH = hidden_TH.index_select(0, batch.positions_N)
+        if not self.is_trimmed:
+            hidden_NH = hidden_NH.index_select(0, batch.positions_N)
         logprobs_N, entropy_N = self.output(hidden_NH, batch.response_ids_N)
         return logprobs_N, entropy_N
 
     def check_on_device(self, device: torch.device) -> None:
-        """Check on `device`, where the model is now, that packed sequences stay apart.
+        """Repeat on `device`, where the model is now, the checks that were made at loading.
 
-        A GPU has its own kernel for packed sequences, which the check at loading on the CPU did not
-        see. Each layer compares it with the loop. All ranks of ZeRO 3 call this together. Raises
-        ValueError.
+        A GPU has its own kernel for packed sequences, which the check on the CPU did not see. Each
+        layer compares it with the loop. All ranks of ZeRO 3 call this together. Raises ValueError.
+        """
+        batch = probe().to(device)
+        whole_TH = self._hidden(batch, is_trimmed=False)
+        if not are_same(*whole_TH.chunk(2)):
+            raise ValueError(f"model.path: {type(self.causal_lm).__name__} on {device} {MIXED}")
+        if not self.is_trimmed:
+            return
+        if not are_same(self._hidden(batch, is_trimmed=True), whole_TH[batch.positions_N]):
+            _log.warning("on %s a trimmed last layer computes other rows; all are computed", device)
+            self.is_trimmed = False
+
+    def _hidden(self, batch: MicroBatch, *, is_trimmed: bool) -> torch.Tensor:
+        """Return the decoder's last hidden states: [N, H] if `is_trimmed`, else [T, H].
+
+        Each layer's kernel is compared with the loop.
         """
         seen: list[torch.Tensor] = []
         # A whole forward pass: at ZeRO 3 a partial one would spoil the order in which weights are
@@ -83,18 +105,17 @@ class PolicyModel(nn.Module):
         hook = self.causal_lm.get_decoder().register_forward_hook(
             lambda _decoder, _inputs, output: seen.append(output.last_hidden_state.squeeze(0))
         )
-        was_training = self.training
+        before, was_training = self.is_trimmed, self.training
         self.eval()
-        self.compared = True
+        self.is_trimmed, self.compared = is_trimmed, True
         try:
             with torch.no_grad():
-                self(probe().to(device))
+                self(batch)
         finally:
-            self.compared = False
+            self.is_trimmed, self.compared = before, False
             self.train(was_training)
             hook.remove()
-        if not are_same(*seen[0].chunk(2)):
-            raise ValueError(f"model.path: {type(self.causal_lm).__name__} on {device} {MIXED}")
+        return seen[0]
 
 
 def probe() -> MicroBatch:
@@ -115,12 +136,27 @@ def probe() -> MicroBatch:
     )
 
 
+def _check_complete(path: Path, report: Mapping[str, Collection[Any]]) -> None:
+    """Raise ConfigError for a tensor that the files lack: transformers fills it at random.
+
+    A tied weight counts as present if the weight it is tied to is.
+    """
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    wrong = sorted({*report["missing_keys"], *mismatched})
+    if wrong:
+        raise ConfigError(
+            f"the weights in {path} lack {wrong[0]} in the shape of its config.json, and "
+            f"{len(wrong) - 1} other tensors; download the model again, or give another model.path"
+        )
+
+
 def load_policy(
     path: Path, *, dtype: str, gradient_checkpointing: bool, temperature: float
 ) -> PolicyModel:
     """Load a model directory, without dropout.
 
-    Behaviour and learner log-probabilities must come from one function.
+    Behaviour and learner log-probabilities must come from one function. Raises ConfigError for
+    files that are damaged or incomplete.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
@@ -152,11 +188,16 @@ def load_policy(
                 setattr(part, name, 0.0)
     vision = load_vision(path)
     of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    causal_lm = loaded(
+    # Mismatched tensors are left to `_check_complete`: the error of transformers names none.
+    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **from_files}
+    causal_lm, report = loaded(
         "weights",
         path,
-        lambda: of_its_kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], **from_files),
+        lambda: of_its_kind.from_pretrained(
+            path, config=config, output_loading_info=True, **as_asked
+        ),
     )
+    _check_complete(path, report)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Without dropout both modes are the same.

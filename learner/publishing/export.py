@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ import store
 from configs import Config
 from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
 from learner.distributed.optimizer_state import MASTER, trainable
-from learner.files.atomic_directory import UNFINISHED_SUFFIX, atomic_directory
+from learner.files.atomic_directory import new_directory
 from learner.model.lora import add_adapters, merged, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
@@ -68,7 +67,7 @@ def newest_checkpoint(layout: RunLayout) -> int:
 def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
     """Copy a published version and check its digest. Return the digest. Raises StoreError too."""
     try:
-        with _all_or_nothing(dest), atomic_directory(dest) as unfinished:
+        with new_directory(dest) as unfinished:
             source = local_directory(layout, version.path)
             # Version 0 of an evaluation is a link to a model outside of the run.
             if source.is_symlink():
@@ -95,14 +94,13 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     Raises ExportError and CheckpointError.
     """
     model, base = _restored(layout, learner_step)
-    with _all_or_nothing(dest):
-        as_merged = (name.replace(".base_layer.", ".") for name in model.state_dict())
-        names = checkpoint_names(base, as_merged)
-        return write_weights(
-            ((names.get(name, name), tensor) for name, tensor in merged(model)),
-            dest,
-            source_dir=base,
-        )
+    as_merged = (name.replace(".base_layer.", ".") for name in model.state_dict())
+    names = checkpoint_names(base, as_merged)
+    return write_weights(
+        ((names.get(name, name), tensor) for name, tensor in merged(model)),
+        dest,
+        source_dir=base,
+    )
 
 
 def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
@@ -115,8 +113,7 @@ def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
             f"{layout.root} has model.lora_rank=0: there are no adapters; leave out --adapter"
         )
     model, _ = _restored(layout, learner_step)
-    with _all_or_nothing(dest):
-        write_adapter(model, dest)
+    write_adapter(model, dest)
     return files_digest(weight_files(dest))
 
 
@@ -191,12 +188,3 @@ def _what_there_is(layout: RunLayout, there: list[VersionRecord]) -> str:
         f"there are versions {', '.join(numbers) or '(none)'} and checkpoints of learner steps "
         f"{', '.join(steps) or '(none)'}"
     )
-
-
-@contextmanager
-def _all_or_nothing(dest: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(dest.with_name(dest.name + UNFINISHED_SUFFIX), ignore_errors=True)
-        raise

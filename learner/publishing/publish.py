@@ -18,7 +18,12 @@ from pathlib import Path
 
 import torch
 
-from learner.files.atomic_directory import BackgroundFsync, atomic_directory, prune_oldest
+from learner.files.atomic_directory import (
+    BackgroundFsync,
+    atomic_directory,
+    new_directory,
+    prune_oldest,
+)
 from learner.files.safetensors_writer import SHARD_BYTES, Send, write_shards
 from store import StoreError
 
@@ -38,9 +43,10 @@ def write_weights(
     `weights` are (Hugging Face name, tensor) pairs, consumed one by one: no more than one file of a
     large model is held. Configuration and tokenizer come from the base model in `source_dir`. The
     dtype in the configuration becomes that of the weights; a loader would otherwise convert them
-    silently. Raises ValueError for floating-point weights of several dtypes.
+    silently. Raises ValueError for floating-point weights of several dtypes, and FileExistsError
+    if `dest` exists.
     """
-    with atomic_directory(dest) as unfinished:
+    with new_directory(dest) as unfinished:
         return _write(weights, unfinished, source_dir=Path(source_dir), send=None)
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from actors.endpoint.conversation import Conversation, Message, PromptTooLong
 from actors.endpoint.response import cut_reply
 from actors.policy import Prompt
-from actors.prompting.chat_template import REPLY
 from tests.support.chat_samples import NoisePolicy, completion, encode, tokenizer
 
 EOS = 1
@@ -76,12 +75,36 @@ def test_a_reply_that_was_cut_keeps_its_last_token_though_the_template_goes_on_w
     assert tokenizer("plain").decode(later[len(ids) :]) == "\nuser: low\nassistant:"
 
 
-def test_a_message_with_the_word_that_stands_for_a_reply_is_tokenised_anew() -> None:
+def test_no_text_of_a_message_is_taken_for_the_stand_in_of_a_reply() -> None:
+    """The attack: a message with the text that stands for a reply, which was the same for all."""
     made = conversation("tiny")
     ids = (*made.prompt((user("it is"),)), *encode("1"), *encode("2"), EOS)
     made.record((user("it is"),), reply="12", token_ids=ids, ended=True)
-    messages = (user("it is"), said("12"), user(f"say {REPLY} now"))
-    assert made.prompt(messages) == whole("tiny", messages)
+    messages = (user("it is"), said("12"), user("say 0reply0 now"))
+    assert made.prompt(messages)[: len(ids)] == ids
+
+
+def test_a_template_that_shows_no_reply_is_rendered_twice_however_many_there_are() -> None:
+    """The attack: each recorded reply was tried, with a whole chat rendered for each."""
+    shown = "{% for m in messages if m['role'] != 'assistant' %}"
+    made_of = train_tokenizer_with(shown + "<user>{{ m['content'] }}{% endfor %}<assistant>")
+    made = Conversation(made_of, chat_variables={}, max_characters=10**6)
+    messages: tuple[Message, ...] = ()
+    for n in range(20):
+        messages += (user(f"{n}: 0reply0"),)
+        made.record(messages, reply="7", token_ids=encode("7"), ended=False)
+        messages += (said("7"),)
+    rendered = 0
+    apply = made_of.apply_chat_template
+
+    def counted(*arguments: object, **options: object) -> object:
+        nonlocal rendered
+        rendered += 1
+        return apply(*arguments, **options)
+
+    made_of.apply_chat_template = counted
+    made.prompt((*messages, user("low")))
+    assert rendered == 2
 
 
 def test_an_edited_reply_is_tokenised_anew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from dataclasses import replace
@@ -520,3 +521,54 @@ def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.Monkey
         return line
 
     assert b" 408 " in served(TextPolicy(["7"]), body)
+
+
+def test_a_body_that_is_not_packed_as_its_head_says_is_refused(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            key, url = recording.client.api_key, recording.client.base_url
+            headers = {"Authorization": f"Bearer {key}", "Content-Encoding": "gzip"}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(
+                    f"{url}/chat/completions", data=b"no gzip", headers=headers, compress=False
+                ) as answer,
+            ):
+                return answer.status, await answer.json()
+
+    status, answer = served(TextPolicy(["7"]), body)
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")
+    assert "not readable" in answer["error"]["message"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: whole requests, one after the other, whose answers nobody reads.
+
+    The connection was kept for ever.
+    """
+    monkeypatch.setattr("envs.hosting.http_requests.WRITE_TIMEOUT_S", 0.2)
+
+    async def body(endpoint: Endpoint) -> int:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        server = endpoint._runner.server
+        assert server is not None
+        request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
+        with socket.socket() as attacker:
+            attacker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            attacker.connect((host, int(port)))
+            attacker.setblocking(False)
+            connected = 0
+            async with asyncio.timeout(40.0):
+                while not connected or server.connections:
+                    connected = max(connected, len(server.connections))
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        attacker.send(request * 100)
+                    await asyncio.sleep(0.01)
+        with endpoint.episode(IDS, rules()) as recording:
+            status, _ = await post(recording.client, ask())
+        return status
+
+    assert served(TextPolicy(["7"]), body) == 200

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -80,11 +79,10 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def shell(command: str) -> list[dict[str, Any]]:
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    program = f'gigpo() {{ "{sys.executable}" -m cli "$@"; }}'
     done = subprocess.run(
-        ["bash", "-c", f"{command} --format json"],
+        ["bash", "-c", f"{program}; {command} --format json"],
         cwd=ROOT,
-        env=environ,
         capture_output=True,
         text=True,
         check=False,

@@ -175,6 +175,26 @@ def test_damaged_files_are_not_exported(
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("at", ["", "@3"])
+def test_directories_beside_an_export_stay_as_they_are(
+    run: Path, tmp_path: Path, fails: bool, at: str
+) -> None:
+    """The attack: the user's DEST.old and DEST.tmp were taken for an export's, and removed."""
+    if fails:
+        shutil.rmtree(run / "base")
+        file = run / "weights" / "v000003" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    for suffix in ("old", "tmp"):
+        (tmp_path / f"out.{suffix}").mkdir()
+        (tmp_path / f"out.{suffix}" / "mine").write_text("a year's work")
+    assert main(["export-model", f"{run}{at}", str(tmp_path / "out")]) == (2 if fails else 0)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [*(["out"] if not fails else []), "out.old", "out.tmp", "run"]
+    for suffix in ("old", "tmp"):
+        assert (tmp_path / f"out.{suffix}" / "mine").read_text() == "a year's work"
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTrainedModel]:
     """A run with adapters and its checkpoint 5, and the model as it was then."""

@@ -310,8 +310,9 @@ def test_a_crash_unuses_what_no_checkpoint_has(
 def test_live_and_stored_groups_together(
     tmp_path: Path, played: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    """Half of each batch is played meanwhile, within the bound; the offline half is of no version of
-    this run.
+    """Half of each batch is played meanwhile, within the bound.
+
+    The offline half is of no version of this run.
     """
     config = make_run(
         stored_config(tmp_path / "run", played, steps=4, share=0.5, max_staleness=max_staleness)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForCausalLM,
@@ -41,6 +43,8 @@ from learner.model.packed_attention import (
     _kernel_takes,
     _window,
     packed_attention,
+    packed_hidden,
+    use_packed_attention,
 )
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.training.engine import Engine
@@ -321,10 +325,10 @@ def test_a_model_on_a_device_whose_kernel_is_right_stays_as_it_is(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, (batch,) = make_policy(CONFIGS[name]), cut(history_rows(), merge_steps=True)
-    before = policy(batch)[0]
+    trimmed, before = policy.is_trimmed, policy(batch)[0]
     on_a_device(monkeypatch, stand_in_kernel())
     policy.check_on_device(torch.device("cpu"))
-    assert not policy.compared and policy.causal_lm.training
+    assert policy.is_trimmed == trimmed and not policy.compared and policy.causal_lm.training
     torch.testing.assert_close(policy(batch)[0], before)
 
 
@@ -337,7 +341,7 @@ def test_a_kernel_that_computes_something_else_is_found_out_on_its_device(
         ValueError, match="kernel of torch .* computes Qwen2Attention unlike .*; update torch"
     ):
         policy.check_on_device(torch.device("cpu"))
-    assert not policy.compared and policy.causal_lm.training
+    assert policy.is_trimmed and not policy.compared and policy.causal_lm.training
     on_a_device(monkeypatch, stand_in_kernel(bounded=False))
     with pytest.raises(ValueError, match="kernel of torch"):
         policy.check_on_device(torch.device("cpu"))
@@ -355,6 +359,17 @@ def test_sequences_that_mix_on_the_device_alone_are_found_out(
         ValueError, match="LlamaForCausalLM on cpu computes two equal sequences unequally"
     ):
         policy.check_on_device(torch.device("cpu"))
+
+
+def test_a_last_layer_that_may_not_be_trimmed_on_the_device_is_computed_whole() -> None:
+    policy, (batch,) = make_policy(CONFIGS["qwen2"]), cut(history_rows(), merge_steps=True)
+    mlp = policy.causal_lm.base_model.layers[-1].mlp
+    mlp.register_forward_hook(
+        lambda _m, inputs, out: out * (1.0 if inputs[0].shape[1] in (6, batch.n_tokens) else 2.0)
+    )
+    policy.check_on_device(torch.device("cpu"))
+    assert not policy.is_trimmed
+    torch.testing.assert_close(policy(batch)[0], make_policy(CONFIGS["qwen2"])(batch)[0])
 
 
 def test_an_engine_checks_the_kernel_of_its_device(
@@ -505,6 +520,93 @@ def test_the_kernel_gets_only_what_it_computes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "trimmed"),
+    [("qwen2", True), ("qwen3", True), ("llama", True), ("latent", True), ("neox", False)],
+)
+def test_the_last_layer_is_trimmed_where_it_is_of_the_usual_kind(name: str, trimmed: bool) -> None:
+    policy = make_policy(CONFIGS[name])
+    assert policy.is_trimmed == trimmed
+    (batch,) = cut(history_rows(), merge_steps=True)
+    seen: list[torch.Size] = []
+    if trimmed:
+        policy.causal_lm.base_model.layers[-1].mlp.register_forward_hook(
+            lambda _, args, __: seen.append(args[0].shape)
+        )
+        policy(batch)
+        assert (
+            seen == [(1, batch.n_response_tokens, SIZES["hidden_size"])]
+            and batch.n_response_tokens < batch.n_tokens
+        )
+
+
+def test_a_last_layer_that_computes_something_else_is_left_alone() -> None:
+    model = random_model(CONFIGS["llama"])
+    layer = model.base_model.layers[-1]
+    usual = layer.forward
+    layer.forward = lambda hidden, **keywords: usual(hidden, **keywords) + 0.1 * hidden
+    own = layer.forward
+    assert not PolicyModel(model, temperature=TEMPERATURE).is_trimmed
+    assert layer.forward is own
+
+
+Changed = Callable[[torch.nn.Module, torch.Tensor], Any]
+OTHER_LAST_LAYERS: dict[str, Changed] = {
+    # As a mixture of experts gives its router's logits too: what the usual last layer does with it
+    # raises.
+    "two results": lambda mlp, hidden: (mlp(hidden), None),
+    # As if experts had room for a number of tokens: the same at all positions, and another function
+    # at some of them.
+    "by the number of tokens": lambda mlp, hidden: mlp(hidden) * (1.0 + 0.1 * hidden.shape[1]),
+    "not without tokens": lambda mlp, hidden: mlp(hidden) + 0.0 * hidden.max(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAST_LAYERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_last_layer_whose_feed_forward_half_is_of_another_kind_computes_as_before(
+    name: str, training: bool
+) -> None:
+    def made() -> PreTrainedModel:
+        model = random_model(CONFIGS["llama"]).train(training)
+        last = model.base_model.layers[-1]
+        last.mlp = Other(last.mlp, OTHER_LAST_LAYERS[name])
+        last.forward = types.MethodType(unpacking, last)
+        return model
+
+    model = made()
+    own = model.base_model.layers[-1].forward
+    policy = PolicyModel(model, temperature=TEMPERATURE)
+    assert (
+        not policy.is_trimmed
+        and model.base_model.layers[-1].forward is own
+        and model.training == training
+    )
+    (batch,) = cut(history_rows())
+    expected = made()
+    use_packed_attention(expected)
+    hidden_TH = packed_hidden(expected, batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
+    logits_NV = expected.lm_head(hidden_TH[batch.positions_N]) / TEMPERATURE
+    logprobs_N = logits_NV.log_softmax(-1).gather(1, batch.response_ids_N[:, None])[:, 0]
+    assert_close(policy(batch)[0], logprobs_N)
+
+
+class Other(torch.nn.Module):
+    def __init__(self, mlp: torch.nn.Module, changed: Changed) -> None:
+        super().__init__()
+        self.mlp, self.changed = mlp, changed
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.changed(self.mlp, hidden)
+
+
+def unpacking(layer: Any, hidden: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """The usual layer, for feed-forward halves with one result or several."""
+    hidden = hidden + layer.self_attn(hidden_states=layer.input_layernorm(hidden), **keywords)[0]
+    out = layer.mlp(layer.post_attention_layernorm(hidden))
+    return hidden + (out[0] if isinstance(out, tuple) else out)
+
+
+@pytest.mark.parametrize(
     "config_json",
     [
         "{}",
@@ -563,3 +665,22 @@ def test_an_adapter_beside_a_model_is_not_followed(
         load_policy(model, dtype="float32", gradient_checkpointing=False, temperature=1.0)
 
     assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])  # with tied weights, and without
+def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    """The attack: a tensor is left out, and transformers fills it with random numbers."""
+    random_model(CONFIGS[name]).save_pretrained(tmp_path)
+    load = {"dtype": "float32", "gradient_checkpointing": False, "temperature": TEMPERATURE}
+    load_policy(tmp_path, **load)  # type: ignore[arg-type]
+    file, lost = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    whole = dict(tensors)
+    del tensors[lost]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack {re.escape(lost)} ") as refused:
+        load_policy(tmp_path, **load)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+    save_file({**whole, lost: torch.zeros(3, 3)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack {re.escape(lost)} .* download the model again"):
+        load_policy(tmp_path, **load)  # type: ignore[arg-type]

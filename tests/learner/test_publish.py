@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
-from learner.files.atomic_directory import BackgroundFsync, atomic_directory
+from learner.files.atomic_directory import BackgroundFsync, atomic_directory, new_directory
 from learner.files.safetensors_writer import DTYPE_NAMES, write_shards
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
@@ -177,9 +177,30 @@ def test_a_writer_of_weights_that_dies_leaves_nothing_visible(
 
     with pytest.raises(KeyboardInterrupt):
         write_weights(die_half_way(), tmp_path / "v000001", source_dir=base)
-    assert [path.name for path in tmp_path.iterdir()] == ["v000001.tmp"]
+    assert not list(tmp_path.iterdir())
     write_weights(weights(policy), tmp_path / "v000001", source_dir=base)
     assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_a_new_directory_replaces_and_removes_nothing(tmp_path: Path) -> None:
+    """The destination appears while it is written; somebody else's files stay beside it."""
+    dest = tmp_path / "mine"
+    (tmp_path / "mine.old").mkdir()
+    (tmp_path / "mine.tmp").mkdir()
+
+    def overtaken() -> None:
+        with new_directory(dest) as unfinished:
+            (unfinished / "file").write_text("x")
+            dest.symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(FileExistsError, match="choose another directory"):
+        overtaken()
+    assert dest.is_symlink()
+    dest.unlink()
+    with new_directory(dest) as unfinished:
+        (unfinished / "file").write_text("x")
+        assert not dest.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine.old", "mine.tmp"]
 
 
 def test_published_weights_are_synced_behind(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.learner import main
 
 import store
+from cli.__main__ import main
 from learner.explain import Explanation
 from learner.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step
@@ -175,7 +175,7 @@ def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> No
         True,
     )
     layout.catalog.unlink()
-    status, _, errors = replay(copy, "--step", 20)
+    status, _, errors = replay(copy, 20)
     assert (status, "gigpo rebuild" in errors) == (2, True)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import configs
 from configs import Config
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from learner.checkpoint import CheckpointError, CheckpointPoint
 from learner.data.micro_batch import MicroBatch
@@ -267,9 +267,9 @@ def patch_learner(
     monkeypatch: pytest.MonkeyPatch,
     stats: Callable[[StandIn, Sequence[Sequence[MicroBatch]]], list[UpdateStats]],
 ) -> None:
-    """Replace ranks, heartbeats and Ray's answers in learners made after this."""
+    """Replace ranks, heartbeats and the coordinator's replies in learners made after this."""
     monkeypatch.setattr(
         "learner.learner.RankGroup", type("RankGroup", (StandIn,), {"stats": stats})
     )
     monkeypatch.setattr("learner.learner.Heartbeat", Silent)
-    monkeypatch.setattr(Learner, "_ask", lambda self, answer, **patience: answer)
+    monkeypatch.setattr(Reply, "get", lambda reply, **patience: reply.reference)
