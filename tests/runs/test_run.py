@@ -21,13 +21,13 @@ import psutil
 import pyarrow.compute as pc
 import pytest
 import torch
-from learner.distributed.ray_directory import RAY_DIRECTORY
 from transformers import AutoTokenizer
 
 import store
 from cli.__main__ import main
 from configs import Config
 from learner.data.micro_batch import micro_batches
+from learner.distributed.private_ray import RAY_DIRECTORY
 from learner.training.engine import Engine
 from store import RunLayout
 from store.reading.query import connect
