@@ -45,7 +45,7 @@ class HealthMonitor:
         return found
 
     def starving(self, components: Mapping[str, Component]) -> dict[str, str]:
-        """Return the components that newly wait for longer than `starving_s`.
+        """Return the components that newly wait for longer than STARVING_S.
 
         Waiting for admission is no trouble. A learner step is named only if it takes twice as long
         as the longest one named before.

@@ -77,7 +77,7 @@ def test_a_filtered_group_has_the_true_reason(group_filter, changes, filtered):
     assert got == {uid(name): reason for name, reason in filtered.items()}
 
 
-def test_without_weight_a_step_term_is_no_signal():
+def test_a_step_term_without_weight_keeps_no_group():
     sooner = table(GROUPS["sooner"])
     for group_filter in GROUP_FILTERS:
         found = filtered_groups(
@@ -95,7 +95,7 @@ def test_without_weight_a_step_term_is_no_signal():
     }
 
 
-def test_the_order_in_which_rewards_come_is_no_signal():
+def test_the_order_in_which_rewards_come_keeps_no_group():
     """.1 + .2 + .3 and .3 + .2 + .1 are an ulp apart: all that a policy could learn there is
     rounding.
     """

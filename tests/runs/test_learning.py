@@ -25,10 +25,18 @@ import pytest
 import torch
 
 from actors import TEMPLATES, PromptForm, render
-from configs import Config, LearnerConfig, LossConfig, ModelConfig, PromptConfig, TinyModelConfig
+from configs import (
+    Config,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    PpoClipConfig,
+    PromptConfig,
+    TinyModelConfig,
+)
 from envs import Observation, environment_class
-from gigpo import compute_advantages
-from learner import advantage_settings, make_tiny_model, train_tokenizer, write_weights
+from gigpo import AdvantageSettings, compute_advantages
+from learner import make_tiny_model, train_tokenizer, write_weights
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
@@ -111,7 +119,7 @@ VARIANTS = {
     # gradient if it is to fall.
     "dual_clip": plain(
         # with one, token_tis would have to be below it
-        loss=LossConfig(dual_clip=1.3, corrections=[]),
+        loss=LossConfig(ppo_clip=PpoClipConfig(dual_clip=1.3), corrections=[]),
         shows=lambda _, updates, *__: any(
             update.tokens["dropped_negative_high"] > 0 for update in updates
         ),
@@ -196,7 +204,8 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
     for step in range(MAX_LEARNER_STEPS):
         rows = played(world, policy, rng, version=step)
         rows = rows.append_column(
-            "advantage", compute_advantages(rows, advantage_settings(Config()))["advantage"]
+            "advantage",
+            compute_advantages(rows, AdvantageSettings.of(Config().algorithm))["advantage"],
         )
         rows = rows.append_column("staleness", pa.array([0] * len(rows)))
         updates += engine.train(

@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.run, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTED_QUERIES = re.findall(
-    r"```sql\n(.*?)```", (ROOT / "docs" / "stored_rollouts.md").read_text(), re.DOTALL
+    r"```sql\n(.*?)```", (ROOT / "docs" / "offline_groups.md").read_text(), re.DOTALL
 )
 CONFIG = """
 env: {name: not_installed_here:World}
 learner: {steps: 99, groups_per_step: 2, learning_rate: 1.0e-3, checkpoint_every: 2}
-stored: {uses: 4, train_on: "advantage > 0"}
+offline: {uses: 4, train_on: "advantage > 0"}
 """
 N_GROUPS, LAST_STEP = 6, 12  # 6 groups, 4 times, 2 a step
 TIMEOUT_S = 900.0  # only for what hangs
@@ -100,7 +100,7 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
     assert again.returncode == 0, output
     assert "continues at learner step" in output
     assert (
-        f"stored rollouts are used up after learner step {LAST_STEP}" in output
+        f"offline rollouts are used up after learner step {LAST_STEP}" in output
         and "gigpo evaluate" in output
     )
     per_step = (

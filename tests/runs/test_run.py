@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 import store
 from cli.__main__ import main
 from configs import Config
+from driver import run_lock
 from learner.data.micro_batch import micro_batches
 from learner.distributed.private_ray import RAY_DIRECTORY
 from learner.training.engine import Engine

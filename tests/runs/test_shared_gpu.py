@@ -16,6 +16,7 @@ from actors import engine_fault
 from actors.inference import engine_environment
 from actors.inference.vllm_engine import placement
 from configs import ActorsConfig, Config, ConfigError, LearnerConfig
+from driver import preflight
 from learner.distributed import device
 from learner.distributed.device import prepare_device
 

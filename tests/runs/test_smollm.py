@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from actors.inference.concurrency import RequestGate
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import store
+from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Completion, Prompt
 from configs import ActorsConfig

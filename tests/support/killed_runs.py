@@ -29,7 +29,6 @@ import store
 from configs import Config
 from coordinator import task_index
 from envs import list_tasks
-from learner import fill_defaults
 from store import RunLayout
 from tests.support.fault_runs import CONFIG, FAULTY_WORLD, ROOT, SCRIPTED, FaultRun, processes_of
 
@@ -231,7 +230,7 @@ def killed_and_undisturbed(
         for name in ("killed", "undisturbed")
     ]
     overrides = [f"run_dir={runs[0].run}", f"model.path={model}", *settings]
-    config = fill_defaults(configs.load(home / "killed.yaml", overrides))
+    config = configs.load(home / "killed.yaml", overrides)
     RunLayout.create(runs[0].run, config_yaml=configs.as_yaml(config))
     shutil.copytree(runs[0].run, runs[1].run)
     return runs[0], runs[1]
@@ -267,8 +266,11 @@ def trained_twice(run: Path) -> int:
     """
     with store.open_run(run) as reader:
         (row,) = reader.sql(
-            """SELECT count(*) - count(DISTINCT group_uid) AS groups, count(DISTINCT batch_id) AS batches,
-                      coalesce(max(learner_step), 0) AS steps FROM lineage WHERE live AND batch_state = 'trained'"""
+            """
+            SELECT count(*) - count(DISTINCT group_uid) AS groups,
+                   count(DISTINCT batch_id) AS batches, coalesce(max(learner_step), 0) AS steps
+            FROM lineage WHERE live AND batch_state = 'trained'
+            """
         ).to_pylist()
     return int(row["groups"]) + abs(int(row["batches"]) - int(row["steps"]))
 
