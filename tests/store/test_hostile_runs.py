@@ -525,9 +525,12 @@ def test_no_link_tells_that_a_run_is_here_or_where_its_files_are(
     (run / "fork.unfinished").symlink_to("nowhere")
     with pytest.raises(FormatError, match="a fork that was cut short"):
         RunLayout.open(run)
-    (run / "published.json").symlink_to("nowhere")
-    with pytest.raises(StoreError, match="are in another storage"):
+    (run / "backup").mkdir()
+    (run / "backup" / "run.json").symlink_to(sound.run_json)
+    assert not is_lost(run)
+    with pytest.raises(StoreError, match="symbolic link.*put a backup of run.json back"):
         rebuild_run_json(run)
+    assert not (run / "run.json").exists()
 
 
 def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(
