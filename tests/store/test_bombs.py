@@ -206,10 +206,12 @@ def test_an_exported_table_that_stands_for_gigabytes_is_one_line(tmp_path: Path)
     row = to_table([make_trajectory(open_group_of(layout), 0, version=0)]).slice(0, 1)
     path.chmod(0o644)
     path.write_bytes(memoryview(encoded(repeated(row, n_rows=N_ROWS), layout)))
-    for command in (("fsck",), ("rebuild", "--force")):
-        done = limited(command[0], str(layout.root), *command[1:])
-        said = done.stdout + done.stderr
-        assert "stands for more than" in said and "Traceback" not in said, said
+    done = limited("fsck", str(layout.root))
+    said = done.stdout + done.stderr
+    assert "stands for more than" in said and "Traceback" not in said, said
+    # A rebuild reads no exported table.
+    done = limited("rebuild", str(layout.root), "--force")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def open_group_of(layout: RunLayout):
