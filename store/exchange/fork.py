@@ -91,8 +91,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     forked_from = f"{info.run_id}@{learner_step}"
     if os.path.lexists(unfinished):
         if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
-            unfinished.rename(root)
-            sync_directory(root.parent, beneath=root.parent)
+            _put_in_place(unfinished, root)
             return RunLayout.open(root)
         _remove_leftover(unfinished)
     try:
@@ -115,8 +114,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             sync_directory(Path(directory), beneath=unfinished)
         (unfinished / UNFINISHED_FORK).unlink()
         sync_directory(unfinished, beneath=unfinished)
-        unfinished.rename(root)
-        sync_directory(root.parent, beneath=root.parent)
+        _put_in_place(unfinished, root)
     except BaseException as error:
         with suppress(OSError):
             _remove(unfinished)
@@ -147,10 +145,16 @@ def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
     return is_same and made_by_this_user(unfinished)
 
 
+def _put_in_place(unfinished: Path, root: Path) -> None:
+    unfinished.rename(root)
+    sync_directory(root.parent, beneath=root.parent)
+
+
 def _remove_leftover(unfinished: Path) -> None:
     """Remove the directory of a killed fork. Raises StoreError for any other directory or file."""
     try:
-        is_ours = not unfinished.is_symlink() and (
+        is_directory_here = unfinished.is_dir() and not unfinished.is_symlink()
+        is_ours = is_directory_here and (
             (unfinished / UNFINISHED_FORK).is_file() or not any(unfinished.iterdir())
         )
         if is_ours:
