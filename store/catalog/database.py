@@ -245,6 +245,7 @@ class Database:
         with self.transaction():  # which refuses an old owner
             pass
         copy = sqlite3.connect(":memory:", isolation_level=None)
+        _let_ctrl_c_end_queries(copy)
         with self._mutex:
             self._connection.backup(copy)
         return copy
@@ -333,6 +334,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         )
         # trusted_schema = OFF would keep our triggers from calling now_us.
         connection.execute("PRAGMA cell_size_check = ON")
+        _let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
         connection.row_factory = sqlite3.Row
         # The triggers of the table group_state call it.
@@ -367,14 +369,17 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
-        # Pages that share their children can make a query endless. The handler returns to Python,
-        # so that Ctrl-C ends the query.
-        connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
+        _let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:
+    """Return to Python now and then: pages that share their children can make a query endless."""
+    connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
 
 
 def is_damage(error: sqlite3.Error) -> bool:

@@ -1,4 +1,4 @@
-"""Check a catalog's format and schema before any other query.
+"""Check a catalog's format, its schema and its row of `meta` before any other query.
 
 A view, a trigger, a generated column or an index on an expression is a program that SQLite
 executes. In a stranger's catalog it may never end, and Ctrl-C does not interrupt SQLite. So each
@@ -25,6 +25,12 @@ SCHEMA = (
 )
 # SQLite makes this index for a key or a UNIQUE constraint, and stores no text for it.
 INDEX_OF_A_KEY = b"sqlite_autoindex_"
+LARGEST_NUMBER = 2**62  # of an epoch or lsn; a run counts to no such number
+# Column of `meta` -> whether its cell is what code reads as a text or a number. NULL is not.
+CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
+    name: f"typeof({name}) = 'integer' AND {name} BETWEEN 0 AND {LARGEST_NUMBER}"
+    for name in ("epoch", "lsn", "horizon_lsn")
+}
 SHOWN_CHARACTERS = 60  # of a name that a stranger chose
 
 # Bytes, because a stranger's text may be no UTF-8.
@@ -43,7 +49,7 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
     """Raise an error for a catalog that this version must not use. A new, empty file is accepted.
 
     Raises OtherFormatError for another format, ForeignSchemaError naming an object that this code
-    never makes.
+    never makes, sqlite3.DatabaseError for a damaged file.
     """
     try:
         objects = connection.execute(OBJECTS).fetchall()
@@ -63,6 +69,22 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
                 "it was executed; make a new catalog without it: "
                 f"gigpo rebuild --force {path.parent}"
             )
+    if is_catalog:
+        _check_meta(connection)
+
+
+def _check_meta(connection: sqlite3.Connection) -> None:
+    """Raise sqlite3.DatabaseError for a cell of `meta` of a wrong type or size.
+
+    A STRICT table takes no such value. A file that was damaged or edited has it nevertheless.
+    """
+    rows = connection.execute(f"SELECT {', '.join(CELLS_OF_META.values())} FROM meta LIMIT 2")
+    for number, cells in enumerate(rows):
+        if number > 0:
+            raise sqlite3.DatabaseError("malformed table meta: it has more than one row")
+        for name, is_sound in zip(CELLS_OF_META, cells, strict=True):
+            if not is_sound:
+                raise sqlite3.DatabaseError(f"malformed table meta: its {name} is none")
 
 
 def _is_known(key: Key, sql: bytes | None) -> bool:

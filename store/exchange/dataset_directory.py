@@ -27,7 +27,9 @@ One row per step, whole trajectories only; `dataset.json` has the details.
 
     pandas.read_parquet("{here}/data")
     polars.scan_parquet("{here}/data/*.parquet")
-    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].with_format("torch")
+    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(
+        ["response_ids"]
+    ).with_format("torch")
     duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
 
 or take it into another run: `gigpo import RUN {here}`.

@@ -14,7 +14,7 @@ import os
 import shutil
 import sqlite3
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from store.errors import FormatError, StoreError
 from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name
 from store.reading.pins import Pin
 from store.untrusted.file_access import is_directory, is_file, open_file, opened_parent, walk
+from store.untrusted.signatures import made_by_this_user
 
 UNFINISHED = ".unfinished"
 COMPONENT = "fork"
@@ -86,8 +87,13 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed fork
     info = source.info
+    forked_from = f"{info.run_id}@{learner_step}"
+    if os.path.lexists(unfinished):
+        if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
+            _put_in_place(unfinished, root)
+            return RunLayout.open(root)
+        _remove_leftover(unfinished)
     try:
         make_directory(unfinished, beneath=unfinished.parent)
         # Until the marker is removed, RunLayout.open refuses this directory. It is made before
@@ -96,7 +102,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
         layout = RunLayout.create(
             unfinished,
             config_yaml=config_yaml,
-            forked_from=f"{info.run_id}@{learner_step}",
+            forked_from=forked_from,
             ancestors=(*info.ancestors, info.run_id),
         )
         # The pin keeps the files that the catalog's copy names.
@@ -108,10 +114,10 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             sync_directory(Path(directory), beneath=unfinished)
         (unfinished / UNFINISHED_FORK).unlink()
         sync_directory(unfinished, beneath=unfinished)
-        unfinished.rename(root)
-        sync_directory(root.parent, beneath=root.parent)
+        _put_in_place(unfinished, root)
     except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):
+            _remove(unfinished)
         if isinstance(error, sqlite3.Error) and is_damage(error):
             raise FormatError(
                 f"{source.catalog} cannot be read ({error}); restore it from a backup, or "
@@ -124,6 +130,60 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             ) from error
         raise
     return RunLayout.open(root)
+
+
+def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
+    """Return whether a killed fork with the same arguments made all of this directory.
+
+    It was killed after it removed the marker, and before it renamed the directory.
+    """
+    try:
+        info = RunLayout.open(unfinished).info
+    except StoreError:
+        return False
+    is_same = (info.forked_from, info.config_yaml) == (forked_from, config_yaml)
+    return is_same and made_by_this_user(unfinished)
+
+
+def _put_in_place(unfinished: Path, root: Path) -> None:
+    unfinished.rename(root)
+    sync_directory(root.parent, beneath=root.parent)
+
+
+def _remove_leftover(unfinished: Path) -> None:
+    """Remove the directory of a killed fork. Raises StoreError for any other directory or file."""
+    try:
+        is_directory_here = unfinished.is_dir() and not unfinished.is_symlink()
+        is_ours = is_directory_here and (
+            (unfinished / UNFINISHED_FORK).is_file() or not any(unfinished.iterdir())
+        )
+        if is_ours:
+            _remove(unfinished)
+    except OSError as error:
+        raise StoreError(
+            f"cannot remove {unfinished}, which a killed fork left: {error.strerror}; remove it, "
+            "then retry"
+        ) from error
+    if not is_ours:
+        raise StoreError(
+            f"{unfinished} is in the way, and no unfinished fork; move it, or choose another "
+            "directory for the new run"
+        )
+
+
+def _remove(unfinished: Path) -> None:
+    """Remove an unfinished fork. The marker goes last: a killed removal leaves an unfinished fork.
+
+    Raises OSError.
+    """
+    marker = unfinished / UNFINISHED_FORK
+    for path in unfinished.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != marker:
+            path.unlink()
+    marker.unlink(missing_ok=True)
+    unfinished.rmdir()
 
 
 def _lsn(source: RunLayout) -> int:

@@ -14,6 +14,7 @@ from store.records import uid_text
 
 MAX_LINES = 5  # of integrity_check; a torn file has thousands
 ALL_LINES = 2**31 - 1
+DAMAGED_PAGES = "*** in database"
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
 
 
@@ -179,18 +180,23 @@ def _damage(connection: sqlite3.Connection) -> list[str]:
 
     Release 3.40 reports NULLs that are not there in tables without a rowid, so each is looked for.
     """
-    lines = dict.fromkeys(
-        row[0]
-        for row in connection.execute(f"PRAGMA integrity_check({ALL_LINES})")
-        if row[0] != "ok"
-    )
+    lines = _integrity(connection, at_most=MAX_LINES)
+    # All other lines come from counting rows. If pages share their children, that never ends.
+    has_sound_pages = not any(line.startswith(DAMAGED_PAGES) for line in lines)
+    if has_sound_pages and any(map(NULL_LINE.fullmatch, lines)):
+        lines = _integrity(connection, at_most=ALL_LINES)
     damage = []
     for line in lines:
         match = NULL_LINE.fullmatch(line)
         if match is None:
             damage.append(line)
-            continue
-        table, column = match.groups()
-        if connection.execute(f"SELECT 1 FROM {table} WHERE {column} IS NULL").fetchone():
-            damage.append(line)
+        elif has_sound_pages:
+            table, column = match.groups()
+            if connection.execute(f"SELECT 1 FROM {table} WHERE {column} IS NULL").fetchone():
+                damage.append(line)
     return damage
+
+
+def _integrity(connection: sqlite3.Connection, *, at_most: int) -> list[str]:
+    rows = connection.execute(f"PRAGMA integrity_check({at_most})")
+    return list(dict.fromkeys(line for (line,) in rows if line != "ok"))

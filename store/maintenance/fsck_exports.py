@@ -63,11 +63,13 @@ def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
     try:
         manifest = read_manifest(layout)
     except FormatError as unreadable:
-        return [found("manifest_damaged", name, str(unreadable), root=root)]
+        damaged = found("manifest_damaged", name, str(unreadable), root=root)
+        return [damaged, *_check_open_sql(catalog, layout)]
     except (UnsafePathError, IsADirectoryError) as unsafe:
         # No owner opens a run with a link, so nothing can be written behind it.
         remedy = f"remove it, then: {REPAIR}" if stat.S_ISLNK(seen.st_mode) else None
-        return [found("manifest_damaged", name, str(unsafe), root=root, remedy=remedy)]
+        damaged = found("manifest_damaged", name, str(unsafe), root=root, remedy=remedy)
+        return [damaged, *_check_open_sql(catalog, layout)]
     if manifest is None:  # removed since
         return []
     if manifest.run_id != layout.info.run_id:

@@ -28,7 +28,7 @@ from store.catalog.catalog import Catalog
 from store.catalog.database import Transaction, check_owner, shown_lsn, take_lock
 from store.catalog.groups import HELDOUT, TRAIN
 from store.catalog.records import IMPORTED
-from store.catalog.schema_check import SCHEMA
+from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
 from store.errors import StoreError, UnavailableError
 from store.hashing import file_digest, uid
 from store.layout import SEGMENT_PATH, RunLayout
@@ -46,7 +46,6 @@ EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; 
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
 ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
-LARGEST_NUMBER = 1 << 62  # of an epoch or lsn; a run counts to no such number
 WEIGHTS_NAME = re.compile(r"v(\d{6,18})")
 
 Address = tuple[str, int, int | None]  # a group's split, ordinal and evaluation round

@@ -26,14 +26,16 @@ from yaml.events import (
 
 MAX_CHARACTERS = 2**20  # of a text; the settings of a run have some 5,000
 MAX_EVENTS = 100_000  # of the YAML parser: about one for each value
+# The YAML scanner looks at every open collection of a line for each character behind it.
+MAX_DEPTH = 64  # of open collections; the settings of a run have 5
 NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def parse_settings_text(text: object) -> dict[str, object]:
     """Return the settings in a YAML text: mappings, lists, texts and None.
 
-    Raises ValueError for aliases, merge keys, tags, repeated keys, and too long texts, which no run
-    writes.
+    Raises ValueError for aliases, merge keys, tags, repeated keys, and too long or too deeply
+    nested texts, which no run writes.
     """
     if not isinstance(text, str):
         raise ValueError(f"they are no text but a {type(text).__name__}")
@@ -61,10 +63,7 @@ def setting(settings: dict[str, object], key: str) -> object:
 
 
 def _content(events: Iterable[Event]) -> object:
-    """Return the value that the events describe.
-
-    Open collections are kept in a list, so that deep nesting needs no recursion.
-    """
+    """Return the value that the events describe. Raises ValueError for more than a run writes."""
     whole: list[object] = []
     open_collections: list[dict[str, object] | list[object]] = [whole]
     keys: list[str | None] = [None]  # of each open collection: the key whose value comes next
@@ -101,6 +100,8 @@ def _content(events: Iterable[Event]) -> object:
             add(collection)
             open_collections.append(collection)
             keys.append(None)
+            if len(keys) > MAX_DEPTH + 1:  # `whole` is not one of the text's
+                raise ValueError(f"their values are nested more than {MAX_DEPTH} deep")
         elif isinstance(event, MappingEndEvent | SequenceEndEvent):
             open_collections.pop()
             keys.pop()

@@ -90,7 +90,10 @@ def broken_promises(root: Path, diary: Sequence[Line], *, thorough: bool) -> lis
             if finding.severity == "error"
         ]
         if thorough and layout.open_sql.exists():
-            broken += _in_views(layout) + _after_a_rebuild(layout, diary)
+            broken += _in_views(layout)
+            # A copy of the directory shares a remote storage with the run: it would remove files.
+            if layout.info.storage_uri is None:
+                broken += _after_a_rebuild(layout, diary)
         return broken
     except (StoreError, sqlite3.Error) as error:
         return [f"{type(error).__name__}: {error}"]

@@ -196,7 +196,7 @@ FORKS = [
             "sync_directory(unfinished, beneath=unfinished)",
             "power fork",
         ),
-        ("name", "        ", "sync_directory(root.parent, beneath=root.parent)", "power fork"),
+        ("name", "    ", "sync_directory(root.parent, beneath=root.parent)", "power fork"),
         ("bytes", "        ", "os.fsync(copy.fileno())", "power copy"),
     )
 ]

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from cli.__main__ import main
 from store import Catalog, RunLayout
 from store.catalog.database import connect_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
+from store.exchange.fork import fork
+from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, read_backup
 from store.maintenance.fsck import CONTENTS, FATAL, check
+from store.reading.lineage import metrics_since
 from tests.support.store_runs import copy_run, make_run
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +94,29 @@ threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()
 """
 
+INTERRUPTED_OWNER = f"""
+import os, pathlib, signal, sys, threading
+from store import Catalog, RunLayout
+with Catalog.open(RunLayout.open(pathlib.Path(sys.argv[1]))) as catalog:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with catalog._database.transaction() as tx:
+        tx.rows("{ENDLESS} SELECT count(*) FROM n")
+"""
+# Tables with a rowid, whose pages have the layout that `share_pages` writes.
+SHARED = ("group_state", "batch", "version", "event")
+INTERIOR_PAGE, HEADER_BYTES = 5, 12
+# Cell of `meta` -> a value that no owner writes.
+WRONG_CELLS = {
+    f"{column} {value}": (column, value)
+    for column, values in {
+        "run_id": ("NULL", "7"),
+        "epoch": ("'x'", "NULL"),
+        "lsn": ("'x'", "x'ff'", "-1", "9223372036854775807"),
+        "horizon_lsn": ("1.5",),
+    }.items()
+    for value in values
+}
+
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
@@ -105,6 +132,49 @@ def forge(layout: RunLayout, script: str) -> None:
     with closing(sqlite3.connect(layout.catalog)) as connection:
         connection.executescript(script)
         connection.commit()
+
+
+def share_pages(layout: RunLayout, table: str, *, levels: int) -> None:
+    """Put pages above the root of a table of which each has the page below it as all its children.
+
+    A query of the table then visits some 600 ** levels pages.
+    """
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        (root,) = connection.execute(
+            "SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)
+        ).fetchone()
+    file = bytearray(layout.catalog.read_bytes())
+
+    def interior(child: int) -> bytes:
+        cell = struct.pack(">I", child) + b"\x64"  # the key 100
+        n_cells = (page_bytes - HEADER_BYTES) // (len(cell) + 2)
+        starts = [page_bytes - len(cell) * (number + 1) for number in range(n_cells)]
+        header = struct.pack(">BHHHBI", INTERIOR_PAGE, 0, n_cells, starts[-1], 0, child)
+        pointers = struct.pack(f">{n_cells}H", *starts)
+        return (header + pointers).ljust(starts[-1], b"\0") + cell * n_cells
+
+    at = slice((root - 1) * page_bytes, root * page_bytes)
+    file += file[at]
+    for _ in range(levels - 1):
+        file += interior(len(file) // page_bytes)
+    file[at] = interior(len(file) // page_bytes)
+    struct.pack_into(">I", file, 28, len(file) // page_bytes)
+    layout.catalog.write_bytes(file)
+
+
+def plant(layout: RunLayout, column: str, value: str) -> None:
+    """Write a value into `meta` that its STRICT table refuses."""
+    with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as connection:
+        (sql,) = connection.execute("SELECT sql FROM sqlite_schema WHERE name = 'meta'").fetchone()
+        connection.execute("PRAGMA writable_schema = ON")
+        loose = "CREATE TABLE meta (id INTEGER PRIMARY KEY, run_id, epoch, lsn, horizon_lsn)"
+        connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = 'meta'", (loose,))
+    with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as connection:
+        connection.execute(f"UPDATE meta SET {column} = {value}")
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = 'meta'", (sql,))
 
 
 def command(layout: RunLayout, name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -256,3 +326,62 @@ def test_ctrl_c_ends_a_query_that_only_reads(layout: RunLayout) -> None:
     assert done.returncode != 0 and (
         "interrupted" in done.stderr or "KeyboardInterrupt" in done.stderr
     )
+
+
+def test_ctrl_c_ends_a_query_of_the_owner(layout: RunLayout) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_OWNER, str(layout.root)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
+    assert done.returncode != 0 and (
+        "interrupted" in done.stderr or "KeyboardInterrupt" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("table", SHARED)
+def test_a_table_whose_pages_share_their_children_ends_fsck_and_compact(
+    table: str, layout: RunLayout
+) -> None:
+    share_pages(layout, table, levels=8)
+    done = command(layout, "fsck")
+    assert done.returncode == 1 and "2nd reference to page" in done.stdout, done.stderr
+    # It looks at files, and makes no backup of this catalog.
+    before = layout.backup.read_bytes()
+    assert "Traceback" not in command(layout, "compact").stderr
+    assert layout.backup.read_bytes() == before
+
+
+@pytest.mark.parametrize("cell", WRONG_CELLS)
+def test_a_cell_of_meta_that_counts_nothing_is_one_line(
+    cell: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(layout, *WRONG_CELLS[cell])
+    (finding,) = check(layout, level=CONTENTS)
+    column, _ = WRONG_CELLS[cell]
+    assert finding.what == "catalog_damaged" and f"its {column} is none" in finding.detail
+    run = str(layout.root)
+    dest = str(layout.root.with_name("dataset"))
+    for arguments in (["compact", run], ["fsck", "--repair", run], ["export", run, dest]):
+        assert main(arguments) in (0, 1, 2), arguments
+    with pytest.raises(FormatError, match="malformed table meta"):
+        read_as_of(layout, 1)
+    with pytest.raises(FormatError, match="malformed table meta"):
+        fork(layout, layout.root.with_name("forked"), learner_step=1, config_yaml="")
+    with pytest.raises(FormatError, match="malformed table meta"):
+        metrics_since(layout, 0)
+    assert main(["rebuild", run]) == 0, capsys.readouterr().err
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_backup_with_a_wrong_cell_of_meta_is_not_taken(layout: RunLayout) -> None:
+    plant(layout, "lsn", "'x'")
+    data = bytearray(layout.catalog.read_bytes())
+    data[JOURNAL_MODE] = ROLLBACK_JOURNAL
+    layout.backup.chmod(0o644)
+    layout.backup.write_bytes(data)
+    with pytest.raises(FormatError, match="malformed table meta"):
+        read_backup(layout)

@@ -252,6 +252,53 @@ def test_on_a_full_disk_a_fork_is_one_line_and_leaves_nothing(tmp_path: Path) ->
         assert ask(RunLayout.open(disk / "made"), "SELECT count(*) FROM checkpoint") == [(1,)]
 
 
+@pytest.mark.parametrize("what", ["a directory", "a run", "a link", "a file"])
+def test_a_fork_removes_nothing_that_no_fork_left(what: str, run: Life, tmp_path: Path) -> None:
+    """It removed NEW.unfinished, whatever that was."""
+    place = tmp_path / "fork.unfinished"
+    (tmp_path / "precious").mkdir()
+    if what == "a run":
+        RunLayout.create(place, config_yaml="")
+    elif what == "a link":
+        place.symlink_to(tmp_path / "precious")
+    elif what == "a directory":
+        place.mkdir()
+    if what == "a file":
+        place.write_text("precious")
+    else:
+        (place / "precious").write_text("precious")
+    before = fingerprint(tmp_path)
+    with pytest.raises(StoreError, match=r"fork\.unfinished is in the way.*move it") as refused:
+        fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert "\n" not in str(refused.value)
+    assert fingerprint(tmp_path) == before
+    assert place.is_symlink() == (what == "a link")
+
+
+def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> None:
+    place = tmp_path / "fork.unfinished"
+    (place / "segments" / "w0").mkdir(parents=True)
+    (place / "segments" / "w0" / "part").write_text("a part")
+    (place / "fork.unfinished").touch()
+    (place / "outside").symlink_to(run.layout.root)
+    before = fingerprint(run.layout.root)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert not (made.root / "segments" / "w0" / "part").exists()
+    assert fingerprint(run.layout.root) == before and not place.exists()
+
+
+def test_a_fork_that_was_killed_before_its_rename_is_put_in_its_place(
+    run: Life, tmp_path: Path
+) -> None:
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="a: 1")
+    whole = made.root.rename(tmp_path / "fork.unfinished")
+    before = fingerprint(whole)
+    with pytest.raises(StoreError, match="is in the way"):  # it is of other settings
+        fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="a: 2")
+    again = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="a: 1")
+    assert again.info == made.info and fingerprint(again.root) == before
+
+
 def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(run: Life, tmp_path: Path) -> None:
     with pytest.raises(
         StoreError,

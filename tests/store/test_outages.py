@@ -130,10 +130,10 @@ def test_a_rebuild_during_an_outage_touches_nothing(
     first, *_, last = sorted(layout.segments.glob("*/*.parquet"))
     flip(first, 4321)
     before = fingerprint(layout.root, but=("catalog.lock",))
-    for path in (last, an_export(layout)):
+    for path in (last, layout.backup):
         with monkeypatch.context() as patch:
-            outage(patch, path.name)
-            with pytest.raises(UnavailableError, match=path.name):
+            outage(patch, layout.relative(path))
+            with pytest.raises(UnavailableError, match=layout.relative(path)):
                 rebuild(layout)
         assert fingerprint(layout.root, but=("catalog.lock",)) == before
 

@@ -328,15 +328,16 @@ def running_command(world: World) -> tuple[subprocess.Popen[str], psutil.Process
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("how", "status", "last_words"),
+    [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGKILL, -signal.SIGKILL, "")],
 )
 def test_nothing_is_left_of_a_command_that_is_interrupted(
-    best_world: World, how: int, status: int
+    best_world: World, how: int, status: int, last_words: str
 ) -> None:
     process, child = running_command(best_world)
     os.killpg(process.pid, how)  # as a terminal does
     printed, said = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, printed, said) == (status, "", "")
+    assert (process.returncode, printed, said) == (status, "", last_words)
     gone, alive = psutil.wait_procs([child], timeout=PATIENCE_S)
     assert gone and not alive
 

@@ -19,8 +19,10 @@ import configs
 import driver
 import store.untrusted.trust
 from cli.__main__ import main
+from configs import ConfigError
 from driver import resume
 from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
+from store.untrusted.settings_text import parse_settings_text
 from store.untrusted.trust import FOLLOWED
 
 if TYPE_CHECKING:
@@ -205,6 +207,31 @@ def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:
         StoreError, match="sends the secret in the variable 'AWS_SECRET_ACCESS_KEY'"
     ):
         check_trusted(strangers)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: " + "[" * 50_000, "a: " + "[" * 50_000 + "]" * 50_000, "{a: " * 50_000, "- " * 50_000],
+)
+def test_deep_settings_are_refused_without_being_read_to_their_end(
+    strangers: Path, text: str
+) -> None:
+    """PyYAML took more than a minute for the brackets, because each looks at all before it."""
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        parse_settings_text(text)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        configs.load_saved(text, name="config.yaml")
+    (strangers / "config.yaml").write_text(text)
+    with pytest.raises(StoreError, match="--trust"):
+        check_trusted(strangers)
+
+
+def test_as_deep_settings_as_are_allowed_are_read() -> None:
+    text = "a: " + "[" * 63 + "]" * 63
+    assert list(parse_settings_text(text)) == ["a"]
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        parse_settings_text(text.replace("[]", "[[]]"))
+    assert list(parse_settings_text("a: [" + "[], " * 1_000 + "]")) == ["a"]
 
 
 def test_what_is_no_run_is_not_trusted(tmp_path: Path) -> None:
