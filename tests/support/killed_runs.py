@@ -29,7 +29,6 @@ import store
 from configs import Config
 from coordinator import task_index
 from envs import list_tasks
-from learner import fill_defaults
 from store import RunLayout
 from tests.support.fault_runs import CONFIG, FAULTY_WORLD, ROOT, SCRIPTED, FaultRun, processes_of
 
@@ -231,7 +230,7 @@ def killed_and_undisturbed(
         for name in ("killed", "undisturbed")
     ]
     overrides = [f"run_dir={runs[0].run}", f"model.path={model}", *settings]
-    config = fill_defaults(configs.load(home / "killed.yaml", overrides))
+    config = configs.load(home / "killed.yaml", overrides)
     RunLayout.create(runs[0].run, config_yaml=configs.as_yaml(config))
     shutil.copytree(runs[0].run, runs[1].run)
     return runs[0], runs[1]
