@@ -192,7 +192,7 @@ def shown_by(show: object, *, is_terminal: bool) -> str:
 
 
 def test_a_round_that_is_shown_is_harmless(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "_types", lambda run: {ALL: ALL})
+    monkeypatch.setattr(evaluation, "_task_types", lambda run: {ALL: ALL})
     shown = shown_by(lambda console: evaluation.show_evaluation(run, console), is_terminal=False)
     assert_harmless(shown)
     shown = shown_by(
@@ -207,10 +207,10 @@ def test_lines_while_it_runs_are_harmless() -> None:
     def show(console: object) -> None:
         with said_with_spinner(ALL, console), Progress(config, ALL, console) as progress:  # type: ignore[arg-type]
             status = type("Status", (), {"notices": {1: ALL}})
-            progress.show_notices(status)  # type: ignore[arg-type]
+            progress._show_notices(status)  # type: ignore[arg-type]
             component = type("Component", (), {"waiting_on": ALL, "waits_s": 1.0})
             progress.console.print(
-                progress.table(type("S", (), {"components": {"w": component}}), [("a", ALL)])
+                progress._table(type("S", (), {"components": {"w": component}}), [("a", ALL)])
             )  # type: ignore[arg-type]
 
     shown = shown_by(show, is_terminal=False)
