@@ -115,7 +115,7 @@ class PromptForm:
             token_ids = self._tokenised(message, observation)
             n_whole = len(token_ids)
         else:
-            token_ids, n_whole = None, len(message) // self._longest_token
+            token_ids, n_whole = None, self._least_tokens(message)
         if token_ids is None or len(token_ids) > self.max_prompt_tokens:
             too_many = bisect_left(
                 range(asked),
@@ -192,7 +192,7 @@ class PromptForm:
         seen = _observation_at(turn, observation, history)
         text = render_next(self.template, seen, step=turn + 1)
         if not self._is_countable(text):
-            return None, len(text) // self._longest_token
+            return None, self._least_tokens(text)
         token_ids = self._chat.continued(text, after=history[turn - 1].response_ids)
         return token_ids, len(token_ids)
 
@@ -232,6 +232,13 @@ class PromptForm:
 
     def _is_countable(self, message: str) -> bool:
         return len(message) <= max(self._max_characters, COUNTED_CHARACTERS)
+
+    def _least_tokens(self, text: str) -> int:
+        """Return the smallest number of tokens that a text can have.
+
+        Rounded up, so that a text of more than `_max_characters` has too many for a prompt.
+        """
+        return -(-len(text) // self._longest_token)
 
     def _message(self, observation: Observation, history: Sequence[Turn], *, kept: int) -> str:
         # Cut each turn to one character more than a prompt can have: the prompt is too long with or

@@ -138,7 +138,7 @@ def test_of_a_lost_worker_nobody_knows_how_far_its_episodes_got(tmp_path: Path) 
     config = replace(config, actors=replace(config.actors, extra_members=1))
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     coordinator.config = config
-    coordinator._leases._spare_members = 1
+    coordinator._leases._extra_members = 1
     publish(coordinator, 0, 0)
     lease = coordinator.lease("w")
     assert lease is not None

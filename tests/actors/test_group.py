@@ -83,7 +83,7 @@ def group_of(table: Any, n: int, *, n_extra: int = 0, attempts: int = 1) -> Grou
     config = Config()
     config = replace(
         config,
-        actors=replace(config.actors, spare_members=n_extra),
+        actors=replace(config.actors, extra_members=n_extra),
         env=replace(config.env, attempts=attempts),
     )
     group = SimpleNamespace(group_uid=b"g" * 16, size=n, missing=tuple(range(n)), split="train")

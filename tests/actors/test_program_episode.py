@@ -156,7 +156,7 @@ def test_a_program_is_found_by_its_name_as_environments_are(odd: str) -> None:
     assert program_class(odd).tasks("heldout", {})[0].id == "heldout"
     with pytest.raises(
         ValueError,
-        match="lacks reset, step, close; see envs/base.py; or `tasks` and `run`, envs/hosting/",
+        match="lacks reset, step, close; see envs/base.py; an agent program has `tasks` and `run`",
     ):
         environment_class(odd)
     with pytest.raises(ValueError, match="'key_room': the class lacks run; see envs/base.py"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors import PromptForm, PromptStuckError, Turn
@@ -253,6 +253,13 @@ long_texts = st.builds(
     past=st.lists(long_texts, max_size=4),
     budget=st.integers(10, 120),
     counted=st.sampled_from([0, COUNTED_CHARACTERS]),
+)
+@example(  # less than one longest token over the budget: some tokens were left out, not none
+    style="window",
+    seen=Observation(text="7" * 54, objective="7" * 54, actions=("7" * 48,)),
+    past=[],
+    budget=10,
+    counted=0,
 )
 def test_the_prompt_is_that_of_a_form_that_tokenises_everything(
     style: str, seen: Observation, past: list[str], budget: int, counted: int
