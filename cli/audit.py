@@ -59,14 +59,13 @@ def audit(
 ) -> None:
     """Compute the advantages of a stored run under other settings.
 
-    Nothing is trained. A setting that is not named is the run's own. Settings are those of
-    `algorithm`, and of the filter that decides which groups are trained on. The run may be training
-    meanwhile.
+    Nothing is trained. Settings are those of `algorithm`; one that is not named is the run's own.
+    The run may be training meanwhile.
 
     Advantages are computed from whole groups, or from whole batches where an estimator whitens over
     a batch; --where only selects what is reported. Groups that were in no batch are whitened
-    together, each split separately. A stored group that was used several times counts once, at its
-    last learner step, or once a batch where something is whitened.
+    together, each split separately. An offline group that was used several times counts once, at
+    its last learner step, or once a batch where something is whitened.
     """
     import pyarrow.parquet as pq
 

@@ -46,7 +46,7 @@ def empty(tmp_path: Path) -> Path:
         (["loss.proximal=interpolated"], ["another run's"]),
     ],
 )
-def test_what_makes_no_sense_with_stored_rollouts_is_refused(
+def test_what_makes_no_sense_with_offline_groups_is_refused(
     empty: Path, overrides: list[str], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:

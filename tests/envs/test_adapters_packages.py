@@ -51,9 +51,12 @@ class Guess:  # `reset(kwargs)` and `step(texts)` of a batch, here of one
         valid = guess.isdigit() and "<think>" in text
         won = valid and int(guess) == self.number
         hint = "?" if not valid else "low" if int(guess) < self.number else "high"
-        observations = {"text": [f"After {self.turns} guesses: {hint}"], "image": None, "anchor": [hint]}
-        infos = [{"won": won, "is_action_valid": numpy.array(valid), "task_score": 1.0 / self.turns if won else 0.0}]
-        return observations, numpy.array([10.0 * won]), numpy.array([won or self.turns == self.limit]), infos
+        text = f"After {self.turns} guesses: {hint}"
+        observations = {"text": [text], "image": None, "anchor": [hint]}
+        score = 1.0 / self.turns if won else 0.0
+        infos = [{"won": won, "is_action_valid": numpy.array(valid), "task_score": score}]
+        dones = numpy.array([won or self.turns == self.limit])
+        return observations, numpy.array([10.0 * won]), dones, infos
     def close(self): pass
 """
 VERL: dict[str, object] = SEEDS | {

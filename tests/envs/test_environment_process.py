@@ -39,7 +39,9 @@ import asyncio, gc, os, time, weakref
 from envs import Observation, Transition
 LIVE, CLOSED = weakref.WeakSet(), []
 def seen(text):
-    return Transition(observation=Observation(text=text), reward=0.0, terminated=False, truncated=False, won=False)
+    return Transition(
+        observation=Observation(text=text),
+        reward=0.0, terminated=False, truncated=False, won=False)
 class Counted:
     def __init__(self, options): LIVE.add(self)
     @classmethod
@@ -266,7 +268,8 @@ OWNER = """
 import asyncio
 from envs import EnvironmentPool, Task
 async def main():
-    async with EnvironmentPool("hanging_world:Hanging", {}, processes=1, answer_timeout_s=600.0).environment() as environment:
+    pool = EnvironmentPool("hanging_world:Hanging", {}, processes=1, answer_timeout_s=600.0)
+    async with pool.environment() as environment:
         await environment.reset(Task(id="t", env_name="e", split="train", seed=0))
 asyncio.run(main())
 """
@@ -371,11 +374,14 @@ NOSY = """
 from pathlib import Path
 from envs import Observation, Task
 def seen(options):
-    return Path("/proc/self/cmdline").read_text().replace("\\0", " ") + " KEY " + options.get("key", "")
+    command = Path("/proc/self/cmdline").read_text().replace("\\0", " ")
+    return command + " KEY " + options.get("key", "")
 class Nosy:
     def __init__(self, options): self.options = options
     @classmethod
-    def tasks(cls, split, options): return [Task(id=split, env_name="nosy", split=split, seed=0, data={"seen": seen(options)})]
+    def tasks(cls, split, options):
+        data = {"seen": seen(options)}
+        return [Task(id=split, env_name="nosy", split=split, seed=0, data=data)]
     def reset(self, task): return Observation(text=seen(self.options))
     def step(self, action): ...
     def close(self): pass

@@ -63,12 +63,15 @@ class Broken:
         tasks = [Task(id=f"{split}-{n}", env_name="broken", split=split, seed=n) for n in range(2)]
         if how.startswith("tasks-"): trouble(how[6:])
         if how == "missing option": options["size"]
-        return {"a dict": {task.id: task for task in tasks}, "dicts": [{"id": "a"}], "texts": ["a"], "nothing": None,
-            "a number": 3, "a generator": broken_generator(tasks), "a good generator": iter(tasks),
+        return {
+            "a dict": {task.id: task for task in tasks}, "dicts": [{"id": "a"}], "texts": ["a"],
+            "nothing": None, "a number": 3, "a generator": broken_generator(tasks),
+            "a good generator": iter(tasks),
             "another split": [Task(id="a", env_name="broken", split="test", seed=0)],
             "a number's id": [Task(id=1, env_name="broken", split=split, seed=0)],
             "a text's seed": [Task(id="a", env_name="broken", split=split, seed="0")],
-            "a number's data": [Task(id="a", env_name="broken", split=split, seed=0, data={"size": 3})],
+            "a number's data": [
+                Task(id="a", env_name="broken", split=split, seed=0, data={"size": 3})],
             "a list's data": [Task(id="a", env_name="broken", split=split, seed=0, data=["size"])],
             "half a character": [Task(id=chr(0xD800), env_name="broken", split=split, seed=0)],
         }.get(how, tasks)
@@ -81,10 +84,14 @@ class Broken:
         if action == "a tuple": return (Observation(text="x"), 0.0, False, {})
         if action == "interrupt": raise KeyboardInterrupt
         class Local(str): pass
-        if action == "unpicklable": return Transition(observation=Observation(text=Local()), reward=0.0, terminated=False,
-            truncated=False, won=False)
+        if action == "unpicklable":
+            return Transition(
+                observation=Observation(text=Local()),
+                reward=0.0, terminated=False, truncated=False, won=False)
         trouble(action)
-        return Transition(observation=Observation(text="x"), reward=0.0, terminated=False, truncated=False, won=False)
+        return Transition(
+            observation=Observation(text="x"),
+            reward=0.0, terminated=False, truncated=False, won=False)
     def close(self): pass
 
 def broken_generator(tasks):

@@ -210,7 +210,7 @@ def test_an_error_there_is_the_episodes_error_here(
             async with pool.environment() as environment:
                 await environment.reset(task)
                 error = (
-                    r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:8 in step; "
+                    r"'remote' failed in step 'open' .*500: .*no such door: open, at .*:9 in step; "
                     "the server printed"
                 )
                 with pytest.raises(EnvironmentDied, match=error):
@@ -255,11 +255,14 @@ from envs import Observation, Task, Transition
 class Hanging:
     def __init__(self, options): pass
     @classmethod
-    def tasks(cls, split, options): return [Task(id=f"h-{split}", env_name="h", split=split, seed=0)]
+    def tasks(cls, split, options):
+        return [Task(id=f"h-{split}", env_name="h", split=split, seed=0)]
     def reset(self, task): return Observation(text="start")
     def step(self, action):
         while not os.path.exists(action): time.sleep(0.01)
-        return Transition(observation=Observation(text="end"), reward=0.0, terminated=False, truncated=False, won=False)
+        return Transition(
+            observation=Observation(text="end"),
+            reward=0.0, terminated=False, truncated=False, won=False)
     def close(self): pass
 """
 
@@ -363,7 +366,8 @@ from envs import Task
 class Agent:
     def __init__(self, options): pass
     @classmethod
-    def tasks(cls, split, options): return [Task(id=f"a-{split}", env_name="a", split=split, seed=0)]
+    def tasks(cls, split, options):
+        return [Task(id=f"a-{split}", env_name="a", split=split, seed=0)]
     def run(self, task, client): pass
 """
 

@@ -68,7 +68,8 @@ from envs import Observation, Task
 class Broken:
     def __init__(self, options): pass
     @classmethod
-    def tasks(cls, split, options): return [Task(id=f"b-{split}", env_name="broken", split=split, seed=0)]
+    def tasks(cls, split, options):
+        return [Task(id=f"b-{split}", env_name="broken", split=split, seed=0)]
     def reset(self, task): return Observation(text="start")
     def step(self, action): raise RuntimeError(f"no such door: {action}")
     def close(self): pass
@@ -160,12 +161,16 @@ import asyncio, time
 from envs import Observation, Task, Transition
 ANSWERS = {"nothing": None, "a dict": {"reward": 1.0}, "a class": Transition}
 def transition(**changes):
-    fields = dict(observation=Observation(text="later"), reward=0.0, terminated=False, truncated=False, won=False)
+    fields = dict(
+        observation=Observation(text="later"),
+        reward=0.0, terminated=False, truncated=False, won=False)
     return Transition(**(fields | changes))
 class Moody:
     def __init__(self, options): self.task = None
     @classmethod
-    def tasks(cls, split, options): return [Task(id=f"m-{split}-{n}", env_name="moody", split=split, seed=n) for n in range(4)]
+    def tasks(cls, split, options):
+        return [
+            Task(id=f"m-{split}-{n}", env_name="moody", split=split, seed=n) for n in range(4)]
     def reset(self, task):
         self.task = task
         return Observation(text=task.id)
@@ -176,7 +181,8 @@ class Moody:
         if action == "flag": return transition(won="yes")
         if action == "text": return transition(observation=Observation(text=3))
         if action == "actions": return transition(observation=Observation(text="x", actions="go"))
-        if action == "half": return transition(observation=Observation(text="x", actions=("go", chr(0xD800))))
+        if action == "half":
+            return transition(observation=Observation(text="x", actions=("go", chr(0xD800))))
         if action in ANSWERS: return ANSWERS[action]
         return transition(observation=Observation(text=self.task.id, actions=["a", "b"]), reward=1)
     def close(self): pass
@@ -291,7 +297,7 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
     hung, fine = asyncio.run(play())
     said = (
         rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, "
-        "at .*moody_world.py:29 in step"
+        "at .*moody_world.py:34 in step"
     )
     assert re.search(said, str(hung))
     assert fine.reward == 1.0  # type: ignore[attr-defined]

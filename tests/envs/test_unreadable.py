@@ -37,7 +37,8 @@ class Strange:
     def tasks(cls, split, options):
         if options.get("garbage"): send(len(b"not json").to_bytes(4, "big") + b"not json")
         word = Word if options.get("words") else str
-        return [Task(id=word(f"strange-{split}"), env_name=word("s"), split=split, seed=0, data={word("a"): word("b")})]
+        name, data = word(f"strange-{split}"), {word("a"): word("b")}
+        return [Task(id=name, env_name=word("s"), split=split, seed=0, data=data)]
     def reset(self, task): return Observation(text="start")
     def step(self, action):
         if action == "garbage":
@@ -47,7 +48,9 @@ class Strange:
             answer = pickle.dumps((77, b"", None))
             send(len(answer).to_bytes(4, "big") + answer)
         text = Word("a word") if action == "word" else "a text"
-        return Transition(observation=Observation(text=text), reward=0.0, terminated=False, truncated=False, won=False)
+        return Transition(
+            observation=Observation(text=text),
+            reward=0.0, terminated=False, truncated=False, won=False)
     def close(self): pass
 """
 
