@@ -40,7 +40,7 @@ from store.reading.manifest import read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.untrusted import file_access as beneath
-from tests.support.store_damage import a_file, an_export
+from tests.support.store_damage import a_file
 from tests.support.store_runs import fingerprint, flip
 from tests.support.store_samples import open_train_group, play
 
