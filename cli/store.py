@@ -97,7 +97,7 @@ def _show_findings(findings: Sequence[Finding], *, form: str) -> None:
 def rebuild(run: Path, force: bool) -> None:
     """Make a lost catalog or run.json anew.
 
-    Trajectories and groups come from the segment files, everything else from the exported tables.
+    Begins with the newest sound backup of the catalog, and adds the segment files that are newer.
     Shows what was recovered and what could not be. The old catalog and unusable files are moved to
     quarantine/; nothing is deleted.
     """

@@ -102,8 +102,8 @@ def rebuild_run(run: Path, *, force: bool, say: Callable[[str], None]) -> None:
         if run_json:  # only run.json was lost
             return
         raise StoreError(
-            f"{layout.catalog} can be read; a rebuild would lose what is not exported (--force "
-            "does it anyway)"
+            f"{layout.catalog} can be read; a rebuild would lose what is newer than its backup "
+            "(--force does it anyway)"
         )
     report = rebuild(layout)
     for line in report.recovered:
