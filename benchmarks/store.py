@@ -62,7 +62,8 @@ SIZES = {"100k": 100_000, "1m": 1_000_000}
 QUERIES = {
     "count": "SELECT count(*) FROM steps",
     "anchor_group_by": """SELECT count(*), max(n), sum(mean) FROM (
-        SELECT group_uid, state_hash, count(*) AS n, avg(reward) AS mean FROM steps WHERE state_hash NOT NULL GROUP BY ALL)""",
+        SELECT group_uid, state_hash, count(*) AS n, avg(reward) AS mean
+        FROM steps WHERE state_hash NOT NULL GROUP BY ALL)""",
     "trajectory": "SELECT * FROM steps WHERE traj_uid = '{traj_uid}' ORDER BY step_index",
 }
 FULL_GROWTH = ((20_000, "20k"), (300_000, "300k"), (2_000, "2000"))  # files, groups, exports

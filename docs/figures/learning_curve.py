@@ -20,7 +20,8 @@ import store
 SUCCESS = """SELECT name, learner_step, value FROM metrics
 WHERE name IN ('train/success', 'heldout/success') ORDER BY learner_step"""
 STALENESS = """SELECT learner_step, staleness, sum(n_steps)::BIGINT AS rows
-FROM lineage JOIN groups USING (group_uid) WHERE batch_state = 'trained' GROUP BY ALL ORDER BY ALL"""
+FROM lineage JOIN groups USING (group_uid) WHERE batch_state = 'trained'
+GROUP BY ALL ORDER BY ALL"""
 LABELS = {"train/success": "training games", "heldout/success": "held-out games"}
 
 

@@ -24,7 +24,8 @@ import store
 from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, compute_advantages, step_variance_share
 
 STEPS = """SELECT group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, won
-FROM steps JOIN groups USING (group_uid) WHERE groups.state = 'trained' ORDER BY group_uid, traj_uid, step_index"""
+FROM steps JOIN groups USING (group_uid) WHERE groups.state = 'trained'
+ORDER BY group_uid, traj_uid, step_index"""
 QUERY_TIMEOUT_S = 600.0
 GAMMAS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 NORMALISATIONS = ("mean", "mean_std")
