@@ -12,8 +12,8 @@ import store
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEP_TIMES = """
-SELECT epoch_us(max(trained_at)) / 1e6 AS ended_s
-FROM lineage WHERE batch_state = 'trained' GROUP BY learner_step"""
+SELECT epoch_us(max(trained_at)) / 1e6 AS ended_s FROM lineage
+WHERE batch_state = 'trained' GROUP BY learner_step"""
 
 
 def train(run_dir: Path, *, max_staleness: int, steps: int, base: Path | None) -> None:

@@ -1,7 +1,7 @@
 """A dense index for `python -m envs.search.server`: E5 embeddings of a corpus, compared exactly.
 
     export PYTHONPATH=docs/examples
-    python -m e5_index corpus.jsonl    # once: writes corpus.jsonl.e5.npy beside it
+    python -m e5_index corpus.jsonl   # once: writes corpus.jsonl.e5.npy beside it
     python -m envs.search.server --corpus corpus.jsonl --index e5_index:make
 
 E5_MODEL is a Hugging Face name or directory, intfloat/e5-base-v2 unless set. Embedding runs on a

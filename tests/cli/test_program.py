@@ -13,6 +13,7 @@ import pytest
 from cli.__main__ import SECTIONS, main
 
 ROOT = Path(__file__).resolve().parents[2]
+KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
 HEAVY = {
     "torch",
     "ray",
@@ -122,3 +123,21 @@ def test_a_shell_completes_commands_and_options() -> None:
     ):
         done = run(_GIGPO_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=place)
         assert f"plain,{completed}" in done.stdout.split()
+
+
+def test_a_dry_run_shows_what_differs_and_with_all_every_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["train"], ["evaluate"]):
+        given = [*command, KEY_ROOM, f"run_dir={tmp_path / 'new'}", "seed=7"]
+        if command == ["evaluate"]:
+            given.append("model.path=nowhere/at_all/here")
+        shown = {}
+        for option in ("--dry-run", "--dry-run --all"):
+            assert main([*given, *option.split()]) == 0, capsys.readouterr().err
+            shown[option] = capsys.readouterr().out
+        assert all("seed: 7" in text for text in shown.values())
+        assert "attempts:" not in shown["--dry-run"] and "attempts:" in shown["--dry-run --all"]
+        assert main([*given, "--all"]) == 2
+        assert "--all shows settings; give it with --dry-run" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
