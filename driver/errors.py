@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from printable import UserError
+
 DIED = "died: its process was killed, ran out of memory, or crashed"
 CAUSE_CHARACTERS = 1000  # of a cause that is shown; the log has all of it
 
 
-class ComponentFailed(RuntimeError):
+class ComponentFailed(UserError, RuntimeError):
     """A process of the run failed; the message names it, its error and its log."""
 
 
