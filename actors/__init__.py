@@ -6,7 +6,9 @@
 `policy.py`        the policy interface, and the scripted policy
 `concurrency.py`   limits of requests and episodes
 `prompting/`       observation to token ids, and token ids to action
-`inference/`       policies of vLLM and of an OpenAI-compatible server, and new weights
+`inference/`       policies: `vllm_policy.py` and `openai_policy.py`. New weights: `weight_sync.py`
+                   says when, `vllm_policy.py` pauses the engine, `vllm_weight_loader.py` loads
+                   them inside the engine's process, from files or from `broadcast_receiver.py`
 `endpoint/`        the OpenAI-compatible server that agent programs call
 `simulation.py`    workers and a learner that take time instead of computing
 `templates/`       prompt templates

@@ -52,7 +52,9 @@ def export_model(
     are written, as peft and vLLM load them beside the base model. The printed digest is that of
     `cat DIR/*.safetensors | b3sum`. The run may be training meanwhile.
     """
-    run, step = _run_and_step(source)
+    from store import parse_run_step
+
+    run, step = parse_run_step(source)
     if version is not None and step is not None:
         raise click.UsageError(f"--version {version} and {source} are two models; give one of them")
     if version is not None and adapter:
@@ -82,16 +84,6 @@ def export_model(
     except ValueError as error:  # of a model that transformers cannot load, for example
         raise UserError(str(error)) from error
     print(printable(f"{destination}: {exported} of {layout.root}; digest {digest}"))
-
-
-def _run_and_step(source: str) -> tuple[Path, int | None]:
-    """Split RUN@STEP. Without @STEP the step is None."""
-    run, at, step = source.rpartition("@")
-    if not at:
-        return Path(source), None
-    if not step.isdigit():
-        raise click.UsageError(f"{source}: give a run, or a run and a learner step, e.g. runs/a@40")
-    return Path(run), int(step)
 
 
 @click.command(cls=Command, epilog=REPLAY_EPILOG)

@@ -1,7 +1,7 @@
 """Define every setting of a run, with its unit and its default.
 
 This is the only place where defaults live. `check` refuses values and combinations that would
-hang, crash or mislead later. The twenty settings that people change most:
+hang, crash or mislead later. The settings that people change most:
 
     run_dir, seed, max_staleness, source
     env.name, env.options, env.max_steps

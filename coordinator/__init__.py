@@ -2,7 +2,7 @@
 
 `coordinator.py` is the actor; its docstring says what it consumes, produces and waits for
 `client.py` is how workers, the learner and the driver call it
-`admission.py` bounds the number of outstanding groups by the staleness allowed
+`admission.py` paces workers by `max_staleness`; `claim` in store/catalog/batches.py is the bound
 `task_queue.py` says which task is played next, and when evaluation rounds are due
 `leases.py` keeps which worker plays which group, and which tasks lose workers
 `heartbeats.py` sends and keeps heartbeats

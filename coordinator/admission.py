@@ -12,8 +12,8 @@ Example: S = 1, B = 8. The learner trains on 8 claimed groups (version 4 becomes
 be played meanwhile. They start on version 4 and are consumed at version 5: staleness 1. With S = 0
 no group is admitted while the learner trains, which is synchronous training.
 
-Groups that overtake each other can break the argument, so admission only paces. The catalog drops a
-group that is too old at its consumption, and records the reason.
+Groups that overtake each other can break the argument, so admission only paces. The bound is
+`claim` in store/catalog/batches.py: it drops a group that is too old, and records the reason.
 """
 
 from __future__ import annotations

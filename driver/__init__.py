@@ -10,6 +10,7 @@ coordinator  consumes calls, produces leases and batches; never waits
 supervisor   consumes heartbeats and ended calls, produces restarts and notices; waits for any call
              to end, half a second at most
 
+`train_run.py` and `evaluate_run.py` do what `gigpo train` and `gigpo evaluate` ask
 `supervisor.py` is the loop of the driver itself
 `processes.py` starts and kills one process, `coordinator_process.py` the coordinator's
 `health.py` decides when a process is lost, and how often it is started again

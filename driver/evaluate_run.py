@@ -40,7 +40,15 @@ from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
 from driver.supervisor import Supervisor
 from driver.tensorboard_writer import tensorboard_files
-from store import RunLayout, StoreError, VersionRecord, check_unowned, files_digest, trust
+from store import (
+    RunLayout,
+    StoreError,
+    VersionRecord,
+    check_unowned,
+    files_digest,
+    parse_run_step,
+    trust,
+)
 
 
 def evaluate(
@@ -85,7 +93,7 @@ def _trusted_run(weights: str, overrides: Sequence[str]) -> Path:
     """Return the run that --trust is about: the evaluated one, or the run_dir of a config."""
     if is_config(weights):
         return Path(configs.load(weights, overrides).run_dir)
-    return run_and_step(weights)[0]
+    return parse_run_step(weights)[0]
 
 
 def own_run_settings(run: str) -> Config:
@@ -121,7 +129,7 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
                 "endpoint.url=..."
             )
         return configs.without_model(config) if config.endpoint.url else config
-    run, step = run_and_step(weights)
+    run, step = parse_run_step(weights)
     others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(
@@ -147,19 +155,6 @@ def is_config(weights: str) -> bool:
     return weights.endswith((".yaml", ".yml"))
 
 
-def run_and_step(text: str) -> tuple[Path, int | None]:
-    """Split RUN@STEP: `runs/a@40` is runs/a and 40, `runs/a` is runs/a and None."""
-    run, at, step = text.rpartition("@")
-    if not at:
-        return Path(text), None
-    if not step.isdigit():
-        raise ConfigError(
-            f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. "
-            "runs/a@40"
-        )
-    return Path(run), int(step)
-
-
 def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None:
     """Evaluate in the directory of `config`, and make it if it is not there."""
     if is_config(weights):
@@ -171,7 +166,7 @@ def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None
             f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}"
         ) from None
     if not is_config(weights) and not config.endpoint.url:
-        _copy_weights(*run_and_step(weights), Path(config.model.path))
+        _copy_weights(*parse_run_step(weights), Path(config.model.path))
     configs.check_model_path(config)
     check_tasks(config, console)
     open_run(config)

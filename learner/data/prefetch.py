@@ -26,7 +26,7 @@ Crash
     The next start releases every claim that was not settled (`Coordinator.resume`). Groups that
     became stale for v + 1 stay stale, even if the run restarts from v.
 Stop
-    `close` may leave one claimed batch. The loop gives it back (`Coordinator.give_back`).
+    `close` may leave one claimed batch. The loop gives it back (`Coordinator.release_claims`).
 Memory
     Rows and tensors of two batches are in main memory.
 """

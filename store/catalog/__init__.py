@@ -12,5 +12,5 @@ run_records.py      versions, checkpoints, metrics, heartbeats, unfinished episo
 group_counts.py     groups by state, and finished evaluation rounds
 snapshot.py         the exported tables, now or as of an earlier lsn
 repairs.py          damaged files and wrong sums, for fsck
-rebuild_rows.py     a new catalog for a run that lost its own
+adopt.py            files and groups that a backup does not know, for rebuild
 """

@@ -8,6 +8,5 @@ reader.py           Reader: SQL in a child process that can do no harm
 sandbox.py          that process; landlock.py and read_only_files.py protect the machine from it
 wire.py             the messages between the reader and its process
 mirror.py           local copies of a run in a remote storage
-exported.py         the exported tables as rows, to rebuild a catalog
 lineage.py          what a learner step was trained on, from the catalog
 """
