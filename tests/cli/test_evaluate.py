@@ -192,7 +192,7 @@ def test_nothing_played_yet_is_one_line(tmp_path: Path) -> None:
 def test_what_cannot_be_evaluated_is_one_line(
     weights: str, overrides: list[str], words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises((ConfigError, StoreError), match=words):
         new_run_settings(weights, overrides)
 
 
